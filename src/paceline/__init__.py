@@ -1,0 +1,31 @@
+"""Paceline: train PyTorch models with Distributed Data Parallel. One run, one hash, from a laptop to a cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Result", "Trainer", "errors", "indices_at"]
+
+if TYPE_CHECKING:
+    from paceline import errors
+    from paceline.data.order import indices_at
+    from paceline.result import Result
+    from paceline.trainer import Trainer
+
+_HOMES = {
+    "Trainer": "paceline.trainer",
+    "Result": "paceline.result",
+    "indices_at": "paceline.data.order",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Names are loaded when they are used: `paceline --help` must not wait for torch.
+    import importlib
+
+    if name == "errors":
+        return importlib.import_module("paceline.errors")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""The command line: argv to commands, the only printer of final words and the only place that ends the process.
+
+torch is imported by the commands that need it, never to show help.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from paceline.errors import ConfigError, PacelineError
+
+PACKAGE = Path(__file__).parent
+RECIPES = PACKAGE / "recipes"
+PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def _paceline() -> None:
+    """Train PyTorch models with Distributed Data Parallel: one run, one hash, from a laptop to a cluster."""
+
+
+@app.command()
+def train(
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4.")
+    ] = None,
+    procs: Annotated[int | None, typer.Option(help="How many processes; one per GPU by default, else 1.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local or torchrun; found by itself by default.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
+) -> None:
+    """Train what a config describes: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4"""
+    from paceline import config
+    from paceline.trainer import Trainer
+
+    path = find_config(target)
+    raw = config.read_yaml(path)
+    config.override(raw, overrides or [])
+    options = {"procs": procs, "launcher": launcher, "run_dir": run_dir}
+    raw |= {key: value for key, value in options.items() if value is not None}
+    built = config.build(raw, folder=path.parent.resolve())
+    result = Trainer.from_config(built, path.parent.resolve()).start()
+    _say_done(result, target)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder to create.")],
+) -> None:
+    """Write a project folder that runs as it is: model_fn.py, dataset_fn.py, train.py, main.py, config.yaml."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and is not empty; choose another name")
+    shutil.copytree(PROJECT_TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    typer.echo(f"{folder} is ready. Try next:")
+    typer.echo(f"  cd {folder} && python main.py")
+    typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
+
+
+def find_config(target: str) -> Path:
+    """The config file that a path or the name of a recipe means."""
+    recipe = RECIPES / target / "config.yaml"
+    if Path(target).is_file():
+        return Path(target)
+    if recipe.is_file():
+        return recipe
+    names = sorted(path.parent.name for path in RECIPES.glob("*/config.yaml"))
+    near = difflib.get_close_matches(target, [*names, *map(str, Path().glob("*.yaml"))], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(names)}"
+    raise ConfigError(f"{target} is neither a file nor a recipe; {hint}")
+
+
+def main() -> None:
+    """The entry point: runs a command and turns its errors into a few words and an exit code."""
+    try:
+        app()
+    except ConfigError as error:
+        for problem in error.problems:
+            _print_error(problem)
+        _exit(error)
+    except PacelineError as error:
+        _print_error(str(error))
+        _exit(error)
+    except KeyboardInterrupt:
+        _print_error("stopped by Ctrl-C")
+        sys.exit(1)
+
+
+def _exit(error: PacelineError) -> NoReturn:
+    sys.exit(error.exit_code)
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"paceline: {text}", style="red", markup=False)
+
+
+def _say_done(result: Any, target: str) -> None:
+    from paceline.launch.environment import is_main_process
+
+    if not is_main_process():
+        return
+    facts = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    typer.echo(f"done: step {result.step}{'  ' + facts if facts else ''}  weights {result.weights_sha256[:12]}")
+    typer.echo(f"run folder: {result.run_dir}")
+    typer.echo("try next:")
+    typer.echo(f"  paceline train {target} --procs 1 num_epochs=2     # other processes, other values")
+    typer.echo("  paceline init mylab                                # a folder of your own")

@@ -1,0 +1,317 @@
+"""The typed config: what a run is, from YAML, the command line or Python, with every mistake reported at once.
+
+Nothing here knows about devices, processes or the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.errors import ConfigError
+from paceline.functions import FunctionNotFound, name_of, resolve
+
+Function = Callable[..., Any] | str
+FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn")
+TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
+MANAGED_KEYS = ("metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "max_steps", "lanes")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+class Optimizer(BaseModel):
+    """An optimizer of torch.optim by name; further keys go to its constructor."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "adamw"
+    lr: float = Field(1e-3, gt=0)
+
+
+class Schedule(_Section):
+    """How the learning rate moves: a warm-up from zero, then `name` down to `final` × lr."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final: float = Field(0.0, ge=0, le=1)
+
+
+class Log(_Section):
+    """How often a run says how it is doing."""
+
+    every_steps: int = Field(10, ge=1)
+
+
+class Config(_Section):
+    """One run. The same names in Python, in `config.yaml` and on the command line."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$")
+    seed: int = 0
+    run_dir: Path | None = None
+
+    model_fn: Function | None = None
+    model_args: dict[str, Any] = {}
+    dataset_fn: Function | None = None
+    dataset_args: dict[str, Any] = {}
+    df: Any = None
+    val_df: Any = None
+    val_dataset_fn: Function | None = None
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+
+    train_fn: Function | None = None
+
+    loss_fn: Function | None = None
+    metrics: list[str] | dict[str, Function] = []
+    optimizer: Optimizer = Optimizer()
+    optimizer_fn: Function | None = None
+    schedule: Schedule = Schedule()
+    clip_norm: float | None = Field(None, gt=0)
+
+    batch_size: int = Field(32, ge=1)
+    lanes: int | None = Field(None, ge=1)
+    num_epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    workers: int = Field(0, ge=0)
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_mb: float = Field(25, gt=0)
+
+    launcher: Literal["auto", "local", "torchrun"] = "auto"
+    procs: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1)
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    log: Log = Log()
+
+    def function(self, key: str) -> Callable[..., Any]:
+        """The function under `key`; `build` has made sure that it is one."""
+        value = getattr(self, key)
+        assert callable(value), key
+        return value  # type: ignore[no-any-return]
+
+    def to_yaml(self) -> str:
+        """The config as resolved, for people to read; data given in memory is named by its type."""
+        plain = {key: _plain(value) for key, value in self.__dict__.items() if value is not None}
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
+    """A checked config with callable functions, or one ConfigError that lists every mistake.
+
+    Names of functions and relative paths of data are looked up in `folder`.
+    """
+    values = {key: value for key, value in raw.items() if value is not None}
+    problems: list[str] = []
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        problems += list(dict.fromkeys(_describe(detail) for detail in details))
+        # What is right is checked further, so that nobody mends one mistake only to be shown the next.
+        wrong = {str(detail["loc"][0]) for detail in details}
+        config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
+        problems += [p for p in _conflicts(config, given=set(values)) if p.partition("=")[0].split()[0] not in wrong]
+    else:
+        problems += _conflicts(config, given=set(values))
+    problems += _resolve_functions(config, folder)
+    problems += _unknown_names(config)
+    problems += _resolve_tables(config, folder)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, with `1e-4` a number and no key given twice."""
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
+    return loaded
+
+
+def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
+    """Apply `key=value` and `key.inner=value` from the command line; values are read as YAML."""
+    problems = []
+    for assignment in assignments:
+        dotted, separator, text = assignment.partition("=")
+        *sections, last = dotted.split(".")
+        if not separator or not all([*sections, last]):
+            problems.append(f"{assignment!r} is not key=value; write for instance batch_size=128 or optimizer.lr=3e-4")
+            continue
+        target = raw
+        for section in sections:
+            inner = target.get(section)
+            target[section] = target = dict(inner) if isinstance(inner, dict) else {}
+        try:
+            target[last] = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError:
+            target[last] = text
+    if problems:
+        raise ConfigError(problems)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: `1e-4` is a number, and a key given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.MarkedYAMLError(problem=f"{twice} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _describe(detail: ErrorDetails) -> str:
+    """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
+    # Unions put the branch that failed into the location; people know the key alone.
+    path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
+    path = [p for p in path if p not in ("str", "callable")]
+    key = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known keys: {', '.join(known)}"
+        return f"{key} is not a known key; {hint}"
+    if path[-1] in FUNCTION_KEYS:
+        return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
+    message = detail["msg"]
+    return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(sections: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _conflicts(config: Config, *, given: set[str]) -> list[str]:
+    """Mistakes that show only when keys are seen together. `given` are the keys that were set by the user."""
+    problems = []
+    for key, example in (("model_fn", "a function that returns the model"), ("dataset_fn", "the data set's class")):
+        if getattr(config, key) is None:
+            problems.append(f"{key} is missing; give {example}")
+    if config.train_fn is None and config.loss_fn is None:
+        problems.append("train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)")
+    if config.train_fn is not None:
+        idle = [key for key in ("loss_fn", *MANAGED_KEYS) if key in given]
+        if idle:
+            problems.append(f"{', '.join(idle)} belong to the managed loop; remove train_fn, or do it inside train_fn")
+    if config.optimizer_fn is not None and "optimizer" in given:
+        problems.append("optimizer and optimizer_fn are both given; keep one of them")
+    for key in ("val_df", "val_dataset_fn"):
+        if key in given and "val_fraction" in given:
+            problems.append(f"{key} and val_fraction are both given; keep one of them")
+    if config.device == "cpu" and config.backend == "nccl":
+        problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
+    return problems
+
+
+def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
+    problems = []
+
+    def resolved(key: str, name: str) -> Callable[..., Any] | str:
+        # A bare name is a loss of torch.nn.functional: `loss_fn: cross_entropy`.
+        full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
+        try:
+            return resolve(full, folder)
+        except FunctionNotFound as reason:
+            problems.append(f"{key}={name!r} {reason}")
+            return name
+
+    for key in FUNCTION_KEYS:
+        value = getattr(config, key)
+        if isinstance(value, str):
+            setattr(config, key, resolved(key, value))
+    if isinstance(config.metrics, dict):
+        config.metrics = {
+            name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric
+            for name, metric in config.metrics.items()
+        }
+    if callable(config.train_fn):
+        try:
+            inspect.signature(config.train_fn).bind(*TRAIN_FN_ARGUMENTS)
+        except TypeError:
+            problems.append(
+                f"train_fn={name_of(config.train_fn)} takes {inspect.signature(config.train_fn)}; "
+                f"it is called as train_fn({', '.join(TRAIN_FN_ARGUMENTS)})"
+            )
+        except ValueError:
+            pass  # a builtin without a signature
+    return problems
+
+
+def _unknown_names(config: Config) -> list[str]:
+    """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
+    from paceline.metrics import NAMED
+    from paceline.optim import problems_with
+
+    problems = problems_with(config.optimizer.name, config.optimizer.model_extra or {})
+    if isinstance(config.metrics, list):
+        for name in config.metrics:
+            if name not in NAMED:
+                problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
+    return problems
+
+
+def _resolve_tables(config: Config, folder: Path | None) -> list[str]:
+    problems = []
+    for key in ("df", "val_df"):
+        table = getattr(config, key)
+        if table is None or hasattr(table, "columns"):
+            continue
+        if not isinstance(table, (str, Path)):
+            problems.append(f"{key} is a {type(table).__name__}; give a DataFrame or the path of a CSV or Parquet file")
+            continue
+        path = (folder or Path()) / table
+        if path.suffix.lower() not in (".csv", ".parquet", ".gz"):
+            problems.append(f"{key}={str(table)!r} must end in .csv, .csv.gz or .parquet")
+        elif not path.is_file():
+            problems.append(f"{key}={str(table)!r} does not exist; looked for {path.resolve()}")
+        setattr(config, key, path.resolve())
+    return problems
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {key: _plain(inner) for key, inner in value.model_dump(exclude_none=True).items()}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return name_of(value) if callable(value) else f"<{type(value).__name__}>"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+

@@ -1,0 +1,65 @@
+"""Which positions of an epoch belong to which step, lane and rank (pure).
+
+Samples are never repeated or dropped: where they do not fill the last step, they are spread evenly over it.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import ConfigError, DataError
+
+
+def part(size: int, parts: int, index: int) -> range:
+    """Part `index` of `size` positions cut into `parts` runs that differ by at most one in length."""
+    return range(size * index // parts, size * (index + 1) // parts)
+
+
+# --- the managed loop: a step is `lanes` micro-batches, however many ranks ride them -----------------------------
+
+
+def steps_per_epoch(size: int, batch_size: int, lanes: int) -> int:
+    """How many optimizer steps one pass over `size` samples takes."""
+    return -(-size // (batch_size * lanes))
+
+
+def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -> range:
+    """The positions that a step takes; fewer than `lanes × batch_size` only in the epoch's last step."""
+    first = step_in_epoch * batch_size * lanes
+    return range(first, min(first + batch_size * lanes, size))
+
+
+def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, lanes: int) -> range:
+    """The positions of one micro-batch; empty where a short last step has fewer samples than lanes."""
+    step = step_positions(step_in_epoch, size, batch_size, lanes)
+    # Longer parts come first, so that lane 0, whose statistics BatchNorm keeps, is never empty.
+    mirrored = part(len(step), lanes, lanes - 1 - lane)
+    return range(step.stop - mirrored.stop, step.stop - mirrored.start)
+
+
+def lanes_of(rank: int, world_size: int, lanes: int) -> range:
+    """The lanes that a rank rides."""
+    if lanes % world_size:
+        fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else "1"
+        raise ConfigError(
+            f"lanes={lanes} cannot be ridden by {world_size} ranks; use a multiple of {world_size}, or --procs {words}"
+        )
+    return part(lanes, world_size, rank)
+
+
+# --- the user's own loop: every rank takes the same number of batches ----------------------------------------------
+
+
+def batches_per_rank(size: int, batch_size: int, world_size: int, *, what: str = "the data set") -> int:
+    """How many batches every rank takes of `size` samples, none of them empty."""
+    if size < world_size:
+        raise DataError(
+            f"{what} has {size} samples, fewer than the {world_size} ranks; give it more samples or use fewer ranks"
+        )
+    # With batch_size=1 the ranks cannot all take one sample at a time unless they share them evenly: then some
+    # batches hold two, which is better than a repeated or a lost sample.
+    return min(-(-size // (batch_size * world_size)), size // world_size)
+
+
+def batch_positions(batch: int, rank: int, size: int, batches: int, world_size: int) -> range:
+    """The positions of one rank's batch when `size` samples are spread over `world_size × batches`."""
+    return part(size, batches * world_size, batch * world_size + rank)

@@ -1,0 +1,212 @@
+"""Indices → batches, through torch's DataLoader: lanes for the managed loop, epochs for the user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from paceline.data import batches
+from paceline.data.order import indices_of
+from paceline.data.sources import fetch
+from paceline.lifeline import die_with_parent
+from paceline.randomness import seed_for, seed_generators
+from paceline.world import World
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One micro-batch: what it is, before (`indices`) and after (`data`) it has been fetched."""
+
+    step: int
+    lane: int
+    samples: int
+    step_samples: int
+    indices: list[int]
+    data: Any = None
+
+
+# --- the managed loop ----------------------------------------------------------------------------------------------
+
+
+class LaneSampler(Sampler[Lane]):
+    """The lanes of one rank, step after step, over all epochs of the run."""
+
+    def __init__(self, *, seed: int, size: int, batch_size: int, lanes: int, steps: range, ridden: range) -> None:
+        self.seed, self.size, self.batch_size, self.lanes = seed, size, batch_size, lanes
+        self.steps, self.ridden = steps, ridden
+
+    def __iter__(self) -> Iterator[Lane]:
+        per_epoch = batches.steps_per_epoch(self.size, self.batch_size, self.lanes)
+        for epoch in range(self.steps.start // per_epoch, -(-self.steps.stop // per_epoch)):
+            first = max(self.steps.start - epoch * per_epoch, 0)
+            last = min(self.steps.stop - epoch * per_epoch, per_epoch)
+            steps = range(first, last)
+            spans = (self._positions(step, lane) for step, lane in self._rides(steps))
+            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size)
+            for (step, lane), indices in zip(self._rides(steps), chosen, strict=True):
+                yield Lane(
+                    step=epoch * per_epoch + step,
+                    lane=lane,
+                    samples=len(self._lane(step, lane)),
+                    step_samples=len(batches.step_positions(step, self.size, self.batch_size, self.lanes)),
+                    indices=indices,
+                )
+
+    def _rides(self, steps: range) -> Iterator[tuple[int, int]]:
+        for step in steps:
+            # A rank whose lanes are all empty still takes part in the reduction of the step: with its first lane.
+            lanes = [lane for lane in self.ridden if self._lane(step, lane)] or [self.ridden[0]]
+            yield from ((step, lane) for lane in lanes)
+
+    def _positions(self, step: int, lane: int) -> range:
+        # An empty lane borrows the samples of lane 0; its weight is zero.
+        return self._lane(step, lane) or self._lane(step, 0)
+
+    def _lane(self, step: int, lane: int) -> range:
+        return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)
+
+
+class KeyedDataset(Dataset[Any]):
+    """Fetches a lane with the generators keyed by what it is, so that augmentation does not know its rank."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = _collate_of(dataset)
+
+    def __getitems__(self, lane: Lane) -> tuple[Lane, Any]:
+        seed_generators(self.seed, "data", lane.step, lane.lane)
+        return lane, fetch(self.dataset, lane.indices)
+
+    def gather(self, fetched: tuple[Lane, Any]) -> Lane:
+        """Collate, in the DataLoader's worker."""
+        lane, samples = fetched
+        return Lane(lane.step, lane.lane, lane.samples, lane.step_samples, lane.indices, self.collate(samples))
+
+
+def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, world: World) -> DataLoader[Any]:
+    """The lanes of this rank in order, fetched ahead by `workers` processes."""
+    keyed = KeyedDataset(dataset, seed)
+    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **_options(workers, world, seed))  # type: ignore[arg-type]
+
+
+def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
+    """This rank's share of the batches of a data set in its own order: every sample is on exactly one rank."""
+    size = len(dataset)
+    share = batches.part(-(-size // batch_size), world.size, world.rank)
+    spans = [list(range(b * batch_size, min((b + 1) * batch_size, size))) for b in share]
+    return DataLoader(dataset, batch_sampler=spans, collate_fn=_collate_of(dataset), **_options(workers, world, seed))
+
+
+# --- the user's own loop -------------------------------------------------------------------------------------------
+
+
+class EpochSampler(Sampler[list[int]]):
+    """The batches of one rank for one epoch; each `iter` is the next epoch, in a new order if it shuffles."""
+
+    def __init__(self, *, seed: int, size: int, batch_size: int, world: World, shuffle: bool, what: str) -> None:
+        self.seed, self.size, self.world, self.shuffle = seed, size, world, shuffle
+        self.batches = batches.batches_per_rank(size, batch_size, world.size, what=what)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch by hand, as loops written for DistributedSampler do. Not needed here."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        spans = (
+            batches.batch_positions(batch, self.world.rank, self.size, self.batches, self.world.size)
+            for batch in range(self.batches)
+        )
+        if self.shuffle:
+            yield from indices_of(spans, seed=self.seed, epoch=epoch, size=self.size)
+        else:
+            yield from map(list, spans)
+
+
+class EpochLoader(DataLoader[Any]):
+    """A DataLoader over this rank's share of a data set that tells how far it is."""
+
+    def __init__(
+        self, dataset: Any, sampler: EpochSampler, on_batch: Callable[[int, int, int], None], **options: Any
+    ) -> None:
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=_collate_of(dataset), **options)
+        # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
+        self.__dict__["sampler"] = sampler
+        self.__dict__["on_batch"] = on_batch
+        self.__dict__["epochs"] = sampler
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler: EpochSampler = self.__dict__["epochs"]
+        epoch = sampler.epoch
+        for batch, data in enumerate(super().__iter__()):
+            self.__dict__["on_batch"](epoch, batch, len(sampler))
+            yield data
+
+
+def epoch_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    seed: int,
+    workers: int,
+    world: World,
+    shuffle: bool,
+    what: str,
+    on_batch: Callable[[int, int, int], None],
+) -> EpochLoader:
+    """A loader for the user's own loop: every sample once per epoch over all ranks, equally many batches on each."""
+    sampler = EpochSampler(
+        seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what
+    )
+    return EpochLoader(dataset, sampler, on_batch, **_options(workers, world, seed))
+
+
+# --- what all loaders share ----------------------------------------------------------------------------------------
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor in a batch of tuples, lists and dicts, on the device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _collate_of(dataset: Any) -> Callable[[Any], Any]:
+    """The data set's own `collate_fn` if it has one, else torch's default."""
+    base = getattr(dataset, "base", dataset)
+    collate: Callable[[Any], Any] = getattr(base, "collate_fn", default_collate)
+    return collate
+
+
+def _options(workers: int, world: World, seed: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": world.device.type == "cuda"}
+    if workers:
+        options |= {
+            "worker_init_fn": _start_worker,
+            "persistent_workers": True,
+            # Fork, so that data sets defined in a script or notebook need not be pickled again.
+            "multiprocessing_context": "fork",
+        }
+    # The seeds of the workers come from here, so they differ between ranks.
+    generator = torch.Generator()
+    generator.manual_seed(seed_for(seed, "workers", world.rank))
+    return {**options, "generator": generator}
+
+
+def _start_worker(worker: int) -> None:
+    die_with_parent()

@@ -1,0 +1,98 @@
+"""Where the samples come from: tables, the user's data sets, and the split into training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from paceline.config import Config
+from paceline.data.order import Indices, indices_at
+from paceline.errors import DataError, MissingExtra
+
+SPLIT = -1  # the "epoch" whose order decides which samples are for validation; training counts from 0
+TABLE_LIMIT = 1 << 22  # up to this many samples a Part keeps its indices (32 MB) instead of working them out
+
+
+class Part(Dataset[Any]):
+    """A run of positions in the seeded split of a data set, itself a data set."""
+
+    def __init__(self, base: Any, seed: int, positions: range) -> None:
+        self.base = base
+        self.seed = seed
+        self.positions = positions
+        self._table = self._look_up(np.arange(len(positions))) if len(positions) <= TABLE_LIMIT else None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.__getitems__([index % len(self)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        where = np.asarray(indices)
+        chosen = self._look_up(where) if self._table is None else self._table[where]
+        return fetch(self.base, chosen.tolist())
+
+    def _look_up(self, where: Indices) -> Indices:
+        size = len(self.base)
+        return indices_at(seed=self.seed, epoch=SPLIT, size=size, positions=where + self.positions.start)
+
+
+def fetch(dataset: Any, indices: Sequence[int]) -> Any:
+    """The samples at `indices`, all at once where the data set can do that."""
+    if getattr(dataset, "__getitems__", None):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+def make_datasets(config: Config) -> tuple[Any, Any | None]:
+    """The training data and, if there is any, the validation data, by the user's functions."""
+    make = config.function("dataset_fn")
+    dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn")
+    if config.val_dataset_fn is not None:
+        return dataset, _checked(config.function("val_dataset_fn")(*_table(config.val_df)), "val_dataset_fn")
+    if config.val_df is not None:
+        return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), "dataset_fn")
+    size = len(dataset)
+    held_out = round(size * config.val_fraction)
+    if config.val_fraction > 0 and size > 1:
+        held_out = min(max(held_out, 1), size - 1)
+    if not held_out:
+        return dataset, None
+    training = Part(dataset, config.seed, range(size - held_out))
+    return training, Part(dataset, config.seed, range(size - held_out, size))
+
+
+def _table(table: Any) -> tuple[Any, ...]:
+    """The DataFrame as the arguments of a data set function: none, or one."""
+    if table is None:
+        return ()
+    if not isinstance(table, Path):
+        return (table,)
+    try:
+        import pandas as pd
+    except ImportError:
+        raise MissingExtra("pandas", "pandas", f"reading {table.name}") from None
+    if table.suffix == ".parquet":
+        try:
+            return (pd.read_parquet(table),)
+        except ImportError:
+            raise MissingExtra("pyarrow", "parquet", f"reading {table.name}") from None
+    return (pd.read_csv(table),)
+
+
+def _checked(dataset: Any, source: str) -> Any:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{source} returned a {type(dataset).__name__}, which has no __len__ and __getitem__; "
+            "return a map-style data set"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{source} returned an empty data set")
+    return dataset

@@ -1,0 +1,66 @@
+"""Every error that Paceline raises on purpose.
+
+PacelineError            the training failed                                    exit code 1
+├── ConfigError          the config or the command line is wrong                exit code 2
+│   ├── TravelError      a function or value cannot be sent to the ranks
+│   └── MissingExtra     an optional package is needed and not installed
+├── DataError            the data cannot be trained on as it is
+├── UnusedParameters     parameters took no part in a step
+├── RankFailed           a rank failed; carries the first failure
+└── Stopped              the run was stopped from outside before it ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PacelineError(Exception):
+    """The root of the tree above; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(PacelineError):
+    """One or more mistakes in a config or on the command line, all reported together."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class TravelError(ConfigError):
+    """Something in the job cannot be pickled; the message names the path to it."""
+
+
+class MissingExtra(ConfigError):
+    """An optional package is missing; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, what_for: str) -> None:
+        super().__init__(f"{what_for} needs {package}; run: pip install 'paceline[{extra}]'")
+
+
+class DataError(PacelineError):
+    """The data set cannot be shared among the ranks, or gives what training cannot use."""
+
+
+class UnusedParameters(PacelineError):
+    """Parameters that require a gradient got none in a step."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        super().__init__(
+            f"no gradient reached {listed} in this step; if the model leaves parameters out on purpose, "
+            "set find_unused_parameters: true, or set requires_grad=False on those that are never used"
+        )
+        self.names = list(names)
+
+
+class RankFailed(PacelineError):
+    """A rank failed. The message is the whole story in a few lines: who, where, what, which log."""
+
+
+class Stopped(PacelineError):
+    """The run was ended by a signal."""

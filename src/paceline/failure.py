@@ -1,0 +1,145 @@
+"""A rank's failure: caught in the rank, written down, and told in a few lines by whoever watches the ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import site
+import socket
+import sysconfig
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
+
+from paceline.progress import Progress
+from paceline.run_folder import RunFolder, write_json
+
+# What a rank reports when a neighbour is gone. Gloo raises these as plain RuntimeErrors.
+NEIGHBOUR_IS_GONE = re.compile(
+    r"gloo/|Connection (closed|reset) by peer|Broken pipe|NCCL (error|communicator)|recvValue failed|"
+    r"Software caused connection abort|Application timeout caused pair closure"
+)
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# Code under these folders is never the user's own.
+LIBRARIES = tuple(
+    {*sysconfig.get_paths().values(), *site.getsitepackages(), str(Path(__file__).parent), "<frozen", "<string>"}
+)
+
+
+@dataclass
+class Failure:
+    """What went wrong in one rank."""
+
+    rank: int
+    host: str
+    place: str
+    error: str
+    text: str
+    location: str | None
+    log: str
+    time: float
+    is_echo: bool = False  # a neighbour's death, seen from this rank
+
+    def describe(self) -> str:
+        """The block that people read, at most 10 lines."""
+        lines = [line for line in self.text.strip().splitlines() if line.strip()] or [""]
+        if len(lines) > 5:
+            lines = [*lines[:4], f"… {len(lines) - 4} more lines in the log"]
+        lines = [line if len(line) <= 300 else line[:297] + "..." for line in lines]
+        block = [f"rank {self.rank} on {self.host} failed ({self.place})", f"  {self.error}: {lines[0]}"]
+        block += [f"  {line}" for line in lines[1:]]
+        if self.location:
+            block.append(f"  at {self.location}")
+        block.append(f"  full log: {self.log}")
+        return "\n".join(block)
+
+
+def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunFolder) -> Failure:
+    """The failure that `error` means, from inside the rank."""
+    text, name = str(error), type(error).__name__
+    cause = _worker_cause(text)
+    if cause:
+        name, text = cause
+    if isinstance(error, SystemExit):
+        text = f"sys.exit({error.code}) was called during the run"
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        place=progress.describe(),
+        error=name,
+        text=text,
+        location=_user_location(error),
+        log=str(folder.log(rank)),
+        time=time.time(),
+        is_echo=bool(NEIGHBOUR_IS_GONE.search(text)),
+    )
+
+
+def write(failure: Failure, folder: RunFolder) -> None:
+    """Leave the failure where the launcher looks for it."""
+    write_json(folder.failure(failure.rank), asdict(failure))
+
+
+def first(folder: RunFolder, exit_codes: Mapping[int, int]) -> Failure:
+    """The failure that came first and caused the others, from what the ranks wrote and how they ended."""
+    written = {}
+    for rank in exit_codes:
+        if folder.failure(rank).exists():
+            written[rank] = Failure(**json.loads(folder.failure(rank).read_text(encoding="utf-8")))
+    ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in written and code]
+    candidates = sorted(written.values(), key=lambda failure: failure.time)
+    own = [failure for failure in candidates if not failure.is_echo]
+    # The agent ends the survivors by SIGTERM, so a death by that signal comes last.
+    ended.sort(key=lambda failure: failure.error == "SIGTERM")
+    return [*own, *ended, *candidates][0]
+
+
+def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
+    if code == -9:
+        error, text = "SIGKILL", "the process was killed; most likely the machine ran out of memory (see `dmesg`)"
+    elif code < 0:
+        error, text = Signals(-code).name, f"the process was ended by signal {-code}"
+    else:
+        error, text = "Exit", f"the process ended with exit code {code}"
+    tail = [line for line in _tail(folder.log(rank)) if line.strip()]
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        place="place unknown",
+        error=error,
+        text="\n".join([text, *(f"last output: {line}" for line in tail[-1:])]),
+        location=None,
+        log=str(folder.log(rank)),
+        time=time.time(),
+    )
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _worker_cause(text: str) -> tuple[str, str] | None:
+    """The type and text of an error that a DataLoader worker sent as a formatted traceback."""
+    if "Original Traceback" not in text:
+        return None
+    match = re.search(r"^(\w[\w.]*?(?:Error|Exception|Interrupt|Exit|\w+)): (.*)\Z", text.strip(), re.M | re.S)
+    return (match[1], match[2]) if match else None
+
+
+def _user_location(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame of the user's own code."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    # A DataLoader worker's error carries its frames as text.
+    frames += [(match[1], int(match[2])) for match in FRAME.finditer(str(error))]
+    for filename, line in reversed(frames):
+        if not filename.startswith(LIBRARIES):
+            return f"{filename}:{line}"
+    return None

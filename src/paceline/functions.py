@@ -1,0 +1,56 @@
+"""Functions by name: "module:name" in a config becomes the callable it means."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class FunctionNotFound(Exception):
+    """Why a name could not be turned into a function, in one sentence."""
+
+
+def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
+    """The callable behind "module:name"; modules in `folder` come before installed ones."""
+    module_name, separator, attribute = name.partition(":")
+    if not separator or not module_name or not attribute:
+        raise FunctionNotFound('is not a function; write it as "module:name"')
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # stays: the ranks import from the same places
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
+        raise FunctionNotFound(f"names a module that does not exist: {module_name}.py in {folder or 'sys.path'}") from None
+    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is reported, not interpreted
+        raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise FunctionNotFound(f"names {part}, which module {module_name} does not have{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise FunctionNotFound(f"is a {type(found).__name__}, not a function")
+    result: Callable[..., Any] = found
+    return result
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """ "module:name" for people to read; lambdas and closures keep Python's own name for them."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', named)}"
+
+
+def _cause(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text

@@ -1,0 +1,56 @@
+"""What a worker must run, as one private file: the config with its functions and its data.
+
+Large arrays, the columns of a DataFrame among them, lie behind the pickle as they are in memory. The ranks of one
+machine map the file, so they share a single copy until one of them writes to it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import cloudpickle
+
+from paceline.config import Config
+from paceline.travel import explain, obstacle
+
+ALIGNMENT = 64  # numpy and torch read aligned data fastest
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the job where only its owner can read it, or raise TravelError with the path to what does not pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        payload = cloudpickle.dumps(config, protocol=5, buffer_callback=buffers.append)
+    except Exception:  # noqa: BLE001 - any object may raise anything from __reduce__
+        for key, value in config.__dict__.items():
+            if obstacle(value) is not None:
+                raise explain(key, value) from None
+        raise
+    sizes = [buffer.raw().nbytes for buffer in buffers]
+    header = pickle.dumps({"sys_path": sys.path, "payload": payload, "sizes": sizes})
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(header)
+        for buffer in buffers:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            file.write(buffer.raw())
+
+
+def load(path: Path) -> Config:
+    """Read a job back; arrays are views of the mapped file, private to this process once written to."""
+    with path.open("rb") as file:
+        header = pickle.load(file)
+        position = file.tell()
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    buffers = []
+    for size in header["sizes"]:
+        position += -position % ALIGNMENT
+        buffers.append(view[position : position + size])
+        position += size
+    # Functions of importable modules are pickled by name, so the ranks must look where the caller looked.
+    sys.path[:] = header["sys_path"]
+    config: Config = pickle.loads(header["payload"], buffers=buffers)
+    return config

@@ -1,0 +1,22 @@
+"""Who starts the ranks and watches them. Knows nothing of models or data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import Config
+from paceline.launch.environment import load_dotenv, pick_launcher
+from paceline.result import Outcome
+
+
+def start(config: Config, folder: Path) -> Outcome:
+    """Run the config with the launcher that it or the environment asks for; `folder` may hold a `.env` file."""
+    launcher = pick_launcher(config.launcher)
+    load_dotenv(folder)
+    if launcher == "torchrun":
+        from paceline.launch import torchrun
+
+        return torchrun.start(config)
+    from paceline.launch import local
+
+    return local.start(config)

@@ -1,0 +1,42 @@
+"""What the environment says about how this process was started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dotenv import dotenv_values
+
+from paceline.errors import ConfigError
+
+
+def load_dotenv(folder: Path) -> None:
+    """Take variables from a `.env` file beside the config, such as MASTER_ADDR; what is set already stays."""
+    for name, value in dotenv_values(folder / ".env").items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+
+
+def pick_launcher(wanted: str) -> str:
+    """`torchrun` inside a world that somebody else has started, else `local`."""
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if wanted == "torchrun" and not is_rank:
+        raise ConfigError("launcher=torchrun but RANK and WORLD_SIZE are not set; start it with torchrun …")
+    if wanted != "auto":
+        return wanted
+    return "torchrun" if is_rank else "local"
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def chosen_threads(ranks: int) -> int:
+    """Threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS, or cores ÷ ranks."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // ranks))
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for the run: the launcher, or rank 0 of a world started by others."""
+    return os.environ.get("RANK", "0") == "0"

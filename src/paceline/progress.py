@@ -1,0 +1,20 @@
+"""Where a rank is: written by whatever moves it on, read when something goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """The place of this rank in its run; None where it is not known yet."""
+
+    phase: str = "starting"
+    epoch: int | None = None
+    step: int | None = None
+    batch: int | None = None
+
+    def describe(self) -> str:
+        """Such as "training, epoch 2, step 140"."""
+        places = (("epoch", self.epoch), ("step", self.step), ("batch", self.batch))
+        return ", ".join([self.phase, *(f"{name} {value}" for name, value in places if value is not None)])

@@ -1,0 +1,76 @@
+"""Follows a run folder while it is being written: events to the screen, rank 0's output, everybody's warnings once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from paceline.run_folder import RunFolder
+from paceline.telemetry.console import Screen
+from paceline.telemetry.lines import FAILED, WARNING
+
+INTERVAL_S = 0.1
+
+
+class Tail:
+    """The lines that have been added to a file since it was last asked; a torn last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def lines(self) -> Iterator[str]:
+        """New whole lines."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        whole, newline, _ = content.rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        if newline:
+            yield from whole.decode(errors="replace").split("\n")
+
+
+class Follower:
+    """A thread that shows a run. `ranks` are those whose logs it reads; none where they own the terminal themselves."""
+
+    def __init__(self, folder: RunFolder, ranks: int) -> None:
+        self.screen = Screen()
+        self._events = Tail(folder.events)
+        self._logs = [Tail(folder.log(rank)) for rank in range(ranks)]
+        self._warned: set[str] = set()
+        self._has_failed = False  # then the summary of the first failure has the last word
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="paceline-screen", daemon=True)
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        self.screen.close()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        for rank, log in enumerate(self._logs):
+            for line in log.lines():
+                warning = WARNING.match(line)
+                if warning and warning[1] not in self._warned:
+                    self._warned.add(warning[1])
+                    self.screen.note(f"warning (rank {rank}): {warning[1]}", style="yellow")
+                self._has_failed = self._has_failed or bool(FAILED.match(line))
+                if rank == 0 and not warning and not self._has_failed:
+                    self.screen.line(line)
+        for line in self._events.lines():
+            self.screen.show(json.loads(line))

@@ -1,0 +1,18 @@
+"""Lines in a rank's log that the launcher understands; all others are the user's own output."""
+
+from __future__ import annotations
+
+import re
+
+WARNING = re.compile(r"^WARNING \[rank \d+\] (.*)$")
+FAILED = re.compile(r"^FAILED \[rank \d+\]")
+
+
+def warning_line(rank: int, text: str) -> str:
+    """A warning, on one line."""
+    return f"WARNING [rank {rank}] {' '.join(text.split())}"
+
+
+def failed_line(rank: int) -> str:
+    """What comes after this line is the traceback of the failure; the screen shows its summary instead."""
+    return f"FAILED [rank {rank}]"

@@ -1,0 +1,126 @@
+"""The world of a run: ranks, device, backend, the process group, and decisions that all ranks agree on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.config import Config
+from paceline.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the others. Methods are collectives: all ranks call them, in the same order."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only one that writes to the run folder."""
+        return self.rank == 0
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """What `choose` returns on rank 0, on all ranks; if it raises there, all ranks raise."""
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome = [choose(), None]
+            except Exception as error:  # noqa: BLE001 - it is raised again, on every rank
+                outcome = [None, error]
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        value, error = outcome
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of every rank, in rank order, on all ranks; ranks may have different numbers of rows."""
+        if self.size == 1:
+            return [rows]
+        rows = rows.to(self.device)
+        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
+        lengths = [int(count) for count in counts]
+        padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
+
+@contextmanager
+def join(config: Config, store: Path | None = None) -> Iterator[World]:
+    """Join the process group that the environment describes; `store` is a file that all ranks of one machine see.
+
+    All ranks. Without `store` the ranks meet at MASTER_ADDR:MASTER_PORT, as torchrun sets it.
+    """
+    rank, size, local_rank = (int(_variable(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = pick_device(config.device, local_rank)
+    backend = pick_backend(config.backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    if store is not None:
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}" if store is not None else "env://",
+        rank=rank,
+        world_size=size,
+        device_id=device if backend == "nccl" else None,
+    )
+    world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
+    yield world
+    # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
+    with warnings.catch_warnings():
+        dist.destroy_process_group()
+
+
+def is_joined() -> bool:
+    """Whether this process is a rank of a run already."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a rank; ranks beyond the number of GPUs share them."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda but torch finds no GPU; use device: cpu, or check `nvidia-smi`")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def pick_backend(wanted: str, device: torch.device, local_world_size: int) -> str:
+    """NCCL where every rank has a GPU of its own, else Gloo."""
+    shared = device.type == "cuda" and local_world_size > torch.cuda.device_count()
+    if wanted == "nccl" and (device.type == "cpu" or shared):
+        reason = "the ranks run on the CPU" if device.type == "cpu" else f"{local_world_size} ranks share fewer GPUs"
+        raise ConfigError(f"backend=nccl cannot be used: {reason}; use backend: gloo")
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None and name == "LOCAL_RANK":  # a script started by hand, one rank per machine
+        return "0"
+    if value is None:
+        raise ConfigError(f"{name} is not set; start the ranks with paceline, torchrun, or set RANK and WORLD_SIZE")
+    return value
