@@ -28,6 +28,10 @@ class Replica(DistributedDataParallel):
                 raise
             raise UnusedParameters(self._names_in(str(error))) from None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A replica pickles and copies as the model that it wraps: a process group cannot travel."""
+        return _as_it_is, (self.module,)
+
     def without_gradient(self) -> list[str]:
         """The names of trainable parameters that the last backward passes did not reach."""
         return [name for name, parameter in self._trainable() if parameter.grad is None]
@@ -66,3 +70,7 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica:
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
     )
+
+
+def _as_it_is(model: torch.nn.Module) -> torch.nn.Module:
+    return model

@@ -15,7 +15,6 @@ from typing import Any
 import cloudpickle
 import safetensors.torch
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.run_folder import RunFolder, write_json, write_private
 
@@ -51,7 +50,7 @@ def write(folder: RunFolder, model: torch.nn.Module, value: Any, **facts: Any) -
     partial.replace(folder.weights)
     if value is not None:
         try:
-            write_private(folder.value, cloudpickle.dumps(_unwrapped(value)))
+            write_private(folder.value, cloudpickle.dumps(value))
         except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
             warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -86,10 +85,3 @@ def weights_sha256(state: Mapping[str, Any]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _unwrapped(value: Any) -> Any:
-    """A model that `train_fn` returned as it got it: without DDP, on the CPU, so that the caller can use it."""
-    if isinstance(value, DistributedDataParallel):
-        value = value.module
-    return value.cpu() if isinstance(value, torch.nn.Module) else value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"file://{store}" if store is not None else "env://",
+        store=_next_meeting(rank, size) if store is None else dist.FileStore(str(store), size),
         rank=rank,
         world_size=size,
         device_id=device if backend == "nccl" else None,
@@ -88,8 +89,22 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
-    with warnings.catch_warnings():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
+
+
+_joins = itertools.count()
+
+
+@functools.cache
+def _meeting_place(rank: int, size: int) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 may be its server, so there is one for the process's lifetime."""
+    store, _, _ = next(dist.rendezvous("env://", rank, size))
+    return store  # type: ignore[no-any-return]
+
+
+def _next_meeting(rank: int, size: int) -> dist.Store:
+    """A part of the store that no earlier run of this program has used: what lies there would be taken for ours."""
+    return dist.PrefixStore(f"paceline-{next(_joins)}", _meeting_place(rank, size))
 
 
 def is_joined() -> bool:

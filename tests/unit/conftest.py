@@ -1,0 +1,41 @@
+"""What several unit tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import Config, build
+
+
+@pytest.fixture(autouse=True)
+def _own_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs and jobs add to sys.path; what one test adds is not there for the next."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Config]:
+    """Builds a config of the managed loop that is right as it is, with any keys changed."""
+
+    def make(**keys: Any) -> Config:
+        named = {"model_fn": make_model, "dataset_fn": make_dataset, "loss_fn": make_loss}
+        return build({**named, **keys})
+
+    return make
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Linear(2, 1)
+
+
+def make_dataset(*tables: Any) -> list[int]:
+    return list(range(10))
+
+
+def make_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()

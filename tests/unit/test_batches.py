@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data import batches
+from paceline.errors import ConfigError, DataError
+
+SIZES, BATCH_SIZES, LANES = st.integers(1, 400), st.integers(1, 17), st.integers(1, 12)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# --- the managed loop ----------------------------------------------------------------------------------------------
+
+
+@given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
+@settings(max_examples=100, deadline=None)
+def test_steps_take_every_position_once_an_epoch_in_order(size: int, batch_size: int, lanes: int) -> None:
+    steps = batches.steps_per_epoch(size, batch_size, lanes)
+    taken = [batches.step_positions(step, size, batch_size, lanes) for step in range(steps)]
+    assert [position for step in taken for position in step] == list(range(size))
+    assert all(len(step) == batch_size * lanes for step in taken[:-1])
+    assert 1 <= len(taken[-1]) <= batch_size * lanes
+
+
+@given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
+@settings(max_examples=100, deadline=None)
+def test_lanes_cover_their_step_in_one_piece_and_evenly(size: int, batch_size: int, lanes: int) -> None:
+    for step in range(batches.steps_per_epoch(size, batch_size, lanes)):
+        parts = [batches.lane_positions(step, lane, size, batch_size, lanes) for lane in range(lanes)]
+        covered = [position for part in parts for position in part]
+        assert covered == list(batches.step_positions(step, size, batch_size, lanes))
+        lengths = [len(part) for part in parts]
+        assert max(lengths) - min(lengths) <= 1
+        assert max(lengths) <= batch_size
+        assert lengths[0] == max(lengths) >= 1  # lane 0, whose BatchNorm statistics are kept, is never empty
+
+
+@given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
+@settings(max_examples=60, deadline=None)
+def test_every_position_is_ridden_once_at_any_number_of_ranks(size: int, batch_size: int, lanes: int) -> None:
+    steps = batches.steps_per_epoch(size, batch_size, lanes)
+    for world_size in divisors(lanes):
+        ridden = [batches.lanes_of(rank, world_size, lanes) for rank in range(world_size)]
+        assert {len(share) for share in ridden} == {lanes // world_size}
+        taken = [
+            position
+            for step in range(steps)
+            for share in ridden
+            for lane in share
+            for position in batches.lane_positions(step, lane, size, batch_size, lanes)
+        ]
+        assert taken == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "world_size", "what_to_do"),
+    [
+        (6, 4, "use a multiple of 4, or --procs 1, 2, 3 or 6"),
+        (7, 2, "use a multiple of 2, or --procs 1 or 7"),
+        (1, 2, "use a multiple of 2, or --procs 1"),
+        (4, 8, "use a multiple of 8, or --procs 1, 2 or 4"),
+    ],
+)
+def test_lanes_that_do_not_fit_the_ranks_name_the_world_sizes_that_do(
+    lanes: int, world_size: int, what_to_do: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        batches.lanes_of(0, world_size, lanes)
+    assert str(caught.value) == f"lanes={lanes} cannot be ridden by {world_size} ranks; {what_to_do}"
+
+
+# --- the user's own loop -------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), batch_size=BATCH_SIZES, world_size=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_own_loop_gives_every_sample_once_in_equally_many_batches(
+    data: st.DataObject, batch_size: int, world_size: int
+) -> None:
+    size = data.draw(st.integers(world_size, 400))
+    count = batches.batches_per_rank(size, batch_size, world_size)
+    spans = [
+        batches.batch_positions(batch, rank, size, count, world_size)
+        for batch in range(count)
+        for rank in range(world_size)
+    ]
+    assert [position for span in spans for position in span] == list(range(size))
+    assert all(1 <= len(span) <= max(batch_size, 2) for span in spans)
+
+
+@pytest.mark.parametrize(("size", "batch_size", "world_size", "count"), [(12, 4, 3, 1), (13, 4, 3, 2), (9, 1, 3, 3)])
+def test_own_loop_takes_no_more_batches_than_it_must(
+    size: int, batch_size: int, world_size: int, count: int
+) -> None:
+    assert batches.batches_per_rank(size, batch_size, world_size) == count
+
+
+def test_batches_of_one_hold_two_only_where_the_ranks_cannot_share_evenly() -> None:
+    count = batches.batches_per_rank(7, 1, 3)
+    lengths = [len(batches.batch_positions(b, r, 7, count, 3)) for b in range(count) for r in range(3)]
+    assert sorted(lengths) == [1, 1, 1, 1, 1, 2]
+
+
+def test_fewer_samples_than_ranks_is_an_error_that_names_the_data_and_both_numbers() -> None:
+    with pytest.raises(DataError, match="the validation data has 3 samples, fewer than the 4 ranks"):
+        batches.batches_per_rank(3, 8, 4, what="the validation data")
