@@ -1,0 +1,169 @@
+"""The managed loop on real ranks, against a plain loop written here."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline import Trainer, indices_at
+from paceline.errors import RankFailed
+
+SIZE, BATCH, LANES, LR = 45, 4, 4, 0.05
+
+
+def blobs() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SIZE, 5, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def start(**options: Any) -> Any:
+    defaults = {
+        "model_fn": small_net, "dataset_fn": blobs, "loss_fn": nn.functional.cross_entropy, "metrics": ["accuracy"],
+        "optimizer": {"name": "sgd", "lr": LR}, "batch_size": BATCH, "lanes": LANES, "num_epochs": 2, "val_fraction": 0,
+        "threads": 1,
+    }  # fmt: skip
+    return Trainer(**{**defaults, **options}).start()
+
+
+def plain_training(epochs: int, **clip: float) -> nn.Module:
+    """One process, no DDP, no lanes: each step takes the next LANES × BATCH samples of the epoch's order at once."""
+    from paceline.randomness import seed_generators
+
+    seed_generators(0, "model")
+    model = small_net()
+    data = blobs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for epoch in range(epochs):
+        order = torch.from_numpy(indices_at(seed=0, epoch=epoch, size=SIZE, positions=range(SIZE)))
+        for chosen in order.split(LANES * BATCH):
+            x, y = data[chosen]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip["clip_norm"])
+            optimizer.step()
+    return model
+
+
+def assert_close(left: nn.Module, right: nn.Module) -> None:
+    torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("procs", [1, 2, 4])
+def test_any_number_of_ranks_computes_what_a_plain_loop_computes(procs: int) -> None:
+    # 45 samples in steps of 16: the last step has 13, which four lanes share as 4, 3, 3, 3.
+    result = start(procs=procs)
+    assert_close(result.load_model(), plain_training(epochs=2))
+    assert (result.step, result.epoch, result.world_size, result.lanes) == (6, 2, procs, LANES)
+
+
+def test_fewer_samples_than_lanes_in_the_last_step_count_once() -> None:
+    results = [start(procs=procs, lanes=4, batch_size=11, num_epochs=1) for procs in (1, 4)]
+    assert results[0].step == 2  # 44 samples, then a single one for four lanes
+    assert_close(results[0].load_model(), results[1].load_model())
+
+
+def test_clipping_is_by_the_norm_of_the_whole_step() -> None:
+    assert_close(start(procs=2, clip_norm=0.1).load_model(), plain_training(epochs=2, clip_norm=0.1))
+
+
+def test_sum_and_count_losses_are_weighted_by_what_they_count() -> None:
+    def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = 1.0 + 2.0 * target
+        return (nn.functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
+
+    one, two = start(procs=1, loss_fn=weighted), start(procs=2, loss_fn=weighted)
+    assert_close(one.load_model(), two.load_model())
+    # A single lane that holds the whole step divides by the same count by itself.
+    whole = start(procs=1, lanes=1, batch_size=LANES * BATCH, loss_fn=lambda o, t: weighted(o, t)[0] / weighted(o, t)[1])
+    assert_close(one.load_model(), whole.load_model())
+
+
+def test_the_schedule_moves_the_learning_rate() -> None:
+    result = start(procs=1, schedule={"name": "cosine", "warmup_steps": 2}, log={"every_steps": 1})
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    rates = [event["lr"] for event in events if event["event"] == "step"]
+    cosine = [LR * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
+    assert rates == pytest.approx([LR / 2, LR, *cosine])
+
+
+def test_optimizer_fn_gets_the_model() -> None:
+    result = start(procs=1, optimizer=None, optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=LR))
+    assert_close(result.load_model(), plain_training(epochs=2))
+
+
+@pytest.mark.parametrize("procs", [1, 4])
+def test_evaluation_counts_each_sample_once(procs: int) -> None:
+    class Indexed(Dataset):
+        """61 samples; the "metric" below returns each sample's index, so the mean shows which were counted."""
+
+        def __len__(self) -> int:
+            return 61
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ones(1), torch.tensor(float(index))
+
+    result = start(
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=Indexed, val_dataset_fn=Indexed, val_fraction=None, procs=procs,
+        loss_fn=lambda output, target: output.square().mean(), num_epochs=1,
+        metrics={"index": lambda output, target: target.mean(), "many": lambda output, target: (target.sum(), 1)},
+    )  # fmt: skip
+    assert result.metrics["index"] == sum(range(61)) / 61
+    assert result.metrics["many"] == sum(range(61)) / 16  # 61 samples are 16 batches of at most four
+
+
+def test_numbers_are_equal_to_the_digit_at_one_and_two_ranks() -> None:
+    # Two lanes: the sum of two terms does not depend on their order.
+    options: dict[str, Any] = {"lanes": 2, "val_fraction": 0.3, "num_epochs": 3}
+    one, two = start(procs=1, **options), start(procs=2, **options)
+    assert one.history == two.history
+    assert one.weights_sha256 == two.weights_sha256
+    assert [row["epoch"] for row in one.history] == [0, 1, 2]
+    assert set(one.history[0]) == {"epoch", "step", "train_loss", "val_loss", "accuracy"}
+    assert one.metrics == {key: one.history[-1][key] for key in ("val_loss", "accuracy")}
+
+
+def test_max_steps_ends_in_the_middle_of_an_epoch_with_an_evaluation() -> None:
+    result = start(procs=1, max_steps=4, val_fraction=0.3, lanes=1)
+    assert result.step == 4
+    assert [row["step"] for row in result.history] == [4]
+
+
+def test_batchnorm_statistics_are_those_of_lane_0_on_every_number_of_ranks() -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+    states = [start(model_fn=normed, procs=procs, val_fraction=0.3).load_model().state_dict() for procs in (1, 2, 4)]
+    for state in states[1:]:
+        torch.testing.assert_close(dict(state), dict(states[0]), rtol=1e-5, atol=1e-6)
+    assert states[0]["1.num_batches_tracked"] == 4
+
+
+def test_unused_parameters_are_named_in_the_step_they_are_unused() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.forgotten = nn.Linear(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    with pytest.raises(RankFailed, match=r"forgotten\.weight, forgotten\.bias in this step"):
+        start(model_fn=Half, procs=2)
+    assert start(model_fn=Half, procs=2, find_unused_parameters=True).step == 6
+
+
+def test_lanes_that_ranks_cannot_share_list_the_numbers_that_work() -> None:
+    with pytest.raises(Exception, match=r"lanes=6 cannot be ridden by 4 ranks.*--procs 1, 2, 3 or 6"):
+        start(lanes=6, procs=4)

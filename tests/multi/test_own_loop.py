@@ -1,0 +1,187 @@
+"""The user's own loop on real ranks: what the loaders give, what comes back, what the errors say."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline import Trainer
+from paceline.errors import RankFailed, TravelError
+
+
+class Numbers(Dataset):
+    """Sample i is the number i, with one random number from each generator that augmentation uses."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        return index, torch.rand(()).item(), np.random.rand()
+
+
+def record_samples(model, train_loader, val_loader, device, num_epochs):
+    """Every rank's batches of each epoch, and of validation, on all ranks."""
+    mine = [[(i.tolist(), t.tolist(), n.tolist()) for i, t, n in train_loader] for _ in range(num_epochs)]
+    validation = [i.tolist() for i, _, _ in val_loader]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (mine, validation, len(train_loader)))
+    return everybody
+
+
+@pytest.mark.parametrize("procs", [1, 2, 4])
+def test_every_sample_once_per_epoch_with_equally_many_batches_on_each_rank(procs: int) -> None:
+    size = 61
+    result = Trainer(
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(size), train_fn=record_samples,
+        batch_size=4, num_epochs=2, procs=procs, val_fraction=0.2,
+    ).start()  # fmt: skip
+    orders = []
+    for epoch in range(2):
+        batches = [[indices for indices, _, _ in training[epoch]] for training, _, _ in result.value]
+        assert len({len(of_rank) for of_rank in batches}) == 1
+        assert all(1 <= len(batch) <= 4 for of_rank in batches for batch in of_rank)
+        orders.append([i for of_rank in batches for batch in of_rank for i in batch])
+    validation = [i for _, of_rank, _ in result.value for batch in of_rank for i in batch]
+    assert len(validation) == round(size * 0.2)
+    assert sorted(orders[0] + validation) == sorted(orders[1] + validation) == list(range(size))
+    assert orders[0] != orders[1]
+    assert [length for _, _, length in result.value] == [len(result.value[0][0][0])] * procs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_differs_between_ranks_workers_and_epochs(workers: int) -> None:
+    result = Trainer(
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(48), train_fn=record_samples,
+        batch_size=4, num_epochs=2, procs=2, workers=workers,
+    ).start()  # fmt: skip
+    draws = [
+        (torch_draws, numpy_draws)
+        for training, _, _ in result.value
+        for epoch in training
+        for _, torch_draws, numpy_draws in epoch
+    ]
+    for kind in (0, 1):
+        drawn = [value for batch in draws for value in batch[kind]]
+        assert len(set(drawn)) == len(drawn)
+
+
+def test_fewer_samples_than_ranks_is_said() -> None:
+    with pytest.raises(RankFailed, match="the validation data has 1 samples, fewer than the 2 ranks"):
+        Trainer(
+            model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(8), train_fn=record_samples, procs=2
+        ).start()
+
+
+def test_set_epoch_of_hand_written_loops_chooses_the_order() -> None:
+    def twice_the_same(model, train_loader, val_loader, device, num_epochs):
+        orders = []
+        for _ in range(2):
+            train_loader.sampler.set_epoch(5)
+            orders.append([i for indices, _, _ in train_loader for i in indices.tolist()])
+        return orders
+
+    result = Trainer(lambda: nn.Linear(1, 1), lambda: Numbers(30), train_fn=twice_the_same, procs=1).start()
+    assert result.value[0] == result.value[1]
+
+
+class Half(nn.Module):
+    """A model that leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(1, 1)
+        self.forgotten = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class Line(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tensor([index / 32.0])
+        return x, 2 * x
+
+
+def fit_line(model, train_loader, val_loader, device, num_epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_epochs):
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
+    with pytest.raises(RankFailed) as failed:
+        Trainer(Half, Line, train_fn=fit_line, batch_size=4, procs=2).start()
+    message = str(failed.value)
+    assert "forgotten.weight, forgotten.bias" in message
+    assert "find_unused_parameters: true" in message
+    assert "used.weight" not in message.replace("forgotten", "").replace("Unused", "")
+    Trainer(Half, Line, train_fn=fit_line, batch_size=4, procs=2, find_unused_parameters=True).start()
+
+
+def test_start_twice_and_the_model_comes_back_as_it_was_written() -> None:
+    trainer = Trainer(lambda: nn.Linear(1, 1), Line, train_fn=fit_line, batch_size=4, num_epochs=3, procs=2)
+    first, second = trainer.start(), trainer.start()
+    assert first.run_dir != second.run_dir
+    assert first.weights_sha256 == second.weights_sha256
+    assert type(first.value) is nn.Linear
+    assert torch.equal(first.value.weight, second.load_model().weight)
+
+
+def test_a_table_reaches_the_ranks_through_one_mapped_file() -> None:
+    pd = pytest.importorskip("pandas")
+    table = pd.DataFrame({"x": np.arange(500_000.0), "y": np.arange(500_000.0) * 2})
+
+    class Rows(Dataset):
+        def __init__(self, df):
+            self.df = df
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return torch.tensor([self.df.x[index]])
+
+    def look(model, train_loader, val_loader, device, num_epochs):
+        maps = Path("/proc/self/maps").read_text()
+        values = train_loader.dataset.base.df
+        values.loc[0, "x"] = -1.0  # a rank may write; the others and the caller do not see it
+        return {"mapped": "job.bin" in maps, "sum": float(values.y.sum()), "rows": len(values)}
+
+    result = Trainer(lambda: nn.Linear(1, 1), Rows, table, look, procs=2).start()
+    assert result.value == {"mapped": True, "sum": float(table.y.sum()), "rows": 500_000}
+    assert (result.run_dir / "job.bin").stat().st_mode & 0o777 == 0o600
+    assert table.x[0] == 0.0
+
+
+def test_what_cannot_travel_is_named_before_a_process_starts(tmp_path: Path) -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    cfg = Settings()
+
+    def get_model() -> nn.Module:
+        assert cfg.lock
+        return nn.Linear(1, 1)
+
+    with pytest.raises(TravelError, match="model_fn → closure 'cfg' → attribute 'lock'"):
+        Trainer(get_model, Line, train_fn=fit_line, procs=2).start()
+    assert not list(tmp_path.rglob("rank-*.log"))
