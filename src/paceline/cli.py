@@ -32,7 +32,8 @@ def _paceline() -> None:
 def train(
     target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
     ] = None,
     procs: Annotated[int | None, typer.Option(help="How many processes; one per GPU by default, else 1.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or torchrun; found by itself by default.")] = None,

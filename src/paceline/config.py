@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -212,11 +212,16 @@ def _known_keys(sections: list[str]) -> list[str]:
 def _conflicts(config: Config, *, given: set[str]) -> list[str]:
     """Mistakes that show only when keys are seen together. `given` are the keys that were set by the user."""
     problems = []
-    for key, example in (("model_fn", "a function that returns the model"), ("dataset_fn", "the data set's class")):
+    for key, example in (
+        ("model_fn", "a function that returns the model"),
+        ("dataset_fn", "the data set's class"),
+    ):
         if getattr(config, key) is None:
             problems.append(f"{key} is missing; give {example}")
     if config.train_fn is None and config.loss_fn is None:
-        problems.append("train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)")
+        problems.append(
+            "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
+        )
     if config.train_fn is not None:
         idle = [key for key in ("loss_fn", *MANAGED_KEYS) if key in given]
         if idle:
@@ -313,5 +318,3 @@ def _plain(value: Any) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-

@@ -35,7 +35,9 @@ class Evaluator:
         model.train(was_training)
         # One row a batch, put in the order of the batches before they are added: the sum does not know the ranks.
         sums = torch.cat(self.world.gather(torch.cat(rows))).sum(0).tolist()
-        return {name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)}
+        return {
+            name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
+        }
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)

@@ -25,7 +25,13 @@ NEIGHBOUR_IS_GONE = re.compile(
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code under these folders is never the user's own.
 LIBRARIES = tuple(
-    {*sysconfig.get_paths().values(), *site.getsitepackages(), str(Path(__file__).parent), "<frozen", "<string>"}
+    {
+        *sysconfig.get_paths().values(),
+        *site.getsitepackages(),
+        str(Path(__file__).parent),
+        "<frozen",
+        "<string>",
+    }
 )
 
 
@@ -99,7 +105,10 @@ def first(folder: RunFolder, exit_codes: Mapping[int, int]) -> Failure:
 
 def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
     if code == -9:
-        error, text = "SIGKILL", "the process was killed; most likely the machine ran out of memory (see `dmesg`)"
+        error, text = (
+            "SIGKILL",
+            "the process was killed; most likely the machine ran out of memory (see `dmesg`)",
+        )
     elif code < 0:
         error, text = Signals(-code).name, f"the process was ended by signal {-code}"
     else:

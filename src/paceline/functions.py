@@ -27,8 +27,10 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
-        raise FunctionNotFound(f"names a module that does not exist: {module_name}.py in {folder or 'sys.path'}") from None
-    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is reported, not interpreted
+        raise FunctionNotFound(
+            f"names a module that does not exist: {module_name}.py in {folder or 'sys.path'}"
+        ) from None
+    except Exception as error:
         raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import cloudpickle
@@ -20,21 +21,34 @@ from paceline.travel import explain, obstacle
 ALIGNMENT = 64  # numpy and torch read aligned data fastest
 
 
-def save(config: Config, path: Path) -> None:
-    """Write the job where only its owner can read it, or raise TravelError with the path to what does not pickle."""
+@dataclass(frozen=True)
+class Job:
+    """A config as bytes: a header to unpickle, and the arrays that follow it."""
+
+    header: bytes
+    buffers: list[pickle.PickleBuffer]
+
+
+def pack(config: Config) -> Job:
+    """The job of a config, or TravelError with the path to what does not pickle."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         payload = cloudpickle.dumps(config, protocol=5, buffer_callback=buffers.append)
-    except Exception:  # noqa: BLE001 - any object may raise anything from __reduce__
+    except Exception:
         for key, value in config.__dict__.items():
             if obstacle(value) is not None:
                 raise explain(key, value) from None
         raise
     sizes = [buffer.raw().nbytes for buffer in buffers]
     header = pickle.dumps({"sys_path": sys.path, "payload": payload, "sizes": sizes})
+    return Job(header, buffers)
+
+
+def save(job: Job, path: Path) -> None:
+    """Write a job where only its owner can read it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(header)
-        for buffer in buffers:
+        file.write(job.header)
+        for buffer in job.buffers:
             file.write(bytes(-file.tell() % ALIGNMENT))
             file.write(buffer.raw())
 

@@ -14,24 +14,40 @@ from paceline.world import World
 
 
 def run_own_loop(
-    config: Config, replica: Replica, training: Any, validation: Any | None, world: World, events: Events, progress: Progress
+    config: Config,
+    replica: Replica,
+    training: Any,
+    validation: Any | None,
+    world: World,
+    events: Events,
+    progress: Progress,
 ) -> Any:
     """Call the user's `train_fn` and return what it returns. All ranks."""
     progress.step = 0
 
     def on_training_batch(epoch: int, batch: int, batches: int) -> None:
         assert progress.step is not None
-        progress.phase, progress.epoch, progress.batch, progress.step = "training", epoch, batch, progress.step + 1
+        progress.phase, progress.epoch, progress.batch, progress.step = (
+            "training",
+            epoch,
+            batch,
+            progress.step + 1,
+        )
         events.write_sometimes("progress", phase="training", epoch=epoch, batch=batch, batches=batches)
 
     def on_validation_batch(epoch: int, batch: int, batches: int) -> None:
         progress.phase, progress.batch = "validating", batch
-        events.write_sometimes("progress", phase="validating", epoch=progress.epoch or epoch, batch=batch, batches=batches)
+        events.write_sometimes(
+            "progress", phase="validating", epoch=progress.epoch or epoch, batch=batch, batches=batches
+        )
 
-    shared = {"batch_size": config.batch_size, "seed": config.seed, "workers": config.workers, "world": world}
-    train_loader = epoch_loader(
-        training, shuffle=True, what="the training data", on_batch=on_training_batch, **shared
-    )
+    shared: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "workers": config.workers,
+        "world": world,
+    }
+    train_loader = epoch_loader(training, shuffle=True, what="the training data", on_batch=on_training_batch, **shared)
     val_loader = None
     if validation is not None:
         val_loader = epoch_loader(

@@ -20,5 +20,5 @@ def seed_generators(*key: int | str) -> None:
 
     seed = seed_for(*key)
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - data sets draw from this global generator
+    np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -22,7 +22,7 @@ class Replica(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """All ranks: the first forward after a reduction also sends rank 0's buffers to the others."""
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if UNFINISHED not in str(error):
                 raise

@@ -139,7 +139,11 @@ def _show_with_rank(rank: int) -> Callable[..., None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        print(warning_line(rank, f"{category.__name__}: {message} ({filename}:{lineno})"), file=sys.stderr, flush=True)
+        print(
+            warning_line(rank, f"{category.__name__}: {message} ({filename}:{lineno})"),
+            file=sys.stderr,
+            flush=True,
+        )
 
     return show
 

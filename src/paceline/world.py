@@ -45,9 +45,9 @@ class World:
             except Exception as error:  # noqa: BLE001 - it is raised again, on every rank
                 outcome = [None, error]
         dist.broadcast_object_list(outcome, src=0, device=self.device)
-        value, error = outcome
-        if error is not None:
-            raise error
+        value, raised = outcome
+        if raised is not None:
+            raise raised
         return value  # type: ignore[no-any-return]
 
     def gather(self, rows: torch.Tensor) -> list[torch.Tensor]:

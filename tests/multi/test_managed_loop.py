@@ -86,7 +86,9 @@ def test_sum_and_count_losses_are_weighted_by_what_they_count() -> None:
     one, two = start(procs=1, loss_fn=weighted), start(procs=2, loss_fn=weighted)
     assert_close(one.load_model(), two.load_model())
     # A single lane that holds the whole step divides by the same count by itself.
-    whole = start(procs=1, lanes=1, batch_size=LANES * BATCH, loss_fn=lambda o, t: weighted(o, t)[0] / weighted(o, t)[1])
+    whole = start(
+        procs=1, lanes=1, batch_size=LANES * BATCH, loss_fn=lambda o, t: weighted(o, t)[0] / weighted(o, t)[1]
+    )
     assert_close(one.load_model(), whole.load_model())
 
 

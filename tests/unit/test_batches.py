@@ -14,7 +14,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# --- the managed loop ----------------------------------------------------------------------------------------------
+# --- the managed loop ---------------------------------------------------------------------------------------
 
 
 @given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
@@ -74,7 +74,7 @@ def test_lanes_that_do_not_fit_the_ranks_name_the_world_sizes_that_do(
     assert str(caught.value) == f"lanes={lanes} cannot be ridden by {world_size} ranks; {what_to_do}"
 
 
-# --- the user's own loop -------------------------------------------------------------------------------------------
+# --- the user's own loop ------------------------------------------------------------------------------------
 
 
 @given(data=st.data(), batch_size=BATCH_SIZES, world_size=st.integers(1, 9))
@@ -94,9 +94,7 @@ def test_own_loop_gives_every_sample_once_in_equally_many_batches(
 
 
 @pytest.mark.parametrize(("size", "batch_size", "world_size", "count"), [(12, 4, 3, 1), (13, 4, 3, 2), (9, 1, 3, 3)])
-def test_own_loop_takes_no_more_batches_than_it_must(
-    size: int, batch_size: int, world_size: int, count: int
-) -> None:
+def test_own_loop_takes_no_more_batches_than_it_must(size: int, batch_size: int, world_size: int, count: int) -> None:
     assert batches.batches_per_rank(size, batch_size, world_size) == count
 
 

@@ -19,7 +19,7 @@ def whole(size: int, *, seed: int = 0, epoch: int = 0) -> Indices:
     return indices_at(seed=seed, epoch=epoch, size=size, positions=np.arange(size))
 
 
-# --- a permutation, at any place, in no memory ---------------------------------------------------------------------
+# --- a permutation, at any place, in no memory --------------------------------------------------------------
 
 
 @given(size=st.integers(1, 3000), seed=SEEDS, epoch=EPOCHS)
@@ -78,7 +78,7 @@ def test_positions_outside_the_epoch_are_an_error(positions: list[int], reach: s
         indices_at(seed=0, epoch=0, size=10, positions=positions)
 
 
-# --- the order is part of what a run is: it never changes between versions -----------------------------------------
+# --- the order is part of what a run is: it never changes between versions ----------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_order_is_the_same_in_every_version(
     assert indices_at(seed=seed, epoch=epoch, size=size, positions=list(positions)).tolist() == indices
 
 
-# --- many spans at once --------------------------------------------------------------------------------------------
+# --- many spans at once -------------------------------------------------------------------------------------
 
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=30), seed=SEEDS, epoch=EPOCHS)
@@ -130,7 +130,7 @@ def test_spans_are_taken_only_as_they_are_needed() -> None:
     assert len(taken) == 1
 
 
-# --- as good as a random permutation: fixed seeds, limits at about one in a thousand or rarer ----------------------
+# --- as good as a random permutation: fixed seeds, limits at about one in a thousand or rarer ---------------
 
 SIZES = [4096, 5000, 9973, 10_000]  # a power of two, not a square, a prime, a square
 
@@ -211,7 +211,7 @@ def test_small_sizes_take_all_permutations_equally_often(size: int, orders: int,
     assert never_seen + sum((count - expected) ** 2 / expected for count in counts.values()) < limit
 
 
-@pytest.mark.xfail(strict=True, reason="order.py:34: on a grid of odd × odd cells every shift is an even permutation")
+@pytest.mark.xfail(strict=True, reason="indices_at: on a grid of odd × odd cells every shift is an even permutation")
 @pytest.mark.parametrize("size", [7, 9, 25])
 def test_even_and_odd_permutations_are_equally_frequent_at_odd_squares(size: int) -> None:
     orders = 400

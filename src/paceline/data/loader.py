@@ -164,9 +164,7 @@ def epoch_loader(
     on_batch: Callable[[int, int, int], None],
 ) -> EpochLoader:
     """A loader for the user's own loop: every sample once per epoch over all ranks, equally many batches on each."""
-    sampler = EpochSampler(
-        seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what
-    )
+    sampler = EpochSampler(seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what)
     return EpochLoader(dataset, sampler, on_batch, **_options(workers, world, seed))
 
 

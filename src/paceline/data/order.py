@@ -70,14 +70,16 @@ def _shift(
     # The hash's upper 32 bits, scaled to 0..modulus-1: a multiplication where `%` would cost five times as much.
     offset = ((_mix(by + key) >> np.uint64(32)) * np.uint64(modulus)) >> np.uint64(32)
     shifted = value + offset
-    return np.where(shifted >= modulus, shifted - np.uint64(modulus), shifted)
+    wrapped: npt.NDArray[np.uint64] = np.where(shifted >= modulus, shifted - np.uint64(modulus), shifted)
+    return wrapped
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64: every input bit reaches every output bit. Overflow is meant."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:

@@ -31,6 +31,7 @@ from paceline.launch.environment import chosen_threads
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder
 from paceline.telemetry.follow import Follower
+from paceline.world import pick_backend, pick_device
 
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
 # The shell gives stdout and stderr one log, opened for appending, before Python starts.
@@ -41,9 +42,12 @@ def start(config: Config) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
     ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
     config = config.model_copy(update={"procs": ranks, "threads": config.threads or chosen_threads(ranks)})
-    batches.lanes_of(0, ranks, config.lanes or ranks)  # an error here is better than one in every rank
+    # What would fail in every rank fails here, before a folder is made or a process started.
+    pick_backend(config.backend, pick_device(config.device, 0), ranks)
+    batches.lanes_of(0, ranks, config.lanes or ranks)
+    packed = job.pack(config)
     folder = RunFolder.create(config)
-    job.save(config, folder.job)
+    job.save(packed, folder.job)
     with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks):
         outcome = _run_agent(folder, ranks, store=Path(private) / "store")
     if outcome.is_failed():
@@ -113,7 +117,9 @@ def _run_agent(folder: RunFolder, ranks: int, store: Path) -> RunResult:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent's own log lines tell less than ours; keep them off the screen."""
-    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]
+    loggers = [
+        logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
+    ]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

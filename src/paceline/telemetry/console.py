@@ -7,7 +7,15 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PLAIN_INTERVAL_S = 3.0
 
@@ -17,7 +25,9 @@ class Screen:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, force_jupyter=False, highlight=False, soft_wrap=True)
-        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        # A notebook's streams call themselves terminals, but they cannot move a cursor.
+        is_own_stream = sys.stderr is sys.__stderr__
+        self.is_live = is_own_stream and self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._last_plain = time.monotonic()
@@ -77,7 +87,11 @@ class Screen:
         if self.is_live:
             if self._bar is None:
                 columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-                counts = (TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TimeRemainingColumn())
+                counts = (
+                    TextColumn("{task.completed}/{task.total}"),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                )
                 self._bar = Progress(*columns, *counts, console=self.console, transient=True)
                 self._bar.start()
                 self._task = self._bar.add_task(text, total=total)

@@ -1,0 +1,74 @@
+"""`paceline init` and the project folder that it writes: it runs as it is, every way there is to start it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def project(run, tmp_path: Path) -> Path:
+    ended = run("paceline", "init", "mylab")
+    assert ended.returncode == 0, ended.stderr
+    return tmp_path / "mylab"
+
+
+def test_the_project_runs_as_a_script_without_a_main_guard(project: Path, run) -> None:
+    assert {path.name for path in project.glob("*.*")} >= {
+        "model_fn.py",
+        "dataset_fn.py",
+        "train.py",
+        "main.py",
+        "config.yaml",
+    }
+    assert "__name__" not in (project / "main.py").read_text()
+    ended = run("python", "mylab/main.py")
+    assert ended.returncode == 0, ended.stderr
+    accuracy = float(ended.stdout.split("accuracy on rank 0: ")[1].split()[0])
+    assert accuracy > 0.9
+
+
+def test_the_project_runs_from_its_config(project: Path, run) -> None:
+    ended = run("paceline", "train", "mylab/config.yaml", "num_epochs=2")
+    assert ended.returncode == 0, ended.stderr
+    assert "epoch 2: validation accuracy" in ended.stdout
+
+
+def test_the_same_script_runs_under_torchrun(project: Path, run) -> None:
+    ended = run("torchrun", "--nproc_per_node=2", "mylab/main.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("accuracy on rank 0: ") == 2  # the script's own last line, once on each rank
+    assert len(list(project.parent.glob("runs/*/*"))) == 1
+
+
+def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:
+    (project / "main.py").write_text("mine\n")
+    ended = run("paceline", "init", "mylab")
+    assert ended.returncode == 2
+    assert "exists and is not empty" in ended.stderr
+    assert (project / "main.py").read_text() == "mine\n"
+
+
+def test_ranks_started_by_hand_meet_at_the_address_in_the_dotenv_file(project: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (project / ".env").write_text(f"MASTER_ADDR=127.0.0.1\nMASTER_PORT={port}\n")
+    command = [sys.executable, "-m", "paceline", "train", "mylab/config.yaml", "num_epochs=1"]
+    import os
+
+    ranks = [
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "done: step" in outputs[0][0]
+    assert "done: step" not in outputs[1][0]

@@ -1,0 +1,80 @@
+"""Under torchrun Paceline joins the world that it finds."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+
+def test_a_recipe_gives_the_same_weights_under_torchrun_and_by_local_processes(run, tmp_path: Path) -> None:
+    local = run("paceline", "train", "linear", "--procs", "2", "--run-dir", "local", "threads=1")
+    joined = run(
+        "torchrun",
+        "--nproc_per_node=2",
+        "-m",
+        "paceline",
+        "train",
+        "linear",
+        "--run-dir",
+        "joined",
+        "threads=1",
+    )
+    assert (local.returncode, joined.returncode) == (0, 0), local.stderr + joined.stderr
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("local", "joined")]
+    assert results[0] == results[1]
+    assert results[0]["world_size"] == 2
+
+
+def test_start_twice_and_distributed_debug_passes_through(run, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+        import os
+        import torch
+        from paceline import Trainer
+        from torch.utils.data import TensorDataset
+
+        def train(model, train_loader, val_loader, device, num_epochs):
+            return os.environ["TORCH_DISTRIBUTED_DEBUG"], torch.distributed.get_world_size()
+
+        data = lambda: TensorDataset(torch.randn(8, 1))
+        for _ in range(2):
+            result = Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0).start()
+            print("rank", os.environ.get("RANK"), result.value, flush=True)
+        """)
+    )
+    ended = run("torchrun", "--nproc_per_node=2", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
+    assert ended.returncode == 0, ended.stderr
+    for rank in (0, 1):
+        assert ended.stdout.count(f"rank {rank} ('INFO', 2)") == 2
+    alone = run("python", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
+    assert alone.stdout.count("rank None ('INFO', 1)") == 2, alone.stderr
+
+
+def test_a_failure_under_torchrun_names_rank_and_line(run, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from paceline import Trainer
+        from torch.utils.data import TensorDataset
+
+        def train(model, train_loader, val_loader, device, num_epochs):
+            if torch.distributed.get_rank() == 1:
+                raise ValueError("broken here")
+            torch.distributed.barrier()
+
+        data = lambda: TensorDataset(torch.randn(8, 1))
+        Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0).start()
+        """)
+    )
+    ended = run("torchrun", "--nproc_per_node=2", "main.py")
+    assert ended.returncode == 1
+    assert "rank 1 on " in ended.stderr
+    assert "ValueError: broken here" in ended.stderr
+    assert f"at {tmp_path / 'main.py'}:8" in ended.stderr
+
+
+def test_an_outer_world_that_is_not_complete_is_said(run) -> None:
+    ended = run("paceline", "train", "linear", "--launcher", "torchrun")
+    assert ended.returncode == 2
+    assert "RANK and WORLD_SIZE are not set" in ended.stderr

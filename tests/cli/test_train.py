@@ -1,0 +1,138 @@
+"""`paceline train` as a user types it: recipes, configs, overrides, mistakes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+def result_of(output: str) -> dict:
+    folder = next(line.removeprefix("run folder: ") for line in output.splitlines() if line.startswith("run folder: "))
+    return json.loads((Path(folder) / "result.json").read_text())
+
+
+def write_lab(folder: Path) -> None:
+    """A config with its module beside it."""
+    (folder / "lab_functions.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+
+        def get_model(width=4): return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+        def get_dataset():
+            x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+            return TensorDataset(x, (x.sum(1) > 0).long())
+        def broken_train(model, train_loader, val_loader, device, num_epochs):
+            raise ArithmeticError("two and two")
+        """)
+    )
+    (folder / "config.yaml").write_text(
+        textwrap.dedent("""
+        name: lab
+        model_fn: "lab_functions:get_model"
+        dataset_fn: "lab_functions:get_dataset"
+        loss_fn: cross_entropy
+        optimizer: {name: adam, lr: 1e-4}
+        batch_size: 8
+        num_epochs: 1
+        """)
+    )
+
+
+def test_the_digits_recipe_reaches_96_percent_and_says_what_to_do_next(run) -> None:
+    ended = run("paceline", "train", "digits", "--procs", "2")
+    assert ended.returncode == 0, ended.stderr
+    result = result_of(ended.stdout)
+    assert result["metrics"]["accuracy"] >= 0.96
+    assert result["world_size"] == 2
+    assert "epoch 10" in ended.stderr  # progress
+    assert "try next:" in ended.stdout
+
+
+def test_overrides_change_the_config_and_are_kept_in_the_run_folder(run, tmp_path: Path) -> None:
+    write_lab(tmp_path)
+    ended = run(
+        "paceline", "train", "config.yaml", "batch_size=16", "optimizer.lr=3e-4", "model_args.width=6", "--procs", "2",
+        "--run-dir", "out/here",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    kept = yaml.safe_load((tmp_path / "out" / "here" / "config.yaml").read_text())
+    assert kept["batch_size"] == 16
+    assert kept["optimizer"] == {"name": "adam", "lr": 3e-4}
+    assert kept["model_args"] == {"width": 6}
+    assert kept["procs"] == 2
+    assert result_of(ended.stdout)["step"] == 2  # 36 training samples in steps of 2 × 16 make two
+
+
+def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: Path) -> None:
+    write_lab(tmp_path)
+    ended = run(
+        "paceline", "train", "config.yaml", "bach_size=16", "optimizer.name=adamm", "num_epochs=0", "schedule.nam=cosine",
+        "loss_fn=cross_entrpy", "model_fn=lab_functions:get_modl", "metrics=[acuracy]", "clip_norm=fast",
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    for word in (
+        "bach_size is not a known key; did you mean batch_size?",
+        "optimizer.name='adamm' is not an optimizer of torch.optim; did you mean adam?",
+        "num_epochs=0",
+        "did you mean schedule.name?",
+        "loss_fn='cross_entrpy'",
+        "did you mean cross_entropy?",
+        "did you mean get_model?",
+        "metrics='acuracy'",
+        "clip_norm='fast'",
+    ):
+        assert word in ended.stderr, word
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digitz"], "did you mean digits?"),
+        (["missing.yaml"], "neither a file nor a recipe"),
+        (["digits", "batch_size"], "is not key=value"),
+        (["digits", "--procs", "none"], "--procs"),
+        (["digits", "lanes=6", "--procs", "4"], "lanes=6 cannot be ridden by 4 ranks"),
+        (["digits", "device=cpu", "backend=nccl"], "backend=nccl cannot work with device=cpu"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_exit_code_2(run, words: list[str], said: str) -> None:
+    ended = run("paceline", "train", *words)
+    assert ended.returncode == 2, ended.stderr
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_device_that_is_not_there_is_said_before_a_run_begins(run, tmp_path: Path) -> None:
+    ended = run("paceline", "train", "digits", "device=cuda", CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 2
+    assert "device=cuda but torch finds no GPU" in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failed_training_ends_with_exit_code_1_and_a_short_block(run, tmp_path: Path) -> None:
+    write_lab(tmp_path)
+    (tmp_path / "own.yaml").write_text(
+        'model_fn: "lab_functions:get_model"\ndataset_fn: "lab_functions:get_dataset"\ntrain_fn: "lab_functions:broken_train"\n'
+    )
+    ended = run("paceline", "train", "own.yaml", "--procs", "2")
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert "ArithmeticError: two and two" in ended.stderr
+    assert f"{tmp_path / 'lab_functions.py'}:" in ended.stderr
+
+
+def test_help_does_not_import_torch(run, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    for words in (["--help"], ["train", "--help"], ["init", "--help"]):
+        ended = run("paceline", *words, PYTHONPATH=str(tmp_path))
+        assert ended.returncode == 0, ended.stderr
+        assert "Usage" in ended.stdout
+    assert run("paceline", "train", "digits", PYTHONPATH=str(tmp_path)).returncode != 0  # the trap works

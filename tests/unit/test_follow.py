@@ -1,0 +1,186 @@
+"""telemetry/follow.py and the lines of telemetry/lines.py that it understands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.run_folder import RunFolder
+from paceline.telemetry.events import Events
+from paceline.telemetry.follow import Follower, Tail
+from paceline.telemetry.lines import FAILED, WARNING, failed_line, warning_line
+
+
+@pytest.fixture(autouse=True)
+def _plain_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    return folder
+
+
+class Shown:
+    """What a person saw of a run: the ranks' own lines, and Paceline's notes."""
+
+    def __init__(self, folder: RunFolder, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+        with Follower(folder, ranks=ranks):
+            pass  # leaving it looks once more, at all that is there
+        captured = capsys.readouterr()
+        self.lines, self.notes = captured.out.splitlines(), captured.err.splitlines()
+
+
+# --- Tail ---------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_last_line_is_kept_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    tail = Tail(path)
+    with path.open("w", buffering=1) as log:
+        log.write("one\ntwo\nthr")
+        log.flush()
+        assert list(tail.lines()) == ["one", "two"]
+        log.write("ee")
+        log.flush()
+        assert list(tail.lines()) == []
+        log.write("\nfour\n")
+        log.flush()
+        assert list(tail.lines()) == ["three", "four"]
+        assert list(tail.lines()) == []
+
+
+def test_a_letter_torn_in_the_middle_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    tail = Tail(path)
+    content = "größe\n".encode()
+    path.write_bytes(content[:3])
+    assert list(tail.lines()) == []
+    path.write_bytes(content)
+    assert list(tail.lines()) == ["größe"]
+
+
+def test_empty_lines_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("\n\nx\n")
+    assert list(Tail(path).lines()) == ["", "", "x"]
+
+
+def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "rank-0.log")
+    assert list(tail.lines()) == []
+    (tmp_path / "rank-0.log").write_text("here now\n")
+    assert list(tail.lines()) == ["here now"]
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_bytes(b"\xff\xfe broken\nfine\n")
+    assert list(Tail(tmp_path / "rank-0.log").lines())[1] == "fine"
+
+
+# --- Follower -----------------------------------------------------------------------------------------------
+
+
+def test_only_rank_0s_lines_are_shown_and_unchanged(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.log(0).write_text("epoch 1: [bold]loss[/bold] 0.5\n  indented\n")
+    folder.log(1).write_text("from rank 1\n")
+    shown = Shown(folder, 2, capsys)
+    assert shown.lines == ["epoch 1: [bold]loss[/bold] 0.5", "  indented"]
+    assert shown.notes == []
+
+
+def test_a_warning_is_shown_once_however_many_ranks_give_it(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(3):
+        folder.log(rank).write_text(f"{warning_line(rank, 'the rate is high')}\n" * 2)
+    shown = Shown(folder, 3, capsys)
+    assert shown.notes == ["warning (rank 0): the rate is high"]
+    assert shown.lines == []
+
+
+def test_a_warning_of_another_rank_alone_is_shown_with_its_rank(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.log(0).write_text("fine\n")
+    folder.log(1).write_text(f"{warning_line(1, 'disk is nearly full')}\nother\n")
+    shown = Shown(folder, 2, capsys)
+    assert shown.notes == ["warning (rank 1): disk is nearly full"]
+    assert shown.lines == ["fine"]
+
+
+def test_different_warnings_are_all_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.log(0).write_text(f"{warning_line(0, 'one')}\n{warning_line(0, 'two')}\n")
+    assert Shown(folder, 1, capsys).notes == ["warning (rank 0): one", "warning (rank 0): two"]
+
+
+def test_lines_after_a_failure_are_not_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.log(0).write_text(f"epoch 1\n{failed_line(0)}\nTraceback (most recent call last):\nValueError: x\n")
+    assert Shown(folder, 1, capsys).lines == ["epoch 1"]
+
+
+def test_a_failure_of_another_rank_silences_rank_0s_traceback_too(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    follower = Follower(folder, ranks=2)
+    folder.log(0).write_text("epoch 1\n")
+    folder.log(1).write_text(f"{failed_line(1)}\nValueError: x\n")
+    follower._look()
+    with folder.log(0).open("a") as log:
+        log.write("RuntimeError: Connection closed by peer\n")
+    follower._look()
+    assert capsys.readouterr().out.splitlines() == ["epoch 1"]
+
+
+def test_events_are_shown_and_a_torn_one_waits(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    events = Events(folder.events)
+    events.write("run_started", name="digits", run_dir="/r", world_size=2, device="cpu", backend="gloo")
+    events.write("of_no_interest_to_the_screen", x=1)
+    events.write("epoch", epoch=0, step=10, train_loss=0.5)
+    events.close()
+    with folder.events.open("a") as file:
+        file.write('{"event": "epo')
+    assert Shown(folder, 0, capsys).notes == [
+        "digits: 2 ranks on cpu (gloo), run folder /r",
+        "epoch 1  step 10  train_loss 0.5000",
+    ]
+
+
+def test_ranks_that_own_their_terminal_are_not_shown_again(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.log(0).write_text("torchrun shows this itself\n")
+    assert Shown(folder, 0, capsys).lines == []
+
+
+@pytest.mark.xfail(strict=True, reason="Follower: the last look leaves a line without an end in the file")
+def test_a_last_line_without_an_end_is_shown_when_the_run_is_over(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.log(0).write_text("epoch 1\naccuracy 0.97")
+    assert Shown(folder, 1, capsys).lines == ["epoch 1", "accuracy 0.97"]
+
+
+# --- lines --------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_is_one_line_that_is_found_again() -> None:
+    line = warning_line(12, "UserWarning: first\n  second\tthird (a.py:3)")
+    assert "\n" not in line
+    found = WARNING.match(line)
+    assert found is not None
+    assert found[1] == "UserWarning: first second third (a.py:3)"
+
+
+def test_a_failed_line_is_found_again() -> None:
+    assert FAILED.match(failed_line(3))
+
+
+@pytest.mark.parametrize("line", ["FAILED tests", "WARNING: hot", "a WARNING [rank 0] x", " FAILED [rank 0]", ""])
+def test_the_users_own_lines_are_not_taken_for_ours(line: str) -> None:
+    assert not WARNING.match(line)
+    assert not FAILED.match(line)

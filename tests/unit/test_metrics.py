@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.metrics import accuracy, mae, make_metrics, mse, sum_and_count
+
+
+def values(pair: tuple[Any, Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])
+
+
+def test_accuracy_takes_the_largest_of_several_logits() -> None:
+    output = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    assert values(accuracy(output, torch.tensor([1, 0, 0]))) == (2, 3)
+
+
+def test_accuracy_of_two_logits_is_not_taken_for_single_ones() -> None:
+    assert values(accuracy(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), torch.tensor([1, 1]))) == (1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (2, 2)])
+def test_accuracy_takes_the_sign_of_a_single_logit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    output = torch.tensor([2.0, -0.5, 0.5, -3.0]).reshape(shape)
+    assert values(accuracy(output, torch.tensor([1, 0, 0, 1]).to(dtype).reshape(shape))) == (2, 4)
+
+
+@pytest.mark.xfail(strict=True, reason="accuracy: the argmax over a single logit is always 0")
+def test_accuracy_of_one_column_of_logits_takes_their_sign() -> None:
+    assert values(accuracy(torch.tensor([[2.0], [-1.0], [1.0]]), torch.tensor([1, 0, 1]))) == (3, 3)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="accuracy: cross_entropy has the classes in dim 1")
+def test_accuracy_of_images_takes_the_classes_where_cross_entropy_has_them() -> None:
+    output = torch.zeros(2, 3, 4, 5)
+    output[:, 1] = 1
+    assert values(accuracy(output, torch.ones(2, 4, 5, dtype=torch.int64))) == (40, 40)
+
+
+def test_errors_are_summed_over_all_numbers() -> None:
+    output, target = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 8.0]])
+    assert values(mse(output, target)) == (4 + 9 + 16, 4)
+    assert values(mae(output, target)) == (2 + 3 + 4, 4)
+
+
+@pytest.mark.xfail(strict=True, reason="mse and mae: a column and a row broadcast to a square")
+@pytest.mark.parametrize("metric", [mse, mae])
+def test_errors_of_a_column_against_a_row_are_not_those_of_a_square(metric: Any) -> None:
+    # All samples against all others would be 9 errors over 3 samples.
+    assert values(metric(torch.zeros(3, 1), torch.ones(3))) == (3, 3)
+
+
+def test_metrics_add_up_over_batches() -> None:
+    output, target = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 4
+    parts = [values(accuracy(output[part], target[part])) for part in (slice(0, 3), slice(3, 10))]
+    assert tuple(map(sum, zip(*parts, strict=True))) == values(accuracy(output, target))
+
+
+@pytest.mark.parametrize("mean", [0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]])])
+def test_a_mean_counts_as_often_as_there_are_samples(mean: Any) -> None:
+    total, count = sum_and_count(mean, 8, "loss_fn")
+    assert values((total, count)) == (4, 8)
+    assert total.shape == ()
+
+
+@pytest.mark.parametrize("pair", [(torch.tensor(6.0), 3), [6, 3], (torch.tensor(6.0), torch.tensor(3))])
+def test_a_sum_and_count_stays_as_it_is(pair: Any) -> None:
+    assert values(sum_and_count(pair, 100, "loss_fn")) == (6, 3)
+
+
+def test_a_mean_stays_differentiable() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    total, _ = sum_and_count(weight * 3, 5, "loss_fn")
+    total.backward()
+    assert weight.grad == 15
+
+
+def test_a_loss_for_each_sample_is_an_error_that_names_the_function_and_the_shape() -> None:
+    with pytest.raises(ConfigError, match=r"my_loss returned a tensor of shape \(4,\); it must return a mean or"):
+        sum_and_count(torch.zeros(4), 4, "my_loss")
+
+
+def test_three_values_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="my_loss returned 3 values; it must return a mean or"):
+        sum_and_count((1, 2, 3), 4, "my_loss")
+
+
+def test_metrics_are_found_by_name_or_taken_as_given() -> None:
+    assert make_metrics(["mse", "accuracy"]) == {"mse": mse, "accuracy": accuracy}
+    assert make_metrics({"mine": mae}) == {"mine": mae}
+    assert make_metrics([]) == {}

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from paceline.config import Config, build
+from paceline.data import sources
+from paceline.data.order import indices_at
+from paceline.data.sources import Part, fetch, make_datasets
+from paceline.errors import DataError, MissingExtra
+
+MakeConfig = Callable[..., Config]
+
+
+class Letters:
+    """A map-style data set of the user's that counts how it is read."""
+
+    def __init__(self, text: str = "abcdefghij") -> None:
+        self.text = text
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, index: int) -> str:
+        self.reads += 1
+        return self.text[index]
+
+
+class LettersAtOnce(Letters):
+    def __getitems__(self, indices: Sequence[int]) -> list[str]:
+        self.reads += 1
+        return [self.text[index] for index in indices]
+
+
+class FromTable:
+    def __init__(self, df: pd.DataFrame, column: str = "x") -> None:
+        self.values = df[column].tolist()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+
+def items(dataset: Any) -> list[Any]:
+    return [dataset[index] for index in range(len(dataset))]
+
+
+# --- the split ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.1, 1), (0.25, 2), (0.5, 5), (0.9, 9), (0.99, 9), (0.001, 1)])
+def test_the_split_gives_every_sample_to_exactly_one_side(
+    fraction: float, held_out: int, make_config: MakeConfig
+) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=Letters, val_fraction=fraction))
+    assert len(validation) == held_out
+    assert sorted(items(training) + items(validation)) == list("abcdefghij")
+
+
+def test_the_split_is_the_seeded_order_before_the_first_epoch(make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=Letters, val_fraction=0.3, seed=4))
+    order = indices_at(seed=4, epoch=-1, size=10, positions=range(10))
+    assert items(training) + items(validation) == ["abcdefghij"[index] for index in order]
+
+
+def test_the_split_depends_on_the_seed_alone(make_config: MakeConfig) -> None:
+    def held_out(seed: int) -> list[str]:
+        return items(make_datasets(make_config(dataset_fn=Letters, val_fraction=0.5, seed=seed))[1])
+
+    assert held_out(1) == held_out(1)
+    assert len({tuple(held_out(seed)) for seed in range(5)}) == 5
+
+
+def test_without_a_fraction_there_is_no_validation_and_the_data_is_untouched(make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=Letters, val_fraction=0))
+    assert type(training) is Letters
+    assert validation is None
+
+
+def test_a_single_sample_is_for_training(make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=lambda: Letters("a")))
+    assert (items(training), validation) == (["a"], None)
+
+
+@pytest.mark.xfail(strict=True, reason="make_datasets: a large fraction of one sample is that sample")
+def test_a_single_sample_is_for_training_at_any_fraction(make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=lambda: Letters("a"), val_fraction=0.9))
+    assert (items(training), validation) == (["a"], None)
+
+
+@pytest.mark.parametrize("limit", [0, 1000], ids=["worked out", "kept"])
+def test_a_part_is_the_same_whether_its_indices_are_kept_or_worked_out(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "TABLE_LIMIT", limit)
+    part = Part(Letters(), 3, range(4, 9))
+    order = indices_at(seed=3, epoch=-1, size=10, positions=range(4, 9))
+    expected = ["abcdefghij"[index] for index in order]
+    assert items(part) == expected
+    assert part.__getitems__([3, 0, 3]) == [expected[3], expected[0], expected[3]]
+    assert part[-1] == expected[-1]
+
+
+@pytest.mark.parametrize("index", [5, -6, 100])
+def test_a_part_ends_where_it_ends(index: int) -> None:
+    part = Part(Letters(), 3, range(4, 9))
+    with pytest.raises(IndexError):
+        part[index]
+
+
+def test_samples_are_fetched_all_at_once_where_the_data_can() -> None:
+    together, one_by_one = LettersAtOnce(), Letters()
+    assert fetch(together, [2, 0, 1]) == fetch(one_by_one, [2, 0, 1]) == ["c", "a", "b"]
+    assert (together.reads, one_by_one.reads) == (1, 3)
+    part = Part(together, 0, range(10))
+    assert sorted(part.__getitems__(range(10))) == list("abcdefghij")
+    assert together.reads == 2
+
+
+# --- where the data comes from ------------------------------------------------------------------------------
+
+
+def test_dataset_fn_gets_its_arguments(make_config: MakeConfig) -> None:
+    config = make_config(dataset_fn=Letters, dataset_args={"text": "xyz"}, val_fraction=0)
+    assert items(make_datasets(config)[0]) == ["x", "y", "z"]
+
+
+def test_a_table_in_memory_is_given_to_dataset_fn(make_config: MakeConfig) -> None:
+    table = pd.DataFrame({"x": [1, 2], "y": [3, 4]})
+    config = make_config(dataset_fn=FromTable, df=table, dataset_args={"column": "y"}, val_fraction=0)
+    assert items(make_datasets(config)[0]) == [3, 4]
+
+
+@pytest.mark.parametrize("name", ["points.csv", "points.csv.gz"])
+def test_a_table_on_disk_is_read(name: str, tmp_path: Path, make_config: MakeConfig) -> None:
+    pd.DataFrame({"x": [5, 6]}).to_csv(tmp_path / name, index=False)
+    config = make_config(dataset_fn=FromTable, df=str(tmp_path / name), val_fraction=0)
+    assert items(make_datasets(config)[0]) == [5, 6]
+
+
+def test_val_df_goes_through_the_same_dataset_fn(make_config: MakeConfig) -> None:
+    table, held_out = pd.DataFrame({"y": [1, 2, 3]}), pd.DataFrame({"y": [4]})
+    config = make_config(dataset_fn=FromTable, df=table, val_df=held_out, dataset_args={"column": "y"})
+    training, validation = make_datasets(config)
+    assert (items(training), items(validation)) == ([1, 2, 3], [4])
+
+
+def test_val_dataset_fn_makes_the_validation_data(make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=Letters, val_dataset_fn=lambda: Letters("xy")))
+    assert (items(training), items(validation)) == (list("abcdefghij"), ["x", "y"])
+
+
+def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
+    config = make_config(dataset_fn=Letters, val_dataset_fn=FromTable, val_df=pd.DataFrame({"x": [7]}))
+    assert items(make_datasets(config)[1]) == [7]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"dataset_fn": lambda: (letter for letter in "abc")},
+            "dataset_fn returned a generator, which has no __len__ and __getitem__; return a map-style data set",
+        ),
+        (
+            {"dataset_fn": lambda: None},
+            "dataset_fn returned a NoneType, which has no __len__ and __getitem__;",
+        ),
+        ({"dataset_fn": lambda: []}, "dataset_fn returned an empty data set"),
+        (
+            {"dataset_fn": Letters, "val_dataset_fn": lambda: []},
+            "val_dataset_fn returned an empty data set",
+        ),
+    ],
+    ids=["generator", "none", "empty", "empty validation"],
+)
+def test_data_that_cannot_be_trained_on_names_the_function(
+    keys: dict[str, Any], problem: str, make_config: MakeConfig
+) -> None:
+    with pytest.raises(DataError) as caught:
+        make_datasets(make_config(**keys))
+    assert str(caught.value).startswith(problem)
+
+
+# --- optional packages --------------------------------------------------------------------------------------
+
+
+def test_a_csv_without_pandas_names_the_extra(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "points.csv").write_text("x\n1\n")
+    config = make_config(dataset_fn=FromTable, df=tmp_path / "points.csv")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match=r"reading points\.csv needs pandas; run: pip install 'paceline\[pandas\]'"):
+        make_datasets(config)
+
+
+def test_parquet_without_pyarrow_names_the_extra(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "points.parquet").write_bytes(b"PAR1")
+    config = make_config(dataset_fn=FromTable, df=tmp_path / "points.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "fastparquet", None)
+    with pytest.raises(MissingExtra, match=r"reading points\.parquet needs pyarrow; .*'paceline\[parquet\]'"):
+        make_datasets(config)
+
+
+@pytest.mark.xfail(strict=True, reason="_table compares the ending as it is written, config does not")
+def test_a_parquet_file_with_a_capital_ending_is_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "POINTS.PARQUET").write_text("x\n1\n")
+    monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame({"x": [42]}))
+    functions = {"model_fn": Letters, "dataset_fn": FromTable, "loss_fn": Letters}
+    config = build({**functions, "df": "POINTS.PARQUET", "val_fraction": 0}, folder=tmp_path)
+    assert items(make_datasets(config)[0]) == [42]
