@@ -46,7 +46,7 @@ def pack(config: Config) -> Job:
 
 def save(job: Job, path: Path) -> None:
     """Write a job where only its owner can read it."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(job.header)
         for buffer in job.buffers:
             file.write(bytes(-file.tell() % ALIGNMENT))

@@ -1,4 +1,4 @@
-"""The user's own loop: two loaders, the model in DDP, and `train_fn(model, train_loader, val_loader, device, num_epochs)`."""
+"""The user's own loop: the model in DDP and two loaders, handed to `train_fn`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RunFolder:
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, and that is seen whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
     partial.replace(path)
 

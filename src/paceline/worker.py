@@ -47,7 +47,7 @@ def main() -> None:
         config = job.load(job_path)
         with join(config, store) as world:
             train(config, folder, world, progress)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is told
         failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder)
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()

@@ -72,8 +72,9 @@ def test_overrides_change_the_config_and_are_kept_in_the_run_folder(run, tmp_pat
 def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: Path) -> None:
     write_lab(tmp_path)
     ended = run(
-        "paceline", "train", "config.yaml", "bach_size=16", "optimizer.name=adamm", "num_epochs=0", "schedule.nam=cosine",
-        "loss_fn=cross_entrpy", "model_fn=lab_functions:get_modl", "metrics=[acuracy]", "clip_norm=fast",
+        "paceline", "train", "config.yaml", "bach_size=16", "optimizer.name=adamm", "num_epochs=0",
+        "schedule.nam=cosine", "loss_fn=cross_entrpy", "model_fn=lab_functions:get_modl", "metrics=[acuracy]",
+        "clip_norm=fast",
     )  # fmt: skip
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
@@ -120,7 +121,8 @@ def test_a_device_that_is_not_there_is_said_before_a_run_begins(run, tmp_path: P
 def test_a_failed_training_ends_with_exit_code_1_and_a_short_block(run, tmp_path: Path) -> None:
     write_lab(tmp_path)
     (tmp_path / "own.yaml").write_text(
-        'model_fn: "lab_functions:get_model"\ndataset_fn: "lab_functions:get_dataset"\ntrain_fn: "lab_functions:broken_train"\n'
+        'model_fn: "lab_functions:get_model"\ndataset_fn: "lab_functions:get_dataset"\n'
+        'train_fn: "lab_functions:broken_train"\n'
     )
     ended = run("paceline", "train", "own.yaml", "--procs", "2")
     assert ended.returncode == 1

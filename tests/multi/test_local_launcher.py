@@ -92,11 +92,10 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     """Every rank and DataLoader worker of the runs in `folder`: their command line names the job file."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        if any(str(folder) in part for part in process.info["cmdline"] or []) and "worker" in str(
-            process.info["cmdline"]
-        ):
-            if process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process)
+        words = process.info["cmdline"] or []
+        is_ours = "paceline.worker" in words and any(str(folder) in word for word in words)
+        if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
     return found
 
 

@@ -209,7 +209,7 @@ def from_worker(kind: str, folder: RunFolder) -> Failure:
     batches = iter(DataLoader(Broken(kind), num_workers=1, multiprocessing_context="fork"))
     error = caught(next, batches)
     captured = capture(error, folder)
-    # The frames hold the worker in a cycle; torch waits seconds for a worker that the garbage collector finds.
+    # The frames hold the worker in a cycle; torch waits seconds for one that the garbage collector finds.
     traceback.clear_frames(error.__traceback__)
     return captured
 

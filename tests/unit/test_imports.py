@@ -18,7 +18,7 @@ import paceline
 
 PACKAGE = Path(paceline.__file__).parent
 
-# Top to bottom. A module imports only modules of lower rows; names are relative to `paceline`, which is "paceline".
+# Top to bottom: a module imports only modules of lower rows. The package itself is called "paceline".
 LAYERS = [
     ["__main__"],
     ["cli"],

@@ -215,7 +215,7 @@ def test_a_data_set_collates_its_own_way_also_when_it_is_split(wrap: Any) -> Non
     assert sorted(batch.split("+")) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.xfail(strict=True, reason="loader.py:186 takes any attribute `base` for a split")
+@pytest.mark.xfail(strict=True, reason="_collate_of takes any attribute `base` for a split")
 def test_a_data_set_with_an_attribute_called_base_collates_its_own_way() -> None:
     dataset = WithCollate(4)
     dataset.base = Numbers(4)  # type: ignore[attr-defined]

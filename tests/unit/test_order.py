@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -103,7 +105,7 @@ def test_the_order_is_the_same_in_every_version(
 @settings(max_examples=40, deadline=None)
 def test_spans_give_what_each_span_gives_alone(lengths: list[int], seed: int, epoch: int) -> None:
     ends = np.cumsum([0, *lengths]).tolist()
-    spans = [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+    spans = [range(first, last) for first, last in pairwise(ends)]
     size = max(1, ends[-1])
     together = list(indices_of(iter(spans), seed=seed, epoch=epoch, size=size))
     alone = [indices_at(seed=seed, epoch=epoch, size=size, positions=list(span)).tolist() for span in spans]
@@ -115,13 +117,13 @@ def test_spans_that_reach_over_several_chunks_give_the_whole_order() -> None:
     spans = [range(first, min(first + length, size)) for first in range(0, size, length)]
     together = list(indices_of(spans, seed=3, epoch=2, size=size))
     assert [len(indices) for indices in together] == [len(span) for span in spans]
-    assert sum(together, []) == whole(size, seed=3, epoch=2).tolist()
+    assert list(chain.from_iterable(together)) == whole(size, seed=3, epoch=2).tolist()
 
 
 def test_spans_are_taken_only_as_they_are_needed() -> None:
     taken = []
 
-    def spans():
+    def spans() -> Iterator[range]:
         for first in range(0, 100 * CHUNK, CHUNK):
             taken.append(first)
             yield range(first, first + CHUNK)

@@ -16,11 +16,6 @@ from paceline.run_folder import RunFolder, write_json, write_private
 MakeConfig = Callable[..., Config]
 
 
-@pytest.fixture(autouse=True)
-def _own_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_run_dir_names_the_folder_exactly(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = RunFolder.create(make_config(run_dir="deep/down/run-1"))
     assert folder.path == tmp_path / "deep" / "down" / "run-1"
@@ -67,7 +62,7 @@ def test_a_folder_with_other_things_in_it_is_taken(make_config: MakeConfig) -> N
     assert Path("run/notes.txt").read_text() == "mine"
 
 
-@pytest.mark.xfail(strict=True, raises=FileExistsError, reason="run_folder.py:35: mkdir finds a file in its place")
+@pytest.mark.xfail(strict=True, raises=FileExistsError, reason="RunFolder.create: mkdir finds a file in its place")
 def test_a_file_where_the_folder_should_be_is_a_config_error(make_config: MakeConfig) -> None:
     Path("run").write_text("not a folder")
     with pytest.raises(ConfigError, match="run_dir=run"):

@@ -141,14 +141,12 @@ class EpochLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=sampler, collate_fn=_collate_of(dataset), **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
-        self.__dict__["on_batch"] = on_batch
-        self.__dict__["epochs"] = sampler
+        self.epochs, self.on_batch = sampler, on_batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        sampler: EpochSampler = self.__dict__["epochs"]
-        epoch = sampler.epoch
+        epoch = self.epochs.epoch
         for batch, data in enumerate(super().__iter__()):
-            self.__dict__["on_batch"](epoch, batch, len(sampler))
+            self.on_batch(epoch, batch, len(self.epochs))
             yield data
 
 

@@ -69,7 +69,8 @@ class Screen:
         self._move("evaluating", event["batch"], event["batches"])
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        text = f"epoch {event['epoch'] + 1}/{event['epochs']}  loss {event['loss']:.4f}  {event['samples_per_s']:,.0f} samples/s"
+        speed = f"{event['samples_per_s']:,.0f} samples/s"
+        text = f"epoch {event['epoch'] + 1}/{event['epochs']}  loss {event['loss']:.4f}  {speed}"
         self._move(text, event["step"], event["steps"])
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
