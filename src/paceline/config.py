@@ -22,7 +22,10 @@ from paceline.functions import FunctionNotFound, name_of, resolve
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn")
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
-MANAGED_KEYS = ("metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "max_steps", "lanes")
+MANAGED_KEYS = (
+    "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
+    "check_replicas_every",
+)  # fmt: skip
 
 
 class _Section(BaseModel):
@@ -50,6 +53,7 @@ class Log(_Section):
     """How often a run says how it is doing."""
 
     every_steps: int = Field(10, ge=1)
+    digests: bool = False
 
 
 class Config(_Section):
@@ -76,6 +80,7 @@ class Config(_Section):
     optimizer_fn: Function | None = None
     schedule: Schedule = Schedule()
     clip_norm: float | None = Field(None, gt=0)
+    ema: float | None = Field(None, gt=0, lt=1)
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)
@@ -83,6 +88,10 @@ class Config(_Section):
     max_steps: int | None = Field(None, ge=1)
     workers: int = Field(0, ge=0)
 
+    precision: Literal["fp32", "bf16"] = "fp32"
+    exact: bool = True
+    check_replicas_every: int = Field(100, ge=1)
+    ddp: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_mb: float = Field(25, gt=0)
@@ -231,6 +240,8 @@ def _conflicts(config: Config, *, given: set[str]) -> list[str]:
     for key in ("val_df", "val_dataset_fn"):
         if key in given and "val_fraction" in given:
             problems.append(f"{key} and val_fraction are both given; keep one of them")
+    if not config.ddp and (config.procs or 1) > 1:
+        problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
     if config.device == "cpu" and config.backend == "nccl":
         problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
     return problems

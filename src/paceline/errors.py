@@ -6,6 +6,7 @@ PacelineError            the training failed                                    
 │   └── MissingExtra     an optional package is needed and not installed
 ├── DataError            the data cannot be trained on as it is
 ├── UnusedParameters     parameters took no part in a step
+├── ReplicasDiffer       the ranks no longer hold the same weights
 ├── RankFailed           a rank failed; carries the first failure
 └── Stopped              the run was stopped from outside before it ended
 """
@@ -56,6 +57,17 @@ class UnusedParameters(PacelineError):
             "set find_unused_parameters: true, or set requires_grad=False on those that are never used"
         )
         self.names = list(names)
+
+
+class ReplicasDiffer(PacelineError):
+    """The weights of some ranks differ from rank 0's."""
+
+    def __init__(self, name: str, ranks: Sequence[int], step: int) -> None:
+        listed = ", ".join(map(str, ranks))
+        super().__init__(
+            f"after step {step} the weights of rank {listed} differ from rank 0's, first in {name}; "
+            "something changes weights outside the optimizer, or a device computes wrongly"
+        )
 
 
 class RankFailed(PacelineError):

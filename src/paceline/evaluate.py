@@ -1,46 +1,94 @@
-"""Evaluation: each sample counted exactly once, and the same numbers at any number of ranks."""
+"""Evaluation and prediction: each sample counted exactly once, and the same numbers at any number of ranks.
+
+The batches of a data set are dealt to the ranks in turn. What a batch gives is put back into the order of the batches
+before anything is added up, so no sum knows how many ranks there were.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.config import Config
 from paceline.data.loader import to_device
-from paceline.metrics import Metric, sum_and_count
+from paceline.metrics import make_metrics, sum_and_count
+from paceline.precision import autocast
 from paceline.step import run_model
 from paceline.world import World
 
+OnBatch = Callable[[int, int], None]
+
 
 class Evaluator:
-    """Measures a model on a data set that is spread over the ranks batch by batch."""
+    """Measures a model on a data set whose batches are dealt to the ranks."""
 
-    def __init__(self, loader: DataLoader[Any], loss_fn: Metric, metrics: dict[str, Metric], world: World) -> None:
-        self.loader, self.world = loader, world
-        self.measures = {"val_loss": loss_fn, **metrics}
+    def __init__(self, loader: DataLoader[Any], config: Config, world: World) -> None:
+        self.loader, self.config, self.world = loader, config, world
+        metrics = make_metrics(config.metrics)
+        self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        self.measures = {"val_loss": config.function("loss_fn")}
+        self.measures |= {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
     @torch.no_grad()
-    def measure(self, model: torch.nn.Module, on_batch: Callable[[int, int], None]) -> dict[str, float]:
+    def measure(self, model: torch.nn.Module, on_batch: OnBatch) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples. All ranks."""
-        was_training = model.training
-        model.eval()
         rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
-        for done, (batch, indices) in enumerate(zip(self.loader, self.loader.batch_sampler, strict=True)):  # type: ignore[arg-type]
-            output, target = run_model(model, to_device(batch, self.world.device))
-            rows.append(self._row(output, target, samples=len(indices))[None])
-            on_batch(done + 1, len(self.loader))
-        model.train(was_training)
-        # One row a batch, put in the order of the batches before they are added: the sum does not know the ranks.
-        sums = torch.cat(self.world.gather(torch.cat(rows))).sum(0).tolist()
-        return {
+        for metric in self.stateful.values():
+            metric.reset()
+            metric.distributed_available_fn = lambda: (
+                False
+            )  # every rank sees every batch below; nothing is left to sync
+        for outcome in self._outcomes(model, on_batch):
+            if outcome is not None:
+                rows.append(self._row(*outcome)[None])
+            if self.stateful:
+                self._update_stateful(outcome)
+        sums = torch.stack(_dealt_back(self.world.gather_rows(torch.cat(rows)))).sum(0).tolist()
+        means = {
             name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
         }
+        return means | {name: float(metric.compute()) for name, metric in self.stateful.items()}
+
+    @torch.no_grad()
+    def predict(self, model: torch.nn.Module, on_batch: OnBatch) -> torch.Tensor:
+        """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
+        mine = [outcome[0].cpu() for outcome in self._outcomes(model, on_batch) if outcome is not None]
+        return torch.cat(_dealt_back(self.world.gather_objects(mine)))
+
+    def _outcomes(self, model: torch.nn.Module, on_batch: OnBatch) -> Iterator[tuple[Any, Any, int] | None]:
+        """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
+        was_training = model.training
+        model.eval()
+        sampler: Any = self.loader.batch_sampler
+        for done, (batch, indices) in enumerate(zip(self.loader, sampler, strict=True)):
+            with autocast(self.config.precision, self.world.device):
+                output, target = run_model(model, to_device(batch, self.world.device))
+            yield output, target, len(indices)
+            on_batch(done + 1, len(sampler))
+        if len(sampler) < sampler.rounds:
+            yield None
+        model.train(was_training)
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)
-        for position, (name, measure) in enumerate(self.measures.items()):
-            row[position, 0], row[position, 1] = sum_and_count(measure(output, target), samples, name)
+        for place, (name, measure) in enumerate(self.measures.items()):
+            row[place, 0], row[place, 1] = sum_and_count(measure(output, target), samples, name)
         return row
+
+    def _update_stateful(self, outcome: tuple[Any, Any, int] | None) -> None:
+        """Metrics with a state of their own, as of torchmetrics, take all batches in order on every rank. All ranks."""
+        mine = None if outcome is None else to_device(outcome[:2], torch.device("cpu"))
+        for batch in self.world.gather_objects(mine):
+            if batch is not None:
+                for metric in self.stateful.values():
+                    metric.update(*batch)
+
+
+def _dealt_back(of_ranks: list[Any]) -> list[Any]:
+    """What was dealt to the ranks in turn, as one list in the first order."""
+    rounds = max(map(len, of_ranks))
+    return [of_rank[turn] for turn in range(rounds) for of_rank in of_ranks if turn < len(of_rank)]

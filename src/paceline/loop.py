@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.data.loader import Lane
+from paceline.digest import check_replicas, digests_of
 from paceline.evaluate import Evaluator
 from paceline.progress import Progress
 from paceline.step import Stepper
@@ -25,6 +27,8 @@ class Plan:
     steps_per_epoch: int
     total_steps: int
     log_every_steps: int
+    check_replicas_every: int
+    log_digests: bool
 
     @property
     def epochs(self) -> int:
@@ -65,6 +69,10 @@ def fit(
                 "step", step=done, steps=plan.total_steps, epoch=epoch, epochs=plan.epochs,
                 loss=loss, lr=stepper.lr, samples_per_s=round(samples_per_s, 1),
             )  # fmt: skip
+            if plan.log_digests:
+                events.write("digests", step=done, digests=digests_of(stepper.replica.module).tolist())
+        if done % plan.check_replicas_every == 0 or done == plan.total_steps:
+            check_replicas(stepper.replica.module, world, done)
         if ends_epoch:
             row: dict[str, Any] = {"epoch": epoch, "step": done, "train_loss": losses.epoch_mean()}
             if evaluator is not None:
@@ -95,7 +103,7 @@ class LossRecord:
         """The mean loss and the samples per second since the last flush. All ranks."""
         mine = torch.stack(self._kept).double()
         # steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
-        steps = torch.cat(self._world.gather(mine), dim=1)
+        steps = torch.cat(self._world.gather_equal(mine), dim=1)
         per_step = steps.sum(dim=1)
         total, count = per_step.sum(dim=0).tolist()
         self._epoch_sum += total
@@ -121,10 +129,11 @@ class LossRecord:
 def _evaluate(evaluator: Evaluator, stepper: Stepper, events: Events, progress: Progress) -> dict[str, float]:
     progress.phase = "evaluating"
     stepper.replica.share_buffers()
-    metrics = evaluator.measure(
-        stepper.replica.module,
-        on_batch=lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total),
-    )
+    with stepper.ema.applied() if stepper.ema is not None else nullcontext():
+        metrics = evaluator.measure(
+            stepper.replica.module,
+            on_batch=lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total),
+        )
     progress.phase = "training"
     return metrics
 

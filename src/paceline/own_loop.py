@@ -8,14 +8,14 @@ from paceline.config import Config
 from paceline.data.loader import epoch_loader
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
-from paceline.replica import Replica
+from paceline.replica import Replica, Single
 from paceline.telemetry.events import Events
 from paceline.world import World
 
 
 def run_own_loop(
     config: Config,
-    replica: Replica,
+    replica: Replica | Single,
     training: Any,
     validation: Any | None,
     world: World,
@@ -56,4 +56,5 @@ def run_own_loop(
     # Without workers, augmentation draws from this process's generators: they must differ between ranks.
     seed_generators(config.seed, "rank", world.rank)
     progress.phase = "training"
-    return config.function("train_fn")(replica, train_loader, val_loader, world.device, config.num_epochs)
+    model = replica.module if isinstance(replica, Single) else replica
+    return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)

@@ -1,29 +1,200 @@
-"""How gradients are added up across ranks: a communication hook of DDP, which overlaps with the backward pass."""
+"""How gradients are added up: over the lanes of a rank and across ranks, always in the order of one binary tree.
+
+Floating-point sums depend on their order. The tree over the lanes of a step is fixed by their number: halves, halves of
+halves, and so on. A rank adds its own lanes up that tree as they come; across ranks every level of it is an all-reduce
+between two ranks, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
+from paceline.world import World
 
-class SumReduction:
-    """Adds the buckets of all ranks; weights are already in the losses, so nothing is divided. All ranks."""
+# DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.reduced = 0  # gradient elements that have gone through since `start_step`
-
-    def start_step(self) -> None:
-        """Begin to count anew."""
-        self.reduced = 0
+Gradients = list[torch.Tensor]
+Future = torch.futures.Future[torch.Tensor]
 
 
-# DDP compares these annotations with the classes themselves, so this module has no postponed annotations.
-def reduce_bucket(state: SumReduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP calls this for each bucket of gradients as it becomes ready, in the same order on all ranks."""
-    buffer = bucket.buffer()
-    state.reduced += buffer.numel()
-    if state.world_size == 1:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-    work = dist.all_reduce(buffer, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
+def merges_after(lanes: int) -> list[int]:
+    """How many sums complete with each lane of the tree: [0, 1, 0, 2] for four (pure)."""
+    if lanes == 1:
+        return [0]
+    left = lanes // 2 if lanes % 2 == 0 else lanes - 1
+    right = merges_after(lanes - left)
+    right[-1] += 1
+    return merges_after(left) + right
+
+
+class LaneSum:
+    """The sum over the lanes of this rank, kept as the unfinished branches of the tree: about log2(lanes) copies."""
+
+    def __init__(self, lanes: int) -> None:
+        self._merges = merges_after(lanes)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step."""
+        self._branches: list[Gradients | None] = []
+        self._next = 0
+
+    def add(self, lane: int, gradients: Gradients) -> None:
+        """Add a lane's gradients, by its place among this rank's lanes; lanes that are passed over were empty."""
+        self._skip_to(lane)
+        self._push(gradients)
+
+    def remaining(self, lane: int) -> list[Gradients]:
+        """The branches to be added to `lane`, which is the last one, in this order."""
+        self._skip_to(lane)
+        return [branch for branch in reversed(self._branches) if branch is not None]
+
+    def _skip_to(self, lane: int) -> None:
+        while self._next < lane:
+            self._push(None)
+
+    def _push(self, branch: Gradients | None) -> None:
+        self._branches.append(branch)
+        for _ in range(self._merges[self._next]):
+            right, left = self._branches.pop(), self._branches.pop()
+            self._branches.append(_added(left, right))
+        self._next += 1
+
+
+def _added(left: Gradients | None, right: Gradients | None) -> Gradients | None:
+    if left is None or right is None:
+        return left if right is None else right
+    torch._foreach_add_(left, right)
+    return left
+
+
+class Reduction:
+    """Sums tensors across ranks. Every rank must reduce the same tensors in the same order."""
+
+    def __init__(self, world: World, exact: bool) -> None:
+        """All ranks: groups of two ranks are made for each level of the tree."""
+        self.world = world
+        is_power_of_two = world.size & (world.size - 1) == 0
+        # Two ranks make a sum of two terms, which has only one order: torch's own all-reduce does it.
+        self.levels = _levels(world) if exact and is_power_of_two and world.size > 2 else []
+        self._thread = ThreadPoolExecutor(1, "paceline-reduce") if self.levels and world.backend == "gloo" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self.levels and world.backend == "nccl":
+            self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
+
+    def start(self, tensor: torch.Tensor) -> Future:
+        """Begin to sum a tensor in place. All ranks."""
+        if self.world.size == 1:
+            return _done(tensor)
+        if self._thread is not None:
+            return self._in_thread(tensor, self._thread)
+        if self._stream is not None:
+            return self._in_stream(tensor, self._stream)
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
+
+    def _climb(self, tensor: torch.Tensor) -> None:
+        for group in self.levels:
+            dist.all_reduce(tensor, group=group)
+
+    def _in_thread(self, tensor: torch.Tensor, thread: ThreadPoolExecutor) -> Future:
+        # Gloo may finish two operations of a group in either order. One thread that takes one bucket after the other
+        # keeps the order of the next level the same on all ranks; backward goes on beside it.
+        future: Future = torch.futures.Future()
+
+        def climb() -> None:
+            try:
+                self._climb(tensor)
+                future.set_result(tensor)
+            except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        thread.submit(climb)
+        return future
+
+    def _in_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Future:
+        # NCCL's operations wait for each other on a stream of their own, so backward's stream never waits.
+        future: Future = torch.futures.Future(devices=[self.world.device])
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._climb(tensor)
+            tensor.record_stream(stream)
+            future.set_result(tensor)
+        return future
+
+
+class BucketHook:
+    """What DDP does with a bucket of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction) -> None:
+        self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
+        self._reduction = reduction
+        self.begin([], is_empty=False)
+
+    def begin(self, branches: list[Gradients], *, is_empty: bool) -> None:
+        """Before the last lane's backward: what its gradients are added to, and whether it has no samples."""
+        self._branches, self._is_empty = branches, is_empty
+        self.reduced = 0  # gradient elements that have gone through since then
+
+    def take(self, bucket: dist.GradBucket) -> Future:
+        """Sum one bucket. All ranks, in the same order."""
+        buffer = bucket.buffer()
+        self.reduced += buffer.numel()
+        if self._is_empty:
+            buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
+        else:
+            gradients = bucket.gradients()
+            places = [self._place[parameter] for parameter in bucket.parameters()]
+            for branch in self._branches:
+                torch._foreach_add_(gradients, [branch[place] for place in places])
+        return self._reduction.start(buffer)
+
+
+def reduce_bucket(hook: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook that DDP calls as each bucket becomes ready, while backward goes on."""
+    return hook.take(bucket)
+
+
+def reduce_after_backward(
+    gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], reduction: Reduction, bucket_bytes: float
+) -> list[torch.Tensor | None]:
+    """The sums of gradients that only some ranks may have: None where nobody has one. All ranks."""
+    world = reduction.world
+    has = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(has, op=dist.ReduceOp.MAX)
+    wanted = [place for place, anywhere in enumerate(has.tolist()) if anywhere]
+    summed: list[torch.Tensor | None] = [None] * len(gradients)
+    for places in _buckets(wanted, lambda place: like[place].nbytes, bucket_bytes):
+        parts = [gradients[place] for place in places]
+        filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(places, parts, strict=True)]
+        flat = torch.cat([part.reshape(-1) for part in filled])
+        # Zeros that stand for nothing may have turned a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
+        flat = reduction.start(flat).wait() + 0.0
+        for place, part in zip(places, torch.split(flat, [like[place].numel() for place in places]), strict=True):
+            summed[place] = part.view_as(like[place])
+    return summed
+
+
+def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> list[list[int]]:
+    ends = itertools.accumulate(map(size, places))
+    grouped = itertools.groupby(zip(places, ends, strict=True), key=lambda item: int(item[1] // limit))
+    return [[place for place, _ in group] for _, group in grouped]
+
+
+def _levels(world: World) -> list[dist.ProcessGroup]:
+    """For each level of the tree, the group of this rank and its partner. All ranks."""
+    mine = []
+    for level in range(world.size.bit_length() - 1):
+        pairs = [(rank, rank | 1 << level) for rank in range(world.size) if not rank & 1 << level]
+        groups = {pair: dist.new_group(list(pair)) for pair in pairs}  # every rank makes every group, as torch demands
+        mine += [group for pair, group in groups.items() if world.rank in pair]
+    return mine
+
+
+def _done(tensor: torch.Tensor) -> Future:
+    future: Future = torch.futures.Future()
+    future.set_result(tensor)
+    return future

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +33,6 @@ class Replica(DistributedDataParallel):
         """A replica pickles and copies as the model that it wraps: a process group cannot travel."""
         return _as_it_is, (self.module,)
 
-    def without_gradient(self) -> list[str]:
-        """The names of trainable parameters that the last backward passes did not reach."""
-        return [name for name, parameter in self._trainable() if parameter.grad is None]
-
     def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics, before they are used. All ranks."""
         for buffer in self.module.buffers():
@@ -50,6 +47,23 @@ class Replica(DistributedDataParallel):
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
 
+class Single:
+    """A model without DDP, for a single process: the same face, nothing behind it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing would be synchronised anyway."""
+        return nullcontext()
+
+    def share_buffers(self) -> None:
+        """There is nobody to share with."""
+
+
 def make_model(config: Config) -> torch.nn.Module:
     """The user's model, on the CPU."""
     model = config.function("model_fn")(**config.model_args)
@@ -58,14 +72,20 @@ def make_model(config: Config) -> torch.nn.Module:
     return model
 
 
-def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica:
-    """Wrap the model in DDP, with rank 0's weights on every rank. All ranks."""
+def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica | Single:
+    """Wrap the model in DDP, with rank 0's weights on every rank; or do without where the config says so. All ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+    model = model.to(world.device)
+    if not config.ddp:
+        if world.size > 1:
+            raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
+        return Single(model)
     return Replica(
-        model.to(world.device),
+        model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        find_unused_parameters=config.find_unused_parameters,
+        # The managed loop reduces by itself where parameters may be unused (step.py).
+        find_unused_parameters=config.find_unused_parameters and config.train_fn is not None,
         static_graph=config.static_graph,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,

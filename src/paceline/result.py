@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import cloudpickle
 import safetensors.torch
 import torch
 
+from paceline.digest import sha256_of, sha256_of_optimizer
+from paceline.ema import Ema
 from paceline.run_folder import RunFolder, write_json, write_private
 
 
@@ -27,6 +28,8 @@ class Result:
     metrics: dict[str, float]
     history: list[dict[str, Any]]
     weights_sha256: str
+    ema_sha256: str | None
+    optimizer_sha256: str | None
     step: int
     epoch: int
     world_size: int
@@ -36,25 +39,34 @@ class Result:
     _make_model: Callable[[], torch.nn.Module] | None = field(default=None, repr=False, compare=False)
 
     def load_model(self) -> torch.nn.Module:
-        """The trained model on the CPU, without any wrapper."""
+        """The trained model on the CPU, without any wrapper: the average of the weights if the run kept one."""
         assert self._make_model is not None
-        model = self._make_model()
-        safetensors.torch.load_model(model, RunFolder(self.run_dir).weights)
+        folder, model = RunFolder(self.run_dir), self._make_model()
+        safetensors.torch.load_model(model, folder.weights if self.ema_sha256 is None else folder.ema)
         return model
 
 
-def write(folder: RunFolder, model: torch.nn.Module, value: Any, **facts: Any) -> None:
+def write(
+    folder: RunFolder,
+    model: torch.nn.Module,
+    ema: Ema | None,
+    optimizer: torch.optim.Optimizer | None,
+    value: Any,
+    **facts: Any,
+) -> None:
     """Leave the weights, what `train_fn` returned and `result.json`, in this order. Rank 0 only."""
-    partial = folder.weights.with_name(f".{folder.weights.name}")
-    safetensors.torch.save_model(model, str(partial))
-    partial.replace(folder.weights)
+    facts["weights_sha256"], facts["ema_sha256"] = _save_weights(model, folder.weights), None
+    if ema is not None:
+        with ema.applied():
+            facts["ema_sha256"] = _save_weights(model, folder.ema)
+    facts["optimizer_sha256"] = sha256_of_optimizer(optimizer) if optimizer is not None else None
     if value is not None:
         try:
             write_private(folder.value, cloudpickle.dumps(value))
         except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
             warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    write_json(folder.result, {**facts, "weights_sha256": weights_sha256(model.state_dict()), "versions": versions})
+    write_json(folder.result, {**facts, "versions": versions})
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,8 @@ def collect(folder: RunFolder) -> Outcome:
     return Outcome(folder.path, folder.result.read_text(encoding="utf-8"), value)
 
 
-def weights_sha256(state: Mapping[str, Any]) -> str:
-    """SHA-256 over a state dict in name order: name, dtype, shape and bytes of each tensor."""
-    digest = hashlib.sha256()
-    for name in sorted(name for name, value in state.items() if isinstance(value, torch.Tensor)):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+def _save_weights(model: torch.nn.Module, path: Path) -> str:
+    partial = path.with_name(f".{path.name}")
+    safetensors.torch.save_model(model, str(partial))
+    partial.replace(path)
+    return sha256_of(model.state_dict())

@@ -22,6 +22,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.logs = path / "logs"
         self.weights = path / "weights.safetensors"
+        self.ema = path / "ema.safetensors"
         self.value = path / "value.pkl"
         self.result = path / "result.json"
 

@@ -23,12 +23,11 @@ from paceline.data.sources import make_datasets
 from paceline.evaluate import Evaluator
 from paceline.lifeline import die_with_parent
 from paceline.loop import Fit, Plan, fit
-from paceline.metrics import make_metrics
 from paceline.optim import lr_at, make_optimizer
 from paceline.own_loop import run_own_loop
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
-from paceline.replica import Replica, make_model, replicate
+from paceline.replica import Replica, Single, make_model, replicate
 from paceline.run_folder import RunFolder
 from paceline.step import Stepper
 from paceline.telemetry.events import Events
@@ -75,17 +74,19 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     seed_generators(config.seed, "model")
     replica = replicate(make_model(config), config, world)
 
-    value, outcome = None, Fit()
+    value, outcome, stepper = None, Fit(), None
     if config.train_fn is not None:
         value = run_own_loop(config, replica, training, validation, world, events, progress)
     else:
-        outcome = run_managed_loop(config, replica, training, validation, lanes, ridden, world, events, progress)
+        keep_bits(config, world, events)
+        stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
+        outcome = run_managed_loop(config, stepper, training, validation, total_steps, ridden, world, events, progress)
 
     progress.phase = "writing the result"
     replica.share_buffers()
     if world.is_main:
         result.write(
-            folder, replica.module, value,
+            folder, replica.module, stepper.ema if stepper else None, stepper.optimizer if stepper else None, value,
             metrics=outcome.metrics, history=outcome.history, step=progress.step or 0,
             epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=lanes,
         )  # fmt: skip
@@ -94,42 +95,73 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     return value
 
 
+def keep_bits(config: Config, world: World, events: Events) -> None:
+    """Make what this rank computes repeatable to the last bit, or say that it will not be. All ranks."""
+    if not config.exact:
+        return
+    if world.size & (world.size - 1):
+        events.write(
+            "warning",
+            text=f"{world.size} ranks add up in an order of their own: the weights agree with other numbers of ranks "
+            "to rounding, not to the last bit; a power of two keeps the bits",
+        )
+    if world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def build_stepper(
+    config: Config, replica: Replica | Single, size: int, lanes: int, ridden: range, world: World
+) -> tuple[Stepper, int]:
+    """The step with its optimizer, and how many steps the run has. All ranks."""
+    total = batches.steps_per_epoch(size, config.batch_size, lanes) * config.num_epochs
+    total = min(total, config.max_steps or total)
+    stepper = Stepper(
+        replica,
+        make_optimizer(config, replica.module),
+        config,
+        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, total),
+        lanes_per_rank=len(ridden),
+        world=world,
+    )
+    return stepper, total
+
+
 def run_managed_loop(
     config: Config,
-    replica: Replica,
+    stepper: Stepper,
     training: Any,
     validation: Any | None,
-    lanes: int,
+    total_steps: int,
     ridden: range,
     world: World,
     events: Events,
     progress: Progress,
 ) -> Fit:
-    """Wire the loaders, the optimizer and the evaluation into the managed loop. All ranks."""
-    size, seed, loss_fn = len(training), config.seed, config.function("loss_fn")
-    per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
-    total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
+    """Wire the loaders and the evaluation into the managed loop. All ranks."""
+    lanes = len(ridden) * world.size
+    shared: dict[str, Any] = {"seed": config.seed, "workers": config.workers, "world": world}
     sampler = LaneSampler(
-        seed=seed, size=size, batch_size=config.batch_size, lanes=lanes, steps=range(total), ridden=ridden
-    )
-    stepper = Stepper(
-        replica,
-        make_optimizer(config, replica.module),
-        loss_fn,
-        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, total),
-        clip_norm=config.clip_norm,
-        lanes_per_rank=len(ridden),
-        seed=seed,
-        world=world,
+        seed=config.seed,
+        size=len(training),
+        batch_size=config.batch_size,
+        lanes=lanes,
+        steps=range(total_steps),
+        ridden=ridden,
     )
     evaluator = None
     if validation is not None:
-        loader = evaluation_loader(
-            validation, batch_size=config.batch_size, seed=seed, workers=config.workers, world=world
-        )
-        evaluator = Evaluator(loader, loss_fn, make_metrics(config.metrics), world)
-    loader = lane_loader(training, sampler, seed=seed, workers=config.workers, world=world)
-    return fit(stepper, loader, evaluator, Plan(per_epoch, total, config.log.every_steps), world, events, progress)
+        loader = evaluation_loader(validation, batch_size=config.batch_size, **shared)
+        evaluator = Evaluator(loader, config, world)
+    plan = Plan(
+        steps_per_epoch=batches.steps_per_epoch(len(training), config.batch_size, lanes),
+        total_steps=total_steps,
+        log_every_steps=config.log.every_steps,
+        check_replicas_every=config.check_replicas_every,
+        log_digests=config.log.digests,
+    )
+    return fit(stepper, lane_loader(training, sampler, **shared), evaluator, plan, world, events, progress)
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:

@@ -50,19 +50,28 @@ class World:
             raise raised
         return value  # type: ignore[no-any-return]
 
-    def gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of every rank, in rank order, on all ranks; ranks may have different numbers of rows."""
+    def gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of every rank, all of one shape, in rank order, on all ranks."""
         if self.size == 1:
-            return [rows]
-        rows = rows.to(self.device)
-        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(counts, torch.tensor([len(rows)], device=self.device))
-        lengths = [int(count) for count in counts]
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.contiguous())
+        return gathered
+
+    def gather_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of every rank, in rank order, on all ranks; ranks may have different numbers of rows."""
+        lengths = [int(length) for length in self.gather_equal(torch.tensor(len(rows), device=self.device))]
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(gathered, padded)
-        return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+        return [part[:length] for part, length in zip(self.gather_equal(padded), lengths, strict=True)]
+
+    def gather_objects(self, thing: T) -> list[T]:
+        """Anything that pickles, from every rank, in rank order, on all ranks."""
+        if self.size == 1:
+            return [thing]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, thing)
+        return gathered
 
 
 @contextmanager
@@ -78,6 +87,8 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
     if device.type == "cuda":
+        if config.exact:  # cuBLAS reads this when the first context is made
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,

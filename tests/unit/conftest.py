@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from paceline.config import Config, build
 
 
 @pytest.fixture(autouse=True)
-def _own_sys_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs and jobs add to sys.path; what one test adds is not there for the next."""
+def _own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Configs and jobs add to sys.path and import the user's modules; the next test finds none of that."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -153,7 +153,9 @@ def test_the_block_says_who_where_what_and_which_log(folder: RunFolder) -> None:
     assert lines[3:] == [f"  full log: {folder.log(3)}"]
 
 
-@pytest.mark.parametrize("text", ["line\n" * 1000, "x" * 100_000, "\n\n\n", "", "a\n\n\nb\n\n\nc\n\n\nd\n\ne\n\n\nf"])
+@pytest.mark.parametrize(
+    "text", ["line\n" * 12, "line\n" * 1000, "x" * 100_000, "\n\n\n", "", "a\n\n\nb\n\n\nc\n\n\nd\n\ne\n\n\nf"]
+)
 def test_the_block_is_short_whatever_the_error_says(text: str, folder: RunFolder) -> None:
     told = replace(capture(RuntimeError(text), folder), location="/home/me/train.py:12").describe()
     assert len(told.splitlines()) <= 10

@@ -35,7 +35,7 @@ LAYERS = [
     ["data.sources"],
     ["metrics", "optim"],
     ["failure", "job", "result", "telemetry.follow"],
-    ["telemetry.console", "telemetry.events", "telemetry.lines"],
+    ["digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
     ["world"],
     ["run_folder"],
     ["config"],

@@ -94,12 +94,26 @@ def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, 
     return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **_options(workers, world, seed))  # type: ignore[arg-type]
 
 
+class DealtSampler(Sampler[list[int]]):
+    """The batches of a data set in its own order, dealt to the ranks in turn: every sample is on exactly one rank."""
+
+    def __init__(self, *, size: int, batch_size: int, world: World) -> None:
+        self.size, self.batch_size, self.world = size, batch_size, world
+        self.batches = -(-size // batch_size)
+        self.rounds = -(-self.batches // world.size)
+
+    def __len__(self) -> int:
+        return len(range(self.world.rank, self.batches, self.world.size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.world.rank, self.batches, self.world.size):
+            yield list(range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size)))
+
+
 def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
-    """This rank's share of the batches of a data set in its own order: every sample is on exactly one rank."""
-    size = len(dataset)
-    share = batches.part(-(-size // batch_size), world.size, world.rank)
-    spans = [list(range(b * batch_size, min((b + 1) * batch_size, size))) for b in share]
-    return DataLoader(dataset, batch_sampler=spans, collate_fn=_collate_of(dataset), **_options(workers, world, seed))
+    """This rank's batches of a data set in its own order."""
+    sampler = DealtSampler(size=len(dataset), batch_size=batch_size, world=world)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=_collate_of(dataset), **_options(workers, world, seed))
 
 
 # --- the user's own loop -------------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def chosen_threads(ranks: int) -> int:
-    """Threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS, or cores ÷ ranks."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // ranks))
+def chosen_threads(shares: int) -> int:
+    """Threads for one of `shares` equal shares of this machine: OMP_NUM_THREADS, or cores ÷ shares."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // shares))
 
 
 def is_main_process() -> bool:

@@ -41,7 +41,9 @@ SHELL = ("-c", 'exec "$@" >>"$0" 2>&1')
 def start(config: Config) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
     ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
-    config = config.model_copy(update={"procs": ranks, "threads": config.threads or chosen_threads(ranks)})
+    # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
+    threads = config.threads or chosen_threads(config.lanes or ranks)
+    config = config.model_copy(update={"procs": ranks, "threads": threads})
     # What would fail in every rank fails here, before a folder is made or a process started.
     pick_backend(config.backend, pick_device(config.device, 0), ranks)
     batches.lanes_of(0, ranks, config.lanes or ranks)

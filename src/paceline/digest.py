@@ -1,0 +1,49 @@
+"""Fingerprints of weights: SHA-256 for what a run leaves, and a cheap digest to compare replicas while it trains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.errors import ReplicasDiffer
+from paceline.world import World
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sha256_of(state: Mapping[str, Any]) -> str:
+    """SHA-256 over a state dict in name order: name, dtype, shape and bytes of each tensor."""
+    digest = hashlib.sha256()
+    for name in sorted(name for name, value in state.items() if isinstance(value, torch.Tensor)):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 over the state that an optimizer keeps for each parameter."""
+    state = optimizer.state_dict()["state"]
+    return sha256_of({f"{place}.{key}": value for place, kept in state.items() for key, value in kept.items()})
+
+
+def digests_of(model: torch.nn.Module) -> torch.Tensor:
+    """One number a parameter, the sum of its bits as whole numbers: any changed bit changes it."""
+    return torch.stack([_digest(parameter) for parameter in model.parameters()])
+
+
+def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
+    """Stop the run if the weights are not the same on every rank. All ranks."""
+    everybody = torch.stack(world.gather_equal(digests_of(model)))
+    differs = (everybody != everybody[0]).cpu()
+    if differs.any():
+        place = int(differs.any(dim=0).nonzero()[0])
+        name = [name for name, _ in model.named_parameters()][place]
+        raise ReplicasDiffer(name, differs[:, place].nonzero().flatten().tolist(), step)
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().contiguous().view(-1).view(WORDS[parameter.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,152 @@
+"""The runs of the exactness matrix, as a program: `torchrun --nproc_per_node=N exactness_cases.py OUT`.
+
+It trains every case on the ranks that it finds and writes what must be equal at any number of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline import Trainer
+
+LANES, BATCH = 4, 5
+EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
+
+
+class Images(Dataset):
+    """Random images of 6 × 6 with labels from their content; `augment` draws from all three generators."""
+
+    def __init__(self, size: int = EVEN, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.images = torch.randn(size, 1, 6, 6, generator=generator)
+        self.labels = (self.images.mean(dim=(1, 2, 3)) > 0).long()
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self.images[index]
+        if self.augment:
+            image = image + 0.1 * torch.randn_like(image) + 0.1 * np.random.rand() + 0.1 * random.random()
+        return image, self.labels[index]
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(288, 2)
+    )
+
+
+def layer_net() -> nn.Module:
+    """No BatchNorm, so that lanes of a single sample train."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+
+class Shared(nn.Module):
+    """One layer used twice, so its parameters are shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(36, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.again = self.middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.again(torch.relu(self.middle(torch.relu(self.first(x.flatten(1)))))))
+
+
+def frozen_net() -> nn.Module:
+    model = layer_net()
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+class Sometimes(nn.Module):
+    """A branch that only some lanes use: those whose first pixel of the first sample is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(36, 2), nn.Linear(36, 2), nn.Linear(36, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return self.always(x) + self.sometimes(x) if x[0, 0] > 0 else self.always(x)
+
+
+def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = 0.3 + 1.7 * target
+    return (functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
+
+
+def tokens() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randn(EVEN, 1, 6, 6, generator=generator), torch.randint(0, 2, (EVEN,), generator=generator)
+    )
+
+
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+ADAMW = {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+CASES: dict[str, dict[str, Any]] = {
+    "convolution, BatchNorm and dropout": {"model_fn": conv_net},
+    "augmentation without workers": {"dataset_fn": lambda: Images(augment=True)},
+    "augmentation with two workers": {"dataset_fn": lambda: Images(augment=True), "workers": 2},
+    "a size that is a multiple of nothing": {"dataset_fn": lambda: Images(ODD)},
+    "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
+    "AdamW": {"optimizer": ADAMW},
+    "warm-up and cosine": {"schedule": {"name": "cosine", "warmup_steps": 3, "final": 0.1}, "optimizer": ADAMW},
+    "average of the weights": {"model_fn": conv_net, "ema": 0.9},
+    "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
+    "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
+    "a shared parameter": {"model_fn": Shared},
+    "a frozen parameter": {"model_fn": frozen_net},
+    "parameters that some lanes use": {"model_fn": Sometimes, "find_unused_parameters": True, "optimizer": ADAMW},
+    "small buckets": {"model_fn": conv_net, "bucket_mb": 0.001},
+    "eight lanes": {"lanes": 8, "batch_size": 3, "dataset_fn": lambda: Images(ODD)},
+    "twelve lanes": {"lanes": 12, "batch_size": 2, "model_fn": Shared},
+    "no evaluation in between": {"model_fn": conv_net, "val_fraction": 0, "val_dataset_fn": None},
+    "everything at once": {
+        "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,
+        "optimizer": ADAMW, "schedule": {"name": "linear", "warmup_steps": 2}, "precision": "bf16",
+    },
+}  # fmt: skip
+
+
+def options_of(case: str) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "model_fn": layer_net, "dataset_fn": Images, "val_dataset_fn": lambda: Images(61), "optimizer": SGD,
+        "loss_fn": functional.cross_entropy, "metrics": ["accuracy"], "batch_size": BATCH, "lanes": LANES,
+        "num_epochs": 3, "threads": 1, "device": "cpu", "check_replicas_every": 5, "log": {"every_steps": 1},
+    }  # fmt: skip
+    return {**defaults, **CASES[case]}
+
+
+def main(out: Path) -> None:
+    outcomes = {}
+    for case in CASES:
+        result = Trainer(**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))).start()
+        events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+        outcomes[case] = {
+            "weights": result.weights_sha256,
+            "ema": result.ema_sha256,
+            "optimizer": result.optimizer_sha256,
+            "history": result.history,
+            "losses": [event["loss"] for event in events if event["event"] == "step"],
+        }
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

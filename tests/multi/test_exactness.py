@@ -1,0 +1,118 @@
+"""One run, one hash: every case of the matrix gives the same weights, optimizer state and numbers on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import exactness_cases as matrix
+import pytest
+import torch
+from torch.nn import functional
+
+from paceline import Trainer, indices_at
+from paceline.errors import RankFailed
+from paceline.randomness import seed_generators
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run_matrix(folder: Path, procs: int, **options: Any) -> Outcomes:
+    """Train all cases on so many ranks, in processes of their own."""
+    folder.mkdir()
+    out = folder / "outcomes.json"
+    torchrun = Path(sys.executable).parent / "torchrun"
+    ended = subprocess.run(
+        [torchrun, "--standalone", f"--nproc_per_node={procs}", matrix.__file__, out], cwd=folder, check=False,
+        env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PACELINE_CASES": json.dumps(options)},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
+    """What all cases gave on 1, 2 and 4 ranks, and in a single process without DDP."""
+    folder = tmp_path_factory.mktemp("matrix")
+    by_ranks = {f"{procs} ranks": run_matrix(folder / str(procs), procs) for procs in (1, 2, 4)}
+    return {**by_ranks, "plain": run_matrix(folder / "plain", 1, ddp=False)}
+
+
+@pytest.mark.parametrize("other", ["2 ranks", "4 ranks", "plain"])
+@pytest.mark.parametrize("case", matrix.CASES)
+def test_the_same_bits_at_any_number_of_ranks(outcomes: dict[str, Outcomes], case: str, other: str) -> None:
+    assert outcomes[other][case] == outcomes["1 ranks"][case]
+
+
+def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
+    """A hash that ignored what a case changes would make the test above worthless."""
+    hashes = [outcome["weights"] for case, outcome in outcomes["1 ranks"].items()]
+    # Workers and small buckets change nothing, nor does evaluating: these pairs are equal, all others are not.
+    assert len(set(hashes)) == len(hashes) - 3 - 1
+    first = outcomes["1 ranks"]
+    assert first["augmentation without workers"]["weights"] == first["augmentation with two workers"]["weights"]
+    assert first["small buckets"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
+    assert first["no evaluation in between"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
+    assert first["average of the weights"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
+
+
+def test_the_first_steps_are_those_of_a_plain_loop(outcomes: dict[str, Outcomes]) -> None:
+    """A loop written here, without lanes, DDP or any of our loaders, to rounding."""
+    data, seed = matrix.Images(), 0
+    seed_generators(seed, "model")
+    model = matrix.Shared()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    order = torch.from_numpy(indices_at(seed=seed, epoch=0, size=len(data), positions=range(len(data))))
+    losses = []
+    for chosen in order.split(matrix.LANES * matrix.BATCH):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(data.images[chosen]), data.labels[chosen])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert len(losses) == 4
+    assert outcomes["4 ranks"]["a shared parameter"]["losses"][:4] == pytest.approx(losses, rel=1e-5)
+
+
+def start(case: str, **options: Any) -> Any:
+    return Trainer(**{**matrix.options_of(case), **options}).start()
+
+
+def test_three_ranks_agree_to_rounding_and_say_so() -> None:
+    three, one = (start("twelve lanes", procs=procs) for procs in (3, 1))
+    torch.testing.assert_close(
+        dict(three.load_model().state_dict()), dict(one.load_model().state_dict()), rtol=1e-4, atol=1e-6
+    )
+    events = [json.loads(line) for line in (three.run_dir / "events.jsonl").read_text().splitlines()]
+    warnings = [event["text"] for event in events if event["event"] == "warning"]
+    assert len(warnings) == 1
+    assert "3 ranks" in warnings[0]
+    assert "not to the last bit" in warnings[0]
+
+
+def test_plain_all_reduce_agrees_to_rounding() -> None:
+    loose, exact = start("AdamW", procs=4, exact=False), start("AdamW", procs=1)
+    torch.testing.assert_close(
+        dict(loose.load_model().state_dict()), dict(exact.load_model().state_dict()), rtol=1e-3, atol=1e-5
+    )
+
+
+def test_a_replica_that_drifts_stops_the_run_and_is_named() -> None:
+    class Drifting(torch.nn.Linear):
+        """Changes its own bias on rank 1 in the seventh forward pass."""
+
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += self.training
+            if self.calls == 7 and torch.distributed.get_rank() == 1:
+                self.bias.data[0] += 1e-6
+            return super().forward(x.flatten(1))
+
+    with pytest.raises(RankFailed, match=r"after step 8 the weights of rank 1 differ from rank 0's, first in bias"):
+        start("AdamW", model_fn=lambda: Drifting(36, 2), lanes=2, procs=2, check_replicas_every=4)
