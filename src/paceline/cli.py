@@ -13,7 +13,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
+from paceline.config import Config
 from paceline.errors import ConfigError, PacelineError
 
 PACKAGE = Path(__file__).parent
@@ -40,17 +42,41 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
 ) -> None:
     """Train what a config describes: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4"""
-    from paceline import config
     from paceline.trainer import Trainer
 
-    path = find_config(target)
-    raw = config.read_yaml(path)
-    config.override(raw, overrides or [])
-    options = {"procs": procs, "launcher": launcher, "run_dir": run_dir}
-    raw |= {key: value for key, value in options.items() if value is not None}
-    built = config.build(raw, folder=path.parent.resolve())
-    result = Trainer.from_config(built, path.parent.resolve()).start()
+    built, folder = _build(target, overrides, procs=procs, launcher=launcher, run_dir=run_dir)
+    result = Trainer.from_config(built, folder).start()
     _say_done(result, target)
+
+
+@app.command()
+def compare(
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    procs: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4.")] = "1,2",
+    run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,
+) -> None:
+    """Train without DDP and on several numbers of processes, and compare time, loss and bits: --procs 1,2,4"""
+    try:
+        numbers = [int(number) for number in procs.split(",")]
+    except ValueError:
+        raise ConfigError(f"--procs {procs} is not a list of numbers; write for instance --procs 1,2,4") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"--procs {procs} must be 1 or more each")
+    built, _ = _build(target, overrides, run_dir=run_dir)
+    from paceline.compare import compare as run_comparison
+
+    comparison = run_comparison(built, numbers, say=lambda text: typer.echo(text, err=True))
+    names = list(comparison.rows[0].metrics)
+    table = Table("run", "seconds", "samples/s", "speed-up", "efficiency", "loss", *names, "weights", box=None)
+    for row in comparison.rows:
+        loss = "" if row.train_loss is None else f"{row.train_loss:.6f}"
+        speed = (f"{row.seconds:.2f}", f"{row.samples_per_s:,.0f}", f"{row.speed_up:.2f}", f"{row.efficiency:.0%}")
+        measured = (f"{row.metrics[name]:.4f}" for name in names)
+        table.add_row(row.name, *speed, loss, *measured, row.weights_sha256[:12])
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+    typer.echo(comparison.verdict)
+    typer.echo(f"see {comparison.folder}/compare.html and compare.json")
 
 
 @app.command()
@@ -64,6 +90,18 @@ def init(
     typer.echo(f"{folder} is ready. Try next:")
     typer.echo(f"  cd {folder} && python main.py")
     typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
+
+
+def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
+    """The config that a command line means, and the folder it comes from."""
+    from paceline import config
+
+    path = find_config(target)
+    raw = config.read_yaml(path)
+    config.override(raw, overrides or [])
+    raw |= {key: value for key, value in options.items() if value is not None}
+    folder = path.parent.resolve()
+    return config.build(raw, folder=folder), folder
 
 
 def find_config(target: str) -> Path:

@@ -62,6 +62,7 @@ def fit(
         progress.epoch, progress.step = epoch, step
         losses.add(stepper.take(step, ridden), samples=ridden[0].step_samples)
         progress.step = done = step + 1
+        progress.samples += ridden[0].step_samples
         ends_epoch = done % plan.steps_per_epoch == 0 or done == plan.total_steps
         if done % plan.log_every_steps == 0 or ends_epoch:
             loss, samples_per_s = losses.flush()

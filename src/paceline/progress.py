@@ -13,6 +13,7 @@ class Progress:
     epoch: int | None = None
     step: int | None = None
     batch: int | None = None
+    samples: int = 0  # trained on so far, by all ranks
 
     def describe(self) -> str:
         """Such as "training, epoch 2, step 140"."""

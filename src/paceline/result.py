@@ -34,6 +34,8 @@ class Result:
     epoch: int
     world_size: int
     lanes: int
+    seconds: float
+    samples: int
     versions: dict[str, str]
     value: Any = None
     _make_model: Callable[[], torch.nn.Module] | None = field(default=None, repr=False, compare=False)

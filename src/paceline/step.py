@@ -35,6 +35,7 @@ class Stepper:
     ) -> None:
         self.replica, self.optimizer, self.config, self.world = replica, optimizer, config, world
         self.loss_fn, self.lr_factor = config.function("loss_fn"), lr_factor
+        optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]

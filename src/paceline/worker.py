@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     replica = replicate(make_model(config), config, world)
 
     value, outcome, stepper = None, Fit(), None
+    began = time.perf_counter()
     if config.train_fn is not None:
         value = run_own_loop(config, replica, training, validation, world, events, progress)
     else:
@@ -82,6 +84,7 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
         stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
         outcome = run_managed_loop(config, stepper, training, validation, total_steps, ridden, world, events, progress)
 
+    seconds = time.perf_counter() - began
     progress.phase = "writing the result"
     replica.share_buffers()
     if world.is_main:
@@ -89,6 +92,7 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
             folder, replica.module, stepper.ema if stepper else None, stepper.optimizer if stepper else None, value,
             metrics=outcome.metrics, history=outcome.history, step=progress.step or 0,
             epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=lanes,
+            seconds=round(seconds, 3), samples=progress.samples,
         )  # fmt: skip
     events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics=outcome.metrics)
     events.close()

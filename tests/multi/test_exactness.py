@@ -1,4 +1,4 @@
-"""One run, one hash: every case of the matrix gives the same weights, optimizer state and numbers on 1, 2 and 4 ranks."""
+"""One run, one hash: every case gives the same weights, optimizer state and numbers on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 

@@ -209,10 +209,12 @@ class Broken(Dataset[Any]):
 
 def from_worker(kind: str, folder: RunFolder) -> Failure:
     batches = iter(DataLoader(Broken(kind), num_workers=1, multiprocessing_context="fork"))
-    error = caught(next, batches)
-    captured = capture(error, folder)
-    # The frames hold the worker in a cycle; torch waits seconds for one that the garbage collector finds.
-    traceback.clear_frames(error.__traceback__)
+    try:
+        next(batches)
+    except Exception as error:  # noqa: BLE001 - it is what the data set raises, as torch passes it on
+        captured = capture(error, folder)
+        # The frames hold the worker in a cycle; torch waits seconds for one that the garbage collector finds.
+        traceback.clear_frames(error.__traceback__)
     return captured
 
 

@@ -22,6 +22,7 @@ PACKAGE = Path(paceline.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
+    ["compare"],
     ["trainer"],
     ["launch"],
     ["launch.local", "launch.torchrun"],

@@ -62,7 +62,6 @@ def test_a_folder_with_other_things_in_it_is_taken(make_config: MakeConfig) -> N
     assert Path("run/notes.txt").read_text() == "mine"
 
 
-@pytest.mark.xfail(strict=True, raises=FileExistsError, reason="RunFolder.create: mkdir finds a file in its place")
 def test_a_file_where_the_folder_should_be_is_a_config_error(make_config: MakeConfig) -> None:
     Path("run").write_text("not a folder")
     with pytest.raises(ConfigError, match="run_dir=run"):
