@@ -55,7 +55,7 @@ def compare(config: Config, procs: Sequence[int], say: Callable[[str], None]) ->
         lanes_of(0, number, lanes)
     if config.train_fn is None:
         config = config.model_copy(update={"lanes": lanes})
-    folder = new_folder(config.run_dir, f"{config.name}-compare")
+    folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
     rows: list[Row] = []
     for name, number in ((PLAIN, 1), *((f"ddp-{number}", number) for number in procs)):
         say(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP on {number} processes'}")

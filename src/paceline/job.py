@@ -1,4 +1,4 @@
-"""What a worker must run, as one private file: the config with its functions and its data.
+"""What a worker must run, as one private file: a task, and the config with its functions and its data.
 
 Large arrays, the columns of a DataFrame among them, lie behind the pickle as they are in memory. The ranks of one
 machine map the file, so they share a single copy until one of them writes to it.
@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +19,23 @@ import cloudpickle
 from paceline.config import Config
 from paceline.travel import explain, obstacle
 
+Task = Callable[..., None]  # (config, folder, world, progress): what every rank does
 ALIGNMENT = 64  # numpy and torch read aligned data fastest
 
 
 @dataclass(frozen=True)
 class Job:
-    """A config as bytes: a header to unpickle, and the arrays that follow it."""
+    """A task and its config as bytes: a header to unpickle, and the arrays that follow it."""
 
     header: bytes
     buffers: list[pickle.PickleBuffer]
 
 
-def pack(config: Config) -> Job:
+def pack(config: Config, task: Task) -> Job:
     """The job of a config, or TravelError with the path to what does not pickle."""
     buffers: list[pickle.PickleBuffer] = []
     try:
-        payload = cloudpickle.dumps(config, protocol=5, buffer_callback=buffers.append)
+        payload = cloudpickle.dumps((config, task), protocol=5, buffer_callback=buffers.append)
     except Exception:
         for key, value in config.__dict__.items():
             if obstacle(value) is not None:
@@ -53,7 +55,7 @@ def save(job: Job, path: Path) -> None:
             file.write(buffer.raw())
 
 
-def load(path: Path) -> Config:
+def load(path: Path) -> tuple[Config, Task]:
     """Read a job back; arrays are views of the mapped file, private to this process once written to."""
     with path.open("rb") as file:
         header = pickle.load(file)
@@ -66,5 +68,5 @@ def load(path: Path) -> Config:
         position += size
     # Functions of importable modules are pickled by name, so the ranks must look where the caller looked.
     sys.path[:] = header["sys_path"]
-    config: Config = pickle.loads(header["payload"], buffers=buffers)
-    return config
+    config, task = pickle.loads(header["payload"], buffers=buffers)
+    return config, task

@@ -6,10 +6,9 @@ import json
 import pickle
 import platform
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import safetensors.torch
@@ -18,6 +17,9 @@ import torch
 from paceline.digest import sha256_of, sha256_of_optimizer
 from paceline.ema import Ema
 from paceline.run_folder import RunFolder, write_json, write_private
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
 
 
 @dataclass
@@ -38,14 +40,32 @@ class Result:
     samples: int
     versions: dict[str, str]
     value: Any = None
-    _make_model: Callable[[], torch.nn.Module] | None = field(default=None, repr=False, compare=False)
+    _trainer: Trainer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights to use: the average of the weights if the run kept one."""
+        folder = RunFolder(self.run_dir)
+        return folder.weights if self.ema_sha256 is None else folder.ema
 
     def load_model(self) -> torch.nn.Module:
-        """The trained model on the CPU, without any wrapper: the average of the weights if the run kept one."""
-        assert self._make_model is not None
-        folder, model = RunFolder(self.run_dir), self._make_model()
-        safetensors.torch.load_model(model, folder.weights if self.ema_sha256 is None else folder.ema)
+        """The trained model on the CPU, without any wrapper."""
+        assert self._trainer is not None
+        model = self._trainer.make_model()
+        safetensors.torch.load_model(model, self.weights)
         return model
+
+    def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
+        """The loss and metrics on the validation data, or on that of `df`; equal at any number of processes."""
+        assert self._trainer is not None
+        metrics: dict[str, float] = self._trainer.apply("evaluate", self, df, procs)
+        return metrics
+
+    def predict(self, df: Any = None, procs: int | None = None) -> torch.Tensor:
+        """The model's output for each sample of the validation data, or of `df`, in the order of the data set."""
+        assert self._trainer is not None
+        outputs: torch.Tensor = self._trainer.apply("predict", self, df, procs)
+        return outputs
 
 
 def write(
@@ -63,32 +83,40 @@ def write(
             facts["ema_sha256"] = _save_weights(model, folder.ema)
     facts["optimizer_sha256"] = sha256_of_optimizer(optimizer) if optimizer is not None else None
     if value is not None:
-        try:
-            write_private(folder.value, cloudpickle.dumps(value))
-        except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
-            warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
+        write_value(folder, value)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     write_json(folder.result, {**facts, "versions": versions})
 
 
+def write_value(folder: RunFolder, value: Any) -> None:
+    """Leave what a task returns to its caller. Rank 0 only."""
+    try:
+        write_private(folder.value, cloudpickle.dumps(value))
+    except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
+        warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A run's result as bytes, which any process can be sent: `result.json` and the pickled value of `train_fn`."""
+    """What a task has left, as bytes, which any process can be sent: `result.json` and the pickled value."""
 
     run_dir: Path
     facts: str
     value: bytes | None
 
-    def to_result(self, make_model: Callable[[], torch.nn.Module]) -> Result:
+    def load_value(self) -> Any:
+        """The value that rank 0 left."""
+        return pickle.loads(self.value) if self.value is not None else None
+
+    def to_result(self, trainer: Trainer) -> Result:
         """The result for the caller of `start()`."""
-        value = pickle.loads(self.value) if self.value is not None else None
-        return Result(run_dir=self.run_dir, value=value, _make_model=make_model, **json.loads(self.facts))
+        return Result(run_dir=self.run_dir, value=self.load_value(), _trainer=trainer, **json.loads(self.facts))
 
 
 def collect(folder: RunFolder) -> Outcome:
     """What rank 0 has left in the run folder."""
-    value = folder.value.read_bytes() if folder.value.exists() else None
-    return Outcome(folder.path, folder.result.read_text(encoding="utf-8"), value)
+    facts = folder.result.read_text(encoding="utf-8") if folder.result.exists() else "{}"
+    return Outcome(folder.path, facts, folder.value.read_bytes() if folder.value.exists() else None)
 
 
 def _save_weights(model: torch.nn.Module, path: Path) -> str:

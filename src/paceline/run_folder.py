@@ -29,7 +29,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: Config) -> RunFolder:
         """A new run folder with the config in it: exactly `run_dir`, or `runs/<name>/<date-time>` of its own."""
-        folder = cls(new_folder(config.run_dir, config.name))
+        folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
         folder.logs.mkdir(exist_ok=True)
         try:
             with folder.config.open("x", encoding="utf-8") as file:
@@ -64,15 +64,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def new_folder(wanted: Path | None, name: str) -> Path:
-    """The folder that was asked for, or `runs/<name>/<date-time>` that nobody else has."""
+def new_folder(wanted: Path | None, parent: Path) -> Path:
+    """The folder that was asked for, or `<parent>/<date-time>` that nobody else has."""
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"run_dir={wanted} is a file; choose another name") from None
         return wanted.resolve()
-    parent = Path("runs").resolve() / name
+    parent = parent.resolve()
     stem = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for attempt in range(1, 10_000):
         path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")

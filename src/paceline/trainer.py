@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, build
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.result import Result
+    import torch
+
+    from paceline.job import Task
+    from paceline.result import Outcome, Result
 
 
 class Trainer:
@@ -39,11 +43,32 @@ class Trainer:
 
     def start(self) -> Result:
         """Train, on as many ranks as the config says, and return the result; may be called again."""
-        from paceline import launch
+        from paceline.worker import train
+
+        return self._launch(self.config, train).to_result(self)
+
+    def make_model(self) -> torch.nn.Module:
+        """A new model, as `model_fn` makes it."""
         from paceline.replica import make_model
+
+        return make_model(self.config)
+
+    def apply(self, task: Literal["evaluate", "predict"], result: Result, df: Any, procs: int | None) -> Any:
+        """Evaluate a result or predict with it, on the ranks: on its validation data, or on that of `df`."""
+        from paceline import apply
+        from paceline.run_folder import new_folder
+
+        changes: dict[str, Any] = {"lanes": None, "ddp": True, "procs": procs or self.config.procs}
+        changes["run_dir"] = new_folder(None, result.run_dir / task)
+        if df is not None:
+            changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
+        function = functools.partial(getattr(apply, task), weights=result.weights)
+        return self._launch(self.config.model_copy(update=changes), function).load_value()
+
+    def _launch(self, config: Config, task: Task) -> Outcome:
+        from paceline import launch
         from paceline.world import is_joined
 
         if is_joined():
             raise PacelineError("start() was called inside a rank; call it in the script that starts the run")
-        outcome = launch.start(self.config, self._folder)
-        return outcome.to_result(lambda: make_model(self.config))
+        return launch.start(config, task, self._folder)

@@ -37,16 +37,16 @@ from paceline.world import World, join
 
 
 def main() -> None:
-    """One rank of a local run: load the job, join the others, train; leave a failure where the launcher looks."""
+    """One rank of a local run: load the job, join the others, do it; leave a failure where the launcher looks."""
     job_path, store, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     die_with_parent(parent)
     rank = int(os.environ["RANK"])
     warnings.showwarning = _show_with_rank(rank)
     folder, progress = RunFolder(job_path.parent), Progress()
     try:
-        config = job.load(job_path)
+        config, task = job.load(job_path)
         with join(config, store) as world:
-            train(config, folder, world, progress)
+            task(config, folder, world, progress)
     except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is told
         failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder)
         print(failed_line(rank), file=sys.stderr)
@@ -55,8 +55,8 @@ def main() -> None:
         os._exit(1)  # at once: an orderly end could wait for neighbours that wait for this rank
 
 
-def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> Any:
-    """Build everything and train; rank 0 writes the result. Returns what `train_fn` returned. All ranks."""
+def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
+    """Build everything and train; rank 0 writes the result. All ranks."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     lanes = config.lanes or world.size
@@ -76,14 +76,14 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     replica = replicate(make_model(config), config, world)
 
     value, outcome, stepper = None, Fit(), None
-    began = time.perf_counter()
-    if config.train_fn is not None:
-        value = run_own_loop(config, replica, training, validation, world, events, progress)
-    else:
+    if config.train_fn is None:
         keep_bits(config, world, events)
         stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
+    began = time.perf_counter()
+    if stepper is None:
+        value = run_own_loop(config, replica, training, validation, world, events, progress)
+    else:
         outcome = run_managed_loop(config, stepper, training, validation, total_steps, ridden, world, events, progress)
-
     seconds = time.perf_counter() - began
     progress.phase = "writing the result"
     replica.share_buffers()
@@ -96,7 +96,6 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
         )  # fmt: skip
     events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics=outcome.metrics)
     events.close()
-    return value
 
 
 def keep_bits(config: Config, world: World, events: Events) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.config import Config
+from paceline.job import Task
 from paceline.launch.environment import load_dotenv, pick_launcher
 from paceline.result import Outcome
 
 
-def start(config: Config, folder: Path) -> Outcome:
-    """Run the config with the launcher that it or the environment asks for; `folder` may hold a `.env` file."""
+def start(config: Config, task: Task, folder: Path) -> Outcome:
+    """Do the task of a config with the launcher that it or the environment asks for; `folder` may hold a `.env` file."""
     launcher = pick_launcher(config.launcher)
     load_dotenv(folder)
     if launcher == "torchrun":
         from paceline.launch import torchrun
 
-        return torchrun.start(config)
+        return torchrun.start(config, task)
     from paceline.launch import local
 
-    return local.start(config)
+    return local.start(config, task)

@@ -27,6 +27,7 @@ from paceline import failure, job, result
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import RankFailed, Stopped
+from paceline.job import Task
 from paceline.launch.environment import chosen_threads
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder
@@ -38,7 +39,7 @@ GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
 SHELL = ("-c", 'exec "$@" >>"$0" 2>&1')
 
 
-def start(config: Config) -> Outcome:
+def start(config: Config, task: Task) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
     ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
@@ -47,7 +48,7 @@ def start(config: Config) -> Outcome:
     # What would fail in every rank fails here, before a folder is made or a process started.
     pick_backend(config.backend, pick_device(config.device, 0), ranks)
     batches.lanes_of(0, ranks, config.lanes or ranks)
-    packed = job.pack(config)
+    packed = job.pack(config, task)
     folder = RunFolder.create(config)
     job.save(packed, folder.job)
     with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks):

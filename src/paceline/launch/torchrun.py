@@ -8,23 +8,23 @@ from contextlib import nullcontext
 from paceline import failure, result
 from paceline.config import Config
 from paceline.errors import RankFailed
+from paceline.job import Task
 from paceline.progress import Progress
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder
 from paceline.telemetry.follow import Follower
-from paceline.worker import train
 from paceline.world import join
 
 
-def start(config: Config) -> Outcome:
-    """Train as one of the ranks, and return rank 0's outcome on each. All ranks."""
+def start(config: Config, task: Task) -> Outcome:
+    """Do the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
     with join(config) as world:
         folder = RunFolder(world.decide(lambda: RunFolder.create(config).path))
         progress = Progress()
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
             with Follower(folder, ranks=0) if world.is_main else nullcontext():
-                train(config, folder, world, progress)
+                task(config, folder, world, progress)
         except Exception as error:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)
             with folder.log(world.rank).open("a", encoding="utf-8") as log:

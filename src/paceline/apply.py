@@ -1,0 +1,59 @@
+"""What the ranks do with a trained model: evaluate it, or predict with it. Each is the task of a job, as training is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from paceline import result
+from paceline.config import Config
+from paceline.data.loader import evaluation_loader
+from paceline.data.sources import make_datasets
+from paceline.errors import DataError
+from paceline.evaluate import Evaluator
+from paceline.progress import Progress
+from paceline.randomness import seed_generators
+from paceline.replica import make_model
+from paceline.run_folder import RunFolder
+from paceline.telemetry.events import Events
+from paceline.world import World
+
+
+def evaluate(config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path) -> None:
+    """Leave the mean of the loss and of each metric as the job's value. All ranks."""
+    _apply("measure", config, folder, world, progress, weights)
+
+
+def predict(config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path) -> None:
+    """Leave the model's outputs, in the order of the data set, as the job's value. All ranks."""
+    _apply("predict", config, folder, world, progress, weights)
+
+
+def _apply(what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path) -> None:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    events = Events(folder.events if world.is_main else None)
+    progress.phase = "building the data set"
+    seed_generators(config.seed, "data set")
+    training, validation = make_datasets(config)
+    # Data given for the purpose is used whole; otherwise it is what the run held out.
+    dataset = training if config.val_fraction == 0 and validation is None else validation
+    if dataset is None:
+        raise DataError("the run held out no validation data; give the data to use")
+    progress.phase = "loading the model"
+    model = make_model(config)
+    safetensors.torch.load_model(model, weights)
+    model.to(world.device)
+    progress.phase = "evaluating"
+    loader = evaluation_loader(
+        dataset, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=world
+    )
+    method: Any = getattr(Evaluator(loader, config, world), what)
+    value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
+    if world.is_main:
+        result.write_value(folder, value)
+    events.write("run_finished")
+    events.close()
