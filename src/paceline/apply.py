@@ -1,4 +1,4 @@
-"""What the ranks do with a trained model: evaluate it, or predict with it. Each is the task of a job, as training is."""
+"""What the ranks do with a trained model: evaluate it, or predict with it. Each is a task, as training is."""
 
 from __future__ import annotations
 

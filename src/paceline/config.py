@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +113,7 @@ class Config(_Section):
     def to_yaml(self) -> str:
         """The config as resolved, for people to read; data given in memory is named by its type."""
         plain = {key: _plain(value) for key, value in self.__dict__.items() if value is not None}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
@@ -120,7 +121,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
 
     Names of functions and relative paths of data are looked up in `folder`.
     """
-    values = {key: value for key, value in raw.items() if value is not None}
+    # A known key without a value keeps its default; an unknown one is a mistake all the same.
+    values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
     problems: list[str] = []
     try:
         config = Config.model_validate(values)
@@ -130,7 +132,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
         # What is right is checked further, so that nobody mends one mistake only to be shown the next.
         wrong = {str(detail["loc"][0]) for detail in details}
         config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
-        problems += [p for p in _conflicts(config, given=set(values)) if p.partition("=")[0].split()[0] not in wrong]
+        problems += _conflicts(config, given=set(values), wrong=wrong)
     else:
         problems += _conflicts(config, given=set(values))
     problems += _resolve_functions(config, folder)
@@ -179,16 +181,22 @@ class _Loader(yaml.SafeLoader):
     """YAML as people expect it: `1e-4` is a number, and a key given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=True) for key in own]  # type: ignore[no-untyped-call]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise yaml.MarkedYAMLError(problem=f"{twice} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(  # type: ignore[no-untyped-call]
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def _describe(detail: ErrorDetails) -> str:
@@ -196,6 +204,8 @@ def _describe(detail: ErrorDetails) -> str:
     # Unions put the branch that failed into the location; people know the key alone.
     path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [p for p in path if p not in ("str", "callable")]
+    if detail["type"] == "extra_forbidden":
+        path = [str(part) for part in detail["loc"]]  # an unknown key may have any characters
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
@@ -218,16 +228,19 @@ def _known_keys(sections: list[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _conflicts(config: Config, *, given: set[str]) -> list[str]:
-    """Mistakes that show only when keys are seen together. `given` are the keys that were set by the user."""
+def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -> list[str]:
+    """Mistakes that show only when keys are seen together.
+
+    `given` are the keys that were set by the user; those in `wrong` are reported already.
+    """
     problems = []
     for key, example in (
         ("model_fn", "a function that returns the model"),
         ("dataset_fn", "the data set's class"),
     ):
-        if getattr(config, key) is None:
+        if getattr(config, key) is None and key not in wrong:
             problems.append(f"{key} is missing; give {example}")
-    if config.train_fn is None and config.loss_fn is None:
+    if config.train_fn is None and config.loss_fn is None and not {"train_fn", "loss_fn"} & set(wrong):
         problems.append(
             "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
         )
@@ -319,8 +332,15 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
-    if isinstance(value, (str, int, float, bool)):
+    if value is None or isinstance(value, bool):
         return value
+    # Subclasses, such as numpy's numbers, are more than YAML can write.
+    if isinstance(value, str):
+        return "".join(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     if isinstance(value, Path):
         return str(value)
     return name_of(value) if callable(value) else f"<{type(value).__name__}>"

@@ -26,12 +26,12 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code under these folders is never the user's own.
 LIBRARIES = tuple(
     {
-        *sysconfig.get_paths().values(),
-        *site.getsitepackages(),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
         str(Path(__file__).parent),
-        "<frozen",
-        "<string>",
     }
+    | {*site.getsitepackages(), "<frozen", "<string>"}
 )
 
 
@@ -80,7 +80,8 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
         location=_user_location(error),
         log=str(folder.log(rank)),
         time=time.time(),
-        is_echo=bool(NEIGHBOUR_IS_GONE.search(text)),
+        # A network error of the user's own is an OSError, or comes from a DataLoader worker.
+        is_echo=isinstance(error, RuntimeError) and cause is None and bool(NEIGHBOUR_IS_GONE.search(text)),
     )
 
 
@@ -110,7 +111,8 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
             "the process was killed; most likely the machine ran out of memory (see `dmesg`)",
         )
     elif code < 0:
-        error, text = Signals(-code).name, f"the process was ended by signal {-code}"
+        names = {signal.value: signal.name for signal in Signals}  # real-time signals have none
+        error, text = names.get(-code, "Signal"), f"the process was ended by signal {-code}"
     else:
         error, text = "Exit", f"the process ended with exit code {code}"
     tail = [line for line in _tail(folder.log(rank)) if line.strip()]
@@ -139,8 +141,9 @@ def _worker_cause(text: str) -> tuple[str, str] | None:
     """The type and text of an error that a DataLoader worker sent as a formatted traceback."""
     if "Original Traceback" not in text:
         return None
-    match = re.search(r"^(\w[\w.]*?(?:Error|Exception|Interrupt|Exit|\w+)): (.*)\Z", text.strip(), re.M | re.S)
-    return (match[1], match[2]) if match else None
+    last = text.strip().rpartition("Traceback (most recent call last):\n")[2]
+    match = re.search(r"^(\w[\w.]*)(?:: (.*))?\Z", last, re.M | re.S)
+    return (match[1], match[2] or "") if match else None
 
 
 def _user_location(error: BaseException) -> str | None:

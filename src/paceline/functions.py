@@ -22,16 +22,17 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
         raise FunctionNotFound('is not a function; write it as "module:name"')
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # stays: the ranks import from the same places
+    _refuse_other(module_name.partition(".")[0], folder)
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
+            raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
         raise FunctionNotFound(
             f"names a module that does not exist: {module_name}.py in {folder or 'sys.path'}"
         ) from None
     except Exception as error:
-        raise FunctionNotFound(f"cannot be imported: {_cause(error)}") from error
+        raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
@@ -44,15 +45,25 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
     return result
 
 
+def _refuse_other(module_name: str, folder: Path | None) -> None:
+    """Python imports a name once: a second module of that name would in silence be the first."""
+    imported = getattr(sys.modules.get(module_name), "__file__", None)
+    mine = [folder / f"{module_name}.py", folder / module_name / "__init__.py"] if folder is not None else []
+    if imported is not None and any(path.is_file() for path in mine) and Path(imported) not in mine:
+        raise FunctionNotFound(f"names {module_name}, which is imported already from {imported}; rename one of them")
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """ "module:name" for people to read; lambdas and closures keep Python's own name for them."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', named)}"
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException, folder: Path | None) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return text
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if folder is not None and Path(frame.filename).is_relative_to(folder)]
+    frames = own or frames
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text

@@ -15,19 +15,24 @@ SumAndCount = tuple[torch.Tensor, torch.Tensor | int | float]
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Right answers: the largest of several logits, or the sign of a single one."""
-    is_single = output.ndim == target.ndim
-    right = (output > 0) == (target > 0.5) if is_single else output.argmax(-1) == target
+    if output.shape == (*target.shape, 1):
+        output = output.squeeze(-1)
+    if output.ndim == target.ndim:
+        right = (output > 0) == (target > 0.5)
+    else:
+        # The classes come last, or second as cross_entropy has them.
+        right = output.argmax(-1 if output.shape[:-1] == target.shape else 1) == target
     return right.sum(), right.numel()
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Squared error."""
-    return (output - target).square().sum(), target.numel()
+    return (output.reshape(target.shape) - target).square().sum(), target.numel()
 
 
 def mae(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Absolute error."""
-    return (output - target).abs().sum(), target.numel()
+    return (output.reshape(target.shape) - target).abs().sum(), target.numel()
 
 
 NAMED: dict[str, Metric] = {"accuracy": accuracy, "mse": mse, "mae": mae}

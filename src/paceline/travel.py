@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -42,11 +43,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What pickling `value` would pickle too, with a word for the way there."""
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield f"closure {name!r}", cell.cell_contents
-        for name in value.__code__.co_names:
+            with suppress(ValueError):  # a name without a value yet
+                yield f"closure {name!r}", cell.cell_contents
+        for name in _names_in(value.__code__):
             if name in value.__globals__:
                 yield f"global {name!r}", value.__globals__[name]
         yield from ((f"default {n}", default) for n, default in enumerate(value.__defaults__ or ()))
+        yield from ((f"default {name!r}", default) for name, default in (value.__kwdefaults__ or {}).items())
     elif isinstance(value, types.MethodType):
         yield "its object", value.__self__
     elif isinstance(value, functools.partial):
@@ -58,3 +61,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"item {n}", inner) for n, inner in enumerate(value))
     elif not isinstance(value, types.ModuleType):
         yield from ((f"attribute {name!r}", inner) for name, inner in getattr(value, "__dict__", {}).items())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function uses, those of its lambdas and comprehensions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -35,9 +35,21 @@ def test_lanes_cover_their_step_in_one_piece_and_evenly(size: int, batch_size: i
         covered = [position for part in parts for position in part]
         assert covered == list(batches.step_positions(step, size, batch_size, lanes))
         lengths = [len(part) for part in parts]
-        assert max(lengths) - min(lengths) <= 1
+        ridden = [length for length in lengths if length]
+        assert ridden == lengths[: len(ridden)]  # empty lanes come last
+        assert max(ridden) - min(ridden) <= 1
         assert max(lengths) <= batch_size
         assert lengths[0] == max(lengths) >= 1  # lane 0, whose BatchNorm statistics are kept, is never empty
+
+
+@given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
+@settings(max_examples=100, deadline=None)
+def test_a_lane_has_a_single_sample_only_where_nothing_else_is_possible(size: int, batch_size: int, lanes: int) -> None:
+    for step in range(batches.steps_per_epoch(size, batch_size, lanes)):
+        samples = len(batches.step_positions(step, size, batch_size, lanes))
+        lengths = [len(batches.lane_positions(step, lane, size, batch_size, lanes)) for lane in range(lanes)]
+        if batch_size > 2 and samples > 1:
+            assert 1 not in lengths
 
 
 @given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)

@@ -111,7 +111,6 @@ def test_other_errors_are_no_echoes(text: str, folder: RunFolder) -> None:
     assert not capture(RuntimeError(text), folder).is_echo
 
 
-@pytest.mark.xfail(strict=True, reason="capture looks at the text alone, so the user's own network errors match")
 @pytest.mark.parametrize(
     "error",
     [ConnectionResetError(104, "Connection reset by peer"), BrokenPipeError(32, "Broken pipe")],
@@ -139,7 +138,6 @@ def test_the_last_output_of_a_long_log_is_found_at_its_end(folder: RunFolder) ->
     assert "last output: the end" in failure.first(folder, {0: -6}).text
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="_from_exit_code: real-time signals have no name in Signals")
 def test_a_signal_without_a_name_is_told_by_its_number(folder: RunFolder) -> None:
     assert "signal 40" in failure.first(folder, {0: -40}).text
 
@@ -237,13 +235,11 @@ class TestWorkers:
         assert (told.error, told.text) == ("KeyError", "'label'")
         assert told.location == line_of('return {}["label"]')
 
-    @pytest.mark.xfail(strict=True, reason="_worker_cause finds the first exception of a chain and all that follows")
     def test_the_last_of_a_chain_of_errors_is_told(self, folder: RunFolder) -> None:
         told = from_worker("chain", folder)
         assert (told.error, told.text) == ("ValueError", "sample 0 has no label")
         assert told.location == line_of('raise ValueError("sample 0 has no label")')
 
-    @pytest.mark.xfail(strict=True, reason="_worker_cause needs a colon, which an error without a message has not")
     def test_an_error_without_a_message_is_told_without_torchs_frames(self, folder: RunFolder) -> None:
         told = from_worker("silent", folder)
         assert (told.error, told.text) == ("LookupError", "")

@@ -157,7 +157,6 @@ def test_ranks_that_own_their_terminal_are_not_shown_again(
     assert Shown(folder, 0, capsys).lines == []
 
 
-@pytest.mark.xfail(strict=True, reason="Follower: the last look leaves a line without an end in the file")
 def test_a_last_line_without_an_end_is_shown_when_the_run_is_over(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,6 @@ def test_a_module_in_the_folder_comes_before_one_on_the_path(tmp_path: Path, mon
     assert resolve("pl_twice:where", tmp_path / "mine")() == "mine"
 
 
-@pytest.mark.xfail(strict=True, reason="resolve: sys.modules answers before the folder is looked at")
 def test_a_module_in_the_folder_is_never_in_silence_another_of_the_same_name(tmp_path: Path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
@@ -69,7 +68,6 @@ def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path) -> None:
     assert told.endswith("(pl_syntax.py, line 2)")
 
 
-@pytest.mark.xfail(strict=True, reason="_cause names the innermost frame, which may be a library's")
 def test_an_error_deep_in_a_library_is_told_with_the_users_line(tmp_path: Path) -> None:
     module = tmp_path / "pl_deep.py"
     module.write_text("import json\nsettings = json.loads('{')\n")

@@ -22,6 +22,10 @@ MakeConfig = Callable[..., Config]
 ROWS = 1_000_000
 
 
+def a_task(*arguments: object) -> None:
+    """What the ranks would do."""
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -42,7 +46,7 @@ def table() -> pd.DataFrame:
 @pytest.fixture
 def saved(make_config: MakeConfig, table: pd.DataFrame, tmp_path: Path) -> Path:
     path = tmp_path / "job.bin"
-    job.save(job.pack(make_config(df=table, model_args={"weights": np.arange(1000.0)})), path)
+    job.save(job.pack(make_config(df=table, model_args={"weights": np.arange(1000.0)}), a_task), path)
     return path
 
 
@@ -53,8 +57,10 @@ def test_lambdas_and_closures_come_back_and_still_work(make_config: MakeConfig, 
         made.append(depth)
         return width * depth
 
-    job.save(job.pack(make_config(model_fn=build, dataset_fn=lambda: [width] * 4, seed=9)), tmp_path / "job.bin")
-    loaded = job.load(tmp_path / "job.bin")
+    job.save(
+        job.pack(make_config(model_fn=build, dataset_fn=lambda: [width] * 4, seed=9), a_task), tmp_path / "job.bin"
+    )
+    loaded, _ = job.load(tmp_path / "job.bin")
     assert loaded.function("model_fn")(5) == 15
     assert loaded.function("dataset_fn")() == [3, 3, 3, 3]
     assert loaded.seed == 9
@@ -66,14 +72,14 @@ def test_classes_defined_in_a_function_come_back(make_config: MakeConfig, tmp_pa
         def __len__(self) -> int:
             return 7
 
-    job.save(job.pack(make_config(dataset_fn=Numbers)), tmp_path / "job.bin")
-    assert len(job.load(tmp_path / "job.bin").function("dataset_fn")()) == 7
+    job.save(job.pack(make_config(dataset_fn=Numbers), a_task), tmp_path / "job.bin")
+    assert len(job.load(tmp_path / "job.bin")[0].function("dataset_fn")()) == 7
 
 
 def test_the_whole_config_comes_back(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(optimizer={"name": "sgd", "lr": 0.5, "momentum": 0.9}, lanes=4, metrics=["mse"])
-    job.save(job.pack(config), tmp_path / "job.bin")
-    assert job.load(tmp_path / "job.bin") == config
+    job.save(job.pack(config, a_task), tmp_path / "job.bin")
+    assert job.load(tmp_path / "job.bin") == (config, a_task)
 
 
 def test_only_the_owner_may_read_the_job(saved: Path) -> None:
@@ -83,7 +89,7 @@ def test_only_the_owner_may_read_the_job(saved: Path) -> None:
 def test_a_job_is_never_written_over_another(saved: Path, make_config: MakeConfig) -> None:
     before = sha256(saved)
     with pytest.raises(FileExistsError):
-        job.save(job.pack(make_config()), saved)
+        job.save(job.pack(make_config(), a_task), saved)
     assert sha256(saved) == before
 
 
@@ -97,21 +103,21 @@ def test_large_tables_lie_behind_a_small_pickle(saved: Path) -> None:
 
 
 def test_tables_come_back_equal_and_mapped_not_copied(saved: Path, table: pd.DataFrame) -> None:
-    loaded = job.load(saved)
+    loaded, _ = job.load(saved)
     pd.testing.assert_frame_equal(loaded.df, table)
     assert isinstance(owner(loaded.df["x"].to_numpy()), mmap.mmap)
     assert isinstance(owner(loaded.model_args["weights"]), mmap.mmap)
 
 
 def test_arrays_are_aligned(saved: Path) -> None:
-    loaded = job.load(saved)
+    loaded, _ = job.load(saved)
     for array in (loaded.df["x"].to_numpy(), loaded.model_args["weights"]):
         assert array.__array_interface__["data"][0] % 64 == 0
 
 
 def test_arrays_can_be_written_to_without_reaching_the_file(saved: Path) -> None:
     before = sha256(saved)
-    first, second = job.load(saved), job.load(saved)
+    first, second = job.load(saved)[0], job.load(saved)[0]
     weights = first.model_args["weights"]
     assert weights.flags.writeable
     weights[:] = -1
@@ -119,13 +125,13 @@ def test_arrays_can_be_written_to_without_reaching_the_file(saved: Path) -> None
     assert first.df["x"].iloc[0] == -1
     assert second.df["x"].iloc[0] == 0
     assert second.model_args["weights"].tolist() == list(range(1000))
-    assert job.load(saved).model_args["weights"][5] == 5
+    assert job.load(saved)[0].model_args["weights"][5] == 5
     assert sha256(saved) == before
 
 
 def test_the_ranks_look_for_modules_where_the_caller_did(make_config: MakeConfig, tmp_path: Path) -> None:
     sys.path.insert(0, "/a/folder/of/the/caller")
-    job.save(job.pack(make_config()), tmp_path / "job.bin")
+    job.save(job.pack(make_config(), a_task), tmp_path / "job.bin")
     sys.path.remove("/a/folder/of/the/caller")
     job.load(tmp_path / "job.bin")
     assert sys.path[0] == "/a/folder/of/the/caller"
@@ -135,9 +141,9 @@ def test_what_cannot_travel_is_named_by_its_key(make_config: MakeConfig) -> None
     lock = threading.Lock()
     config = make_config(model_fn=lambda: 3, metrics={"mine": lambda output, target: lock})
     with pytest.raises(TravelError, match=r"^metrics → key 'mine' → closure 'lock' cannot travel to the ranks"):
-        job.pack(config)
+        job.pack(config, a_task)
 
 
 def test_arguments_of_the_model_that_cannot_travel_are_named(make_config: MakeConfig) -> None:
     with pytest.raises(TravelError, match=r"^model_args → key 'guard' cannot travel to the ranks: it is a lock"):
-        job.pack(make_config(model_args={"guard": threading.Lock()}))
+        job.pack(make_config(model_args={"guard": threading.Lock()}), a_task)

@@ -86,10 +86,10 @@ def test_positions_outside_the_epoch_are_an_error(positions: list[int], reach: s
 @pytest.mark.parametrize(
     ("seed", "epoch", "size", "positions", "indices"),
     [
-        (0, 0, 10, range(10), [9, 5, 8, 7, 0, 1, 2, 3, 4, 6]),
-        (0, 1, 10, range(10), [8, 4, 5, 3, 7, 2, 0, 1, 6, 9]),
-        (2024, 7, 1797, [0, 1, 2, 3, 895, 1796], [116, 1135, 1157, 1401, 860, 541]),
-        (-5, -1, 10**12, [0, 1, 10**12 - 1], [675067169463, 252570493249, 890049475152]),
+        (0, 0, 10, range(10), [7, 1, 0, 4, 5, 6, 2, 3, 8, 9]),
+        (0, 1, 10, range(10), [9, 5, 0, 6, 4, 7, 3, 2, 8, 1]),
+        (2024, 7, 1797, [0, 1, 2, 3, 895, 1796], [1334, 1064, 106, 1130, 1036, 307]),
+        (-5, -1, 10**12, [0, 1, 10**12 - 1], [724875554580, 402745160077, 12698411158]),
     ],
 )
 def test_the_order_is_the_same_in_every_version(
@@ -213,7 +213,6 @@ def test_small_sizes_take_all_permutations_equally_often(size: int, orders: int,
     assert never_seen + sum((count - expected) ** 2 / expected for count in counts.values()) < limit
 
 
-@pytest.mark.xfail(strict=True, reason="indices_at: on a grid of odd × odd cells every shift is an even permutation")
 @pytest.mark.parametrize("size", [7, 9, 25])
 def test_even_and_odd_permutations_are_equally_frequent_at_odd_squares(size: int) -> None:
     orders = 400

@@ -4,6 +4,7 @@ import math
 import threading
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def make_model() -> nn.Module:
 def written(tmp_path: Path, model: nn.Module, value: Any) -> Result:
     folder = RunFolder(tmp_path)
     result.write(folder, model, None, None, value, **FACTS)
-    return result.collect(folder).to_result(make_model)
+    return result.collect(folder).to_result(SimpleNamespace(make_model=make_model))
 
 
 def test_what_rank_0_leaves_is_what_start_returns(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     model = Tied()
     folder = RunFolder(tmp_path)
     result.write(folder, model, None, None, None, **FACTS)
-    loaded = result.collect(folder).to_result(Tied).load_model()
+    loaded = result.collect(folder).to_result(SimpleNamespace(make_model=Tied)).load_model()
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())
 
 
@@ -92,7 +93,7 @@ def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path)
 def test_metrics_that_are_no_number_survive(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     result.write(folder, make_model(), None, None, None, **{**FACTS, "metrics": {"val_loss": math.nan}})
-    assert math.isnan(result.collect(folder).to_result(make_model).metrics["val_loss"])
+    assert math.isnan(result.collect(folder).to_result(SimpleNamespace(make_model=make_model)).metrics["val_loss"])
 
 
 def test_nothing_half_written_stays_behind(tmp_path: Path) -> None:

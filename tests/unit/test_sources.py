@@ -90,7 +90,6 @@ def test_a_single_sample_is_for_training(make_config: MakeConfig) -> None:
     assert (items(training), validation) == (["a"], None)
 
 
-@pytest.mark.xfail(strict=True, reason="make_datasets: a large fraction of one sample is that sample")
 def test_a_single_sample_is_for_training_at_any_fraction(make_config: MakeConfig) -> None:
     training, validation = make_datasets(make_config(dataset_fn=lambda: Letters("a"), val_fraction=0.9))
     assert (items(training), validation) == (["a"], None)
@@ -214,7 +213,6 @@ def test_parquet_without_pyarrow_names_the_extra(
         make_datasets(config)
 
 
-@pytest.mark.xfail(strict=True, reason="_table compares the ending as it is written, config does not")
 def test_a_parquet_file_with_a_capital_ending_is_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "POINTS.PARQUET").write_text("x\n1\n")
     monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame({"x": [42]}))

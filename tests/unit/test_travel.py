@@ -111,7 +111,6 @@ def test_what_pickles_has_no_obstacle(value: Any) -> None:
     assert obstacle(value) is None
 
 
-@pytest.mark.xfail(strict=True, reason="_parts reads the names of the outer code only")
 @pytest.mark.parametrize(
     "source",
     ["def f(): return list(guard for _ in 'ab')", "def f(): return lambda: guard"],
@@ -121,7 +120,6 @@ def test_the_path_goes_through_globals_used_in_inner_functions(source: str) -> N
     assert path(in_main(source, guard=threading.Lock())) == "model_fn → global 'guard'"
 
 
-@pytest.mark.xfail(strict=True, reason="_parts leaves out defaults of keyword-only arguments")
 def test_the_path_goes_through_defaults_of_keywords() -> None:
     lock = threading.Lock()
 
@@ -130,7 +128,6 @@ def test_the_path_goes_through_defaults_of_keywords() -> None:
     assert path(build) == "model_fn → default 'guard'"
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="_parts reads cells that have no value yet")
 def test_a_closure_over_a_name_without_a_value_is_passed_by() -> None:
     lock = threading.Lock()
 

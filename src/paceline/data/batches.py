@@ -28,10 +28,14 @@ def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -
 
 
 def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, lanes: int) -> range:
-    """The positions of one micro-batch; empty where a short last step has fewer samples than lanes."""
+    """The positions of one micro-batch; empty where a short last step has too few samples for all lanes."""
     step = step_positions(step_in_epoch, size, batch_size, lanes)
-    # Longer parts come first, so that lane 0, whose statistics BatchNorm keeps, is never empty.
-    mirrored = part(len(step), lanes, lanes - 1 - lane)
+    # A short step is spread evenly, but over no more lanes than have two samples each: BatchNorm needs two.
+    ridden = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
+    if lane >= ridden:
+        return range(step.stop, step.stop)
+    # Counted from the end, so that lane 0, whose statistics BatchNorm keeps, is among the longest.
+    mirrored = part(len(step), ridden, ridden - 1 - lane)
     return range(step.stop - mirrored.stop, step.stop - mirrored.start)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.data import batches
 from paceline.data.order import indices_of
-from paceline.data.sources import fetch
+from paceline.data.sources import Part, fetch
 from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
 from paceline.world import World
@@ -198,7 +198,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def _collate_of(dataset: Any) -> Callable[[Any], Any]:
     """The data set's own `collate_fn` if it has one, else torch's default."""
-    base = getattr(dataset, "base", dataset)
+    base = dataset.base if isinstance(dataset, Part) else dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", default_collate)
     return collate
 

@@ -63,7 +63,7 @@ def make_datasets(config: Config) -> tuple[Any, Any | None]:
     held_out = round(size * config.val_fraction)
     if config.val_fraction > 0 and size > 1:
         held_out = min(max(held_out, 1), size - 1)
-    if not held_out:
+    if not held_out or size == 1:
         return dataset, None
     training = Part(dataset, config.seed, range(size - held_out))
     return training, Part(dataset, config.seed, range(size - held_out, size))
@@ -79,7 +79,7 @@ def _table(table: Any) -> tuple[Any, ...]:
         import pandas as pd
     except ImportError:
         raise MissingExtra("pandas", "pandas", f"reading {table.name}") from None
-    if table.suffix == ".parquet":
+    if table.suffix.lower() == ".parquet":
         try:
             return (pd.read_parquet(table),)
         except ImportError:

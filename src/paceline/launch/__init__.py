@@ -11,7 +11,7 @@ from paceline.result import Outcome
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:
-    """Do the task of a config with the launcher that it or the environment asks for; `folder` may hold a `.env` file."""
+    """Do a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
     launcher = pick_launcher(config.launcher)
     load_dotenv(folder)
     if launcher == "torchrun":

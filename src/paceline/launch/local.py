@@ -35,6 +35,7 @@ from paceline.telemetry.follow import Follower
 from paceline.world import pick_backend, pick_device
 
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
+AGENT_LOGGERS = ("torch.distributed.elastic", "torchelastic")
 # The shell gives stdout and stderr one log, opened for appending, before Python starts.
 SHELL = ("-c", 'exec "$@" >>"$0" 2>&1')
 
@@ -120,9 +121,8 @@ def _run_agent(folder: RunFolder, ranks: int, store: Path) -> RunResult:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent's own log lines tell less than ours; keep them off the screen."""
-    loggers = [
-        logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")
-    ]
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(AGENT_LOGGERS)]
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -22,14 +22,16 @@ class Tail:
         self._path = path
         self._position = 0
 
-    def lines(self) -> Iterator[str]:
-        """New whole lines."""
+    def lines(self, *, to_end: bool = False) -> Iterator[str]:
+        """New whole lines; `to_end` takes a last line without an end too."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
                 content = file.read()
         except FileNotFoundError:
             return
+        if to_end and content and not content.endswith(b"\n"):
+            content += b"\n"
         whole, newline, _ = content.rpartition(b"\n")
         self._position += len(whole) + len(newline)
         if newline:
@@ -57,16 +59,16 @@ class Follower:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        self._look()
+        self._look(to_end=True)
         self.screen.close()
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             self._look()
 
-    def _look(self) -> None:
+    def _look(self, *, to_end: bool = False) -> None:
         for rank, log in enumerate(self._logs):
-            for line in log.lines():
+            for line in log.lines(to_end=to_end):
                 warning = WARNING.match(line)
                 if warning and warning[1] not in self._warned:
                     self._warned.add(warning[1])

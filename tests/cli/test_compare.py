@@ -1,0 +1,72 @@
+"""`paceline compare`: plain training and DDP side by side, and the first difference where there is one."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+
+def test_plain_and_ddp_give_the_same_bits_and_one_table(run, tmp_path: Path) -> None:
+    ended = run("paceline", "compare", "digits", "num_epochs=1", "--procs", "1,2,4", "--run-dir", "out")
+    assert ended.returncode == 0, ended.stderr
+    assert "the same weights to the last bit in all 4 runs" in ended.stdout
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    rows = comparison["rows"]
+    assert [row["name"] for row in rows] == ["plain", "ddp-1", "ddp-2", "ddp-4"]
+    assert len({row["weights_sha256"] for row in rows}) == 1
+    assert len({json.dumps([row["train_loss"], row["metrics"]]) for row in rows}) == 1
+    assert rows[0]["speed_up"] == 1
+    for row in rows:
+        assert f"{row['samples_per_s']:,.0f}" in ended.stdout
+        assert row["weights_sha256"][:12] in ended.stdout
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert page.count("<polyline") == 4
+    assert comparison["verdict"] in page
+
+
+def test_a_difference_is_named_with_parameter_step_and_reason(run, tmp_path: Path) -> None:
+    ended = run("paceline", "compare", "digits", "max_steps=3", "--procs", "1,3", "--run-dir", "out", timeout_s=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "the weights of ddp-3 differ from plain: 3 is not a power of two" in ended.stdout
+    assert "differs first in " in ended.stdout
+    assert ", at step 1" in ended.stdout
+
+
+def test_exact_false_is_named_as_the_reason(run) -> None:
+    ended = run("paceline", "compare", "digits", "max_steps=2", "exact=false", "--procs", "4", timeout_s=200)
+    assert "exact: false adds up in whatever order is fastest" in ended.stdout, ended.stderr
+
+
+def test_a_generator_of_the_models_own_is_suspected(run, tmp_path: Path) -> None:
+    (tmp_path / "noisy_lab.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+
+        class Noisy(nn.Linear):
+            def __init__(self):
+                super().__init__(3, 2)
+                self.own = torch.Generator().manual_seed(0)
+            def forward(self, x):
+                return super().forward(x + torch.randn(x.shape, generator=self.own))
+
+        def get_dataset():
+            x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+            return TensorDataset(x, (x.sum(1) > 0).long())
+        """)
+    )
+    (tmp_path / "config.yaml").write_text(
+        'model_fn: "noisy_lab:Noisy"\ndataset_fn: "noisy_lab:get_dataset"\nloss_fn: cross_entropy\nbatch_size: 4\n'
+    )
+    ended = run("paceline", "compare", "config.yaml", "--procs", "2", timeout_s=200)
+    assert "most likely the model or the data draws from a random generator of its own" in ended.stdout, ended.stderr
+    assert "ddp-2 differs first in weight, at step 1" in ended.stdout
+
+
+def test_wrong_numbers_of_processes_are_said(run) -> None:
+    for numbers, said in (("1,two", "not a list of numbers"), ("0,1", "must be 1 or more"), ("3,4", "lanes=4 cannot")):
+        ended = run("paceline", "compare", "digits", "--procs", numbers)
+        assert ended.returncode == 2
+        assert said in ended.stderr

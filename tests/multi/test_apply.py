@@ -1,0 +1,79 @@
+"""Evaluating and predicting with a trained model: every sample once, in the order of the data set, equal numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline import Trainer
+
+
+def make_dataset(df: pd.DataFrame) -> TensorDataset:
+    return TensorDataset(torch.tensor(df.x.to_numpy(), dtype=torch.float32)[:, None], torch.tensor(df.y.to_numpy()))
+
+
+def table(size: int) -> pd.DataFrame:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size)).numpy()
+    return pd.DataFrame({"x": x, "y": (x > 0.3).astype("int64")})
+
+
+def train(**options: Any) -> Any:
+    return Trainer(
+        lambda: nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), make_dataset, table(100),
+        loss_fn=nn.functional.cross_entropy, batch_size=8, num_epochs=2, val_df=table(61), lanes=4, threads=1,
+        **options,
+    ).start()  # fmt: skip
+
+
+def test_predictions_come_in_the_order_of_the_data_set_at_any_number_of_ranks() -> None:
+    result = train(procs=2, metrics=["accuracy"])
+    new = table(61)
+    model = result.load_model().eval()
+    with torch.no_grad():
+        expected = model(make_dataset(new).tensors[0])
+    predicted = [result.predict(df=new, procs=procs) for procs in (1, 4)]
+    assert predicted[0].shape == (61, 2)
+    assert torch.equal(predicted[0], predicted[1])
+    torch.testing.assert_close(predicted[0], expected)
+    assert torch.equal(result.predict(procs=2), predicted[0])  # the validation data is the same table
+    assert result.evaluate(procs=4) == result.evaluate(procs=1) == result.metrics
+
+
+def test_torchmetrics_are_accepted_as_they_are_and_equal_to_the_digit() -> None:
+    metrics = {
+        "auroc": torchmetrics.AUROC(task="multiclass", num_classes=2),
+        "f1": torchmetrics.F1Score(task="multiclass", num_classes=2, average="macro"),
+        "confidence": lambda output, target: output.softmax(-1).amax(-1).mean(),
+    }
+    results = [train(procs=procs, metrics=metrics) for procs in (1, 2, 4)]
+    assert results[0].history == results[1].history == results[2].history
+    validation = make_dataset(table(61))
+    with torch.no_grad():
+        output = results[0].load_model().eval()(validation.tensors[0])
+    for name in ("auroc", "f1"):
+        alone = metrics[name]
+        alone.reset()
+        alone.update(output, validation.tensors[1])
+        assert results[0].metrics[name] == pytest.approx(alone.compute().item(), abs=1e-6)
+
+
+def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+    quiet = Trainer(
+        lambda: nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), make_dataset, table(100),
+        loss_fn=nn.functional.cross_entropy, batch_size=8, num_epochs=2, val_fraction=0, lanes=4, threads=1, procs=2,
+    ).start()  # fmt: skip
+    assert quiet.weights_sha256 == train(procs=2).weights_sha256
+    assert quiet.metrics == {}
+    assert json.loads((quiet.run_dir / "result.json").read_text())["history"][-1].keys() == {
+        "epoch",
+        "step",
+        "train_loss",
+    }
