@@ -1,8 +1,8 @@
 """How gradients are added up: over the lanes of a rank and across ranks, always in the order of one binary tree.
 
 Floating-point sums depend on their order. The tree over the lanes of a step is fixed by their number: halves, halves of
-halves, and so on. A rank adds its own lanes up that tree as they come; across ranks every level of it is an all-reduce
-between two ranks, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
+halves, and so on. A rank adds its own lanes up that tree as they come; across ranks every level adds what two ranks
+hold, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
 """
 
 import itertools
@@ -15,6 +15,9 @@ import torch.distributed as dist
 from paceline.world import World
 
 # DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
+
+PARTS = 2  # Gloo sums with one core a tensor; cut in two, two cores do it
+WORTH_CUTTING = 1 << 18  # bytes
 
 Gradients = list[torch.Tensor]
 Future = torch.futures.Future[torch.Tensor]
@@ -74,34 +77,54 @@ def _added(left: Gradients | None, right: Gradients | None) -> Gradients | None:
 class Reduction:
     """Sums tensors across ranks. Every rank must reduce the same tensors in the same order."""
 
-    def __init__(self, world: World, exact: bool) -> None:
-        """All ranks: groups of two ranks are made for each level of the tree."""
+    def __init__(self, world: World, exact: bool, parts: int = PARTS) -> None:
+        """All ranks: process groups are made here."""
         self.world = world
-        is_power_of_two = world.size & (world.size - 1) == 0
         # Two ranks make a sum of two terms, which has only one order: torch's own all-reduce does it.
-        self.levels = _levels(world) if exact and is_power_of_two and world.size > 2 else []
-        self._thread = ThreadPoolExecutor(1, "paceline-reduce") if self.levels and world.backend == "gloo" else None
-        self._stream: torch.cuda.Stream | None = None
-        if self.levels and world.backend == "nccl":
-            self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
+        climbs = exact and world.size > 2 and _is_power_of_two(world.size)
+        if climbs and world.backend == "gloo":
+            self._ladders = [Ladder(world) for _ in range(parts)]
+        else:
+            self._ladders = [Ladder(world)] if climbs else []
 
     def start(self, tensor: torch.Tensor) -> Future:
         """Begin to sum a tensor in place. All ranks."""
         if self.world.size == 1:
             return _done(tensor)
-        if self._thread is not None:
-            return self._in_thread(tensor, self._thread)
+        if not self._ladders:
+            return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
+        if len(self._ladders) == 1 or tensor.nbytes < WORTH_CUTTING:
+            return self._ladders[0].start(tensor)
+        pieces = tensor.view(-1).tensor_split(len(self._ladders))
+        started = [ladder.start(piece) for ladder, piece in zip(self._ladders, pieces, strict=True)]
+
+        def whole(futures: torch.futures.Future[list[Future]]) -> torch.Tensor:
+            for future in futures.wait():
+                future.wait()  # done; raises what it ended with
+            return tensor
+
+        return torch.futures.collect_all(started).then(whole)
+
+
+class Ladder:
+    """The levels of the tree across ranks: at each, this rank and a partner all-reduce between them."""
+
+    def __init__(self, world: World) -> None:
+        """All ranks."""
+        self._device = world.device
+        self._pairs = _pair_groups(world)
+        self._thread = ThreadPoolExecutor(1, "paceline-reduce") if world.backend == "gloo" else None
+        self._stream: torch.cuda.Stream | None = None
+        if world.backend == "nccl":
+            self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
+
+    def start(self, tensor: torch.Tensor) -> Future:
+        """Begin to sum a tensor in place. All ranks."""
         if self._stream is not None:
             return self._in_stream(tensor, self._stream)
-        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
-
-    def _climb(self, tensor: torch.Tensor) -> None:
-        for group in self.levels:
-            dist.all_reduce(tensor, group=group)
-
-    def _in_thread(self, tensor: torch.Tensor, thread: ThreadPoolExecutor) -> Future:
-        # Gloo may finish two operations of a group in either order. One thread that takes one bucket after the other
+        # Gloo may finish two operations of a group in either order. One thread that takes one tensor after the other
         # keeps the order of the next level the same on all ranks; backward goes on beside it.
+        assert self._thread is not None
         future: Future = torch.futures.Future()
 
         def climb() -> None:
@@ -111,18 +134,22 @@ class Reduction:
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        thread.submit(climb)
+        self._thread.submit(climb)
         return future
 
     def _in_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Future:
         # NCCL's operations wait for each other on a stream of their own, so backward's stream never waits.
-        future: Future = torch.futures.Future(devices=[self.world.device])
+        future: Future = torch.futures.Future(devices=[self._device])
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._climb(tensor)
             tensor.record_stream(stream)
             future.set_result(tensor)
         return future
+
+    def _climb(self, tensor: torch.Tensor) -> None:
+        for pair in self._pairs:
+            dist.all_reduce(tensor, group=pair)
 
 
 class BucketHook:
@@ -184,7 +211,11 @@ def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> lis
     return [[place for place, _ in group] for _, group in grouped]
 
 
-def _levels(world: World) -> list[dist.ProcessGroup]:
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _pair_groups(world: World) -> list[dist.ProcessGroup]:
     """For each level of the tree, the group of this rank and its partner. All ranks."""
     mine = []
     for level in range(world.size.bit_length() - 1):

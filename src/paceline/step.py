@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from paceline.config import Config
 from paceline.data.loader import Lane, to_device
 from paceline.ema import Ema
-from paceline.errors import UnusedParameters
+from paceline.errors import ConfigError, UnusedParameters
 from paceline.metrics import sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
@@ -82,7 +82,7 @@ class Stepper:
             is_reducing = self.hook is not None and lane is lanes[-1]
             if self.hook is not None and is_reducing:
                 self.hook.begin(self.lane_sum.remaining(place), is_empty=not lane.samples)
-            with nullcontext() if is_reducing else self.replica.no_sync():
+            with _explained(), nullcontext() if is_reducing else self.replica.no_sync():
                 total, count, counts_itself = self._ride(lane)
             if lane.samples:
                 totals[place, 0], totals[place, 1] = total, count
@@ -146,6 +146,21 @@ class Stepper:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """An operator that cannot be repeated to the last bit is an error of torch; say what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        operator = str(error).split()[0]
+        raise ConfigError(
+            f"exact=true but {operator} cannot be repeated to the last bit on this device; use another operator, "
+            "or set exact: false"
+        ) from error
 
 
 def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ A rank is a command, `python -m paceline.worker JOB STORE PARENT`, so the user's
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -51,8 +52,16 @@ def main() -> None:
         failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder)
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)  # at once: an orderly end could wait for neighbours that wait for this rank
+        _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
+    atexit._run_exitfuncs()  # what the user's libraries left to be done
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once: the end of the interpreter is where threads of process groups abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
@@ -109,7 +118,7 @@ def keep_bits(config: Config, world: World, events: Events) -> None:
             "to rounding, not to the last bit; a power of two keeps the bits",
         )
     if world.device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # with warn_only, attention would quietly stay as it is
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 

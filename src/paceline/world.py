@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import socket
@@ -100,6 +101,9 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
+    # DDP lies in reference cycles and would keep the group's threads alive into the end of the interpreter, where they
+    # abort the process.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,94 @@
+"""One run, one hash on a GPU: NCCL alone, and several Gloo ranks that share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import Trainer
+from paceline.errors import RankFailed
+from paceline.world import World
+
+
+class Images(torch.utils.data.TensorDataset):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        images = torch.randn(203, 3, 8, 8, generator=generator)
+        super().__init__(images, (images.mean(dim=(1, 2, 3)) > 0).long())
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(256, 2),
+    )  # fmt: skip
+
+
+def start(procs: int, model_fn: Any = conv_net, **options: Any) -> Any:
+    return Trainer(
+        model_fn, Images, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=8, lanes=4,
+        num_epochs=2, optimizer={"name": "adamw", "lr": 1e-2}, clip_norm=1.0, device="cuda", procs=procs, ema=0.9,
+        **options,
+    ).start()  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_hash_is_the_same_twice_and_on_1_2_and_4_ranks_that_share_the_gpu(precision: str) -> None:
+    nccl = [start(1, precision=precision, backend="nccl") for _ in range(2)]
+    gloo = [start(procs, precision=precision, backend="gloo") for procs in (1, 2, 4)]
+    plain = start(1, precision=precision, ddp=False)
+    hashes = {(r.weights_sha256, r.ema_sha256, r.optimizer_sha256) for r in (*nccl, *gloo, plain)}
+    assert len(hashes) == 1
+    assert all(result.history == nccl[0].history for result in (*gloo, plain))
+
+
+def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
+    def backend(*arguments: Any) -> str:
+        return dist.get_backend()
+
+    everyone = torch.cuda.device_count()
+    assert Trainer(conv_net, Images, train_fn=backend, procs=everyone).start().value == "nccl"
+    assert Trainer(conv_net, Images, train_fn=backend, procs=everyone + 1).start().value == "gloo"
+
+
+def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None:
+    def reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> bool:
+        from paceline.reduce import Ladder
+
+        ladder = Ladder(World(0, 0, 1, device, "nccl"))
+        # A single rank has no levels; give it two of its own, to run what several GPUs would run.
+        ladder._pairs = [dist.new_group([0]), dist.new_group([0])]
+        tensor = torch.randn(1 << 20, device=device)
+        expected = tensor.clone()
+        for _ in range(20):
+            tensor.mul_(2)  # on the compute stream, just before
+            expected.mul_(2)
+            tensor = ladder.start(tensor).wait()
+        return torch.equal(tensor, expected)
+
+    assert Trainer(conv_net, Images, train_fn=reduce, procs=1, backend="nccl").start().value
+
+
+def test_attention_is_the_same_twice_and_an_operator_that_cannot_be_is_named() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(24, 64), nn.Linear(64, 2)
+            self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(self.embed(x.reshape(len(x), 8, 24))).mean(1))
+
+    hashes = {start(procs, model_fn=Attention).weights_sha256 for procs in (1, 1, 2)}
+    assert len(hashes) == 1
+
+    def pooled() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 2))
+
+    with pytest.raises(RankFailed, match=r"exact=true but adaptive_avg_pool2d\S* cannot be repeated.*exact: false"):
+        start(1, model_fn=pooled)
+    assert start(1, model_fn=pooled, exact=False).step > 0
