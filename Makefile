@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test lint types clean
+.PHONY: setup train test lint types bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/reduction.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

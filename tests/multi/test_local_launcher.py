@@ -294,6 +294,22 @@ def test_threads_are_cores_divided_by_ranks(script) -> None:
     assert ended.stdout.split("\n")[:3] == [f"{n} {max(1, cores // n)}" for n in (1, 2, 4)], ended.stderr
 
 
+def test_idle_threads_of_several_ranks_do_not_spin_unless_the_user_says_so(script) -> None:
+    path = script("""
+        print(start(lambda *arguments: os.environ.get("OMP_WAIT_POLICY"), procs=int(sys.argv[1])).value)
+    """)
+    for procs, variables, policy in (
+        ("1", {}, "None"),
+        ("2", {}, "passive"),
+        ("2", {"OMP_WAIT_POLICY": "active"}, "active"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, path, procs], cwd=path.parent, env={**os.environ, **variables}, text=True,
+            capture_output=True, timeout=90, check=False,
+        )  # fmt: skip
+        assert ended.stdout.strip() == policy, ended.stderr
+
+
 def test_a_run_folder_is_not_written_over(script) -> None:
     path = script("""
         for _ in range(2):

@@ -495,3 +495,8 @@ def test_numbers_of_numpy_can_be_written() -> None:
 
 def test_a_text_that_looks_like_a_number_is_read_back_as_text(tmp_path: Path) -> None:
     assert yaml(build({**MANAGED, "name": "12e4"}).to_yaml(), tmp_path)["name"] == "12e4"
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert [key for key in Config.model_fields if f"`{key}`" not in text] == []

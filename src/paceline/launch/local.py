@@ -37,7 +37,10 @@ from paceline.world import pick_backend, pick_device
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
 AGENT_LOGGERS = ("torch.distributed.elastic", "torchelastic")
 # The shell gives stdout and stderr one log, opened for appending, before Python starts.
-SHELL = ("-c", 'exec "$@" >>"$0" 2>&1')
+SHELL = 'exec "$@" >>"$0" 2>&1'
+# Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
+# ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
+SHELL_OF_SEVERAL = 'export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"; ' + SHELL
 
 
 def start(config: Config, task: Task) -> Outcome:
@@ -105,7 +108,7 @@ def _run_agent(folder: RunFolder, ranks: int, store: Path) -> RunResult:
         local_world_size=ranks,
         rdzv_handler=LocalRendezvous(),
         entrypoint="/bin/sh",
-        args=(*SHELL, str(folder.log("${local_rank}")), *worker),
+        args=("-c", SHELL if ranks == 1 else SHELL_OF_SEVERAL, str(folder.log("${local_rank}")), *worker),
         max_restarts=0,
     )
     agent = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
