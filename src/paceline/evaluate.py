@@ -17,6 +17,7 @@ from paceline.config import Config
 from paceline.data.loader import to_device
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
+from paceline.randomness import seed_generators
 from paceline.step import run_model
 from paceline.world import World
 
@@ -64,10 +65,11 @@ class Evaluator:
         was_training = model.training
         model.eval()
         sampler: Any = self.loader.batch_sampler
-        for done, (batch, indices) in enumerate(zip(self.loader, sampler, strict=True)):
+        for done, dealt in enumerate(self.loader):
+            seed_generators(self.config.seed, "evaluation", dealt.batch)
             with autocast(self.config.precision, self.world.device):
-                output, target = run_model(model, to_device(batch, self.world.device))
-            yield output, target, len(indices)
+                output, target = run_model(model, to_device(dealt.data, self.world.device))
+            yield output, target, len(dealt.indices)
             on_batch(done + 1, len(sampler))
         if len(sampler) < sampler.rounds:
             yield None

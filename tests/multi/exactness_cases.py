@@ -102,6 +102,9 @@ CASES: dict[str, dict[str, Any]] = {
     "convolution, BatchNorm and dropout": {"model_fn": conv_net},
     "augmentation without workers": {"dataset_fn": lambda: Images(augment=True)},
     "augmentation with two workers": {"dataset_fn": lambda: Images(augment=True), "workers": 2},
+    "augmentation of a held-out part": {
+        "dataset_fn": lambda: Images(ODD, augment=True), "val_dataset_fn": None, "val_fraction": 0.3,
+    },
     "a size that is a multiple of nothing": {"dataset_fn": lambda: Images(ODD)},
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
     "AdamW": {"optimizer": ADAMW},

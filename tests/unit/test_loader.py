@@ -212,14 +212,14 @@ class WithCollate(Numbers):
 def test_a_data_set_collates_its_own_way_also_when_it_is_split(wrap: Any) -> None:
     loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=make_world(0, 1))
     [batch] = loader
-    assert sorted(batch.split("+")) == ["0", "1", "2", "3"]
+    assert sorted(batch.data.split("+")) == ["0", "1", "2", "3"]
 
 
 def test_a_data_set_with_an_attribute_called_base_collates_its_own_way() -> None:
     dataset = WithCollate(4)
     dataset.base = Numbers(4)  # type: ignore[attr-defined]
     [batch] = evaluation_loader(dataset, batch_size=4, seed=0, workers=0, world=make_world(0, 1))
-    assert batch == "0+1+2+3"
+    assert batch.data == "0+1+2+3"
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------
@@ -232,8 +232,8 @@ def test_evaluation_takes_every_sample_once_in_the_same_batches_at_any_world_siz
 ) -> None:
     ranks = [
         [
-            batch.tolist()
-            for batch in evaluation_loader(
+            dealt.data.tolist()
+            for dealt in evaluation_loader(
                 Numbers(size), batch_size=batch_size, seed=0, workers=0, world=make_world(rank, world_size)
             )
         ]

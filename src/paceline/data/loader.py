@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -27,6 +27,46 @@ class Lane:
     step_samples: int
     indices: list[int]
     data: Any = None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What its random numbers depend on."""
+        return "data", self.step, self.lane
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """One batch of an evaluation, before and after it has been fetched."""
+
+    batch: int
+    indices: list[int]
+    data: Any = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What its random numbers depend on."""
+        return "evaluation data", self.batch
+
+
+Keyed = TypeVar("Keyed", Lane, Dealt)
+
+
+class KeyedDataset(Dataset[Any]):
+    """Fetches a batch with the generators keyed by what it is, so that augmentation does not know its rank."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = _collate_of(dataset)
+
+    def __getitems__(self, batch: Keyed) -> tuple[Keyed, Any]:
+        seed_generators(self.seed, *batch.key)
+        return batch, fetch(self.dataset, batch.indices)
+
+    def gather(self, fetched: tuple[Keyed, Any]) -> Keyed:
+        """Collate, in the DataLoader's worker."""
+        batch, samples = fetched
+        return replace(batch, data=self.collate(samples))
 
 
 # --- the managed loop ----------------------------------------------------------------------------------------------
@@ -70,31 +110,12 @@ class LaneSampler(Sampler[Lane]):
         return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)
 
 
-class KeyedDataset(Dataset[Any]):
-    """Fetches a lane with the generators keyed by what it is, so that augmentation does not know its rank."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate = _collate_of(dataset)
-
-    def __getitems__(self, lane: Lane) -> tuple[Lane, Any]:
-        seed_generators(self.seed, "data", lane.step, lane.lane)
-        return lane, fetch(self.dataset, lane.indices)
-
-    def gather(self, fetched: tuple[Lane, Any]) -> Lane:
-        """Collate, in the DataLoader's worker."""
-        lane, samples = fetched
-        return Lane(lane.step, lane.lane, lane.samples, lane.step_samples, lane.indices, self.collate(samples))
-
-
 def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, world: World) -> DataLoader[Any]:
     """The lanes of this rank in order, fetched ahead by `workers` processes."""
-    keyed = KeyedDataset(dataset, seed)
-    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **_options(workers, world, seed))  # type: ignore[arg-type]
+    return _keyed_loader(dataset, sampler, seed, workers, world)
 
 
-class DealtSampler(Sampler[list[int]]):
+class DealtSampler(Sampler[Dealt]):
     """The batches of a data set in its own order, dealt to the ranks in turn: every sample is on exactly one rank."""
 
     def __init__(self, *, size: int, batch_size: int, world: World) -> None:
@@ -105,15 +126,15 @@ class DealtSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(range(self.world.rank, self.batches, self.world.size))
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Dealt]:
         for batch in range(self.world.rank, self.batches, self.world.size):
-            yield list(range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size)))
+            yield Dealt(batch, list(range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size))))
 
 
 def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
     """This rank's batches of a data set in its own order."""
     sampler = DealtSampler(size=len(dataset), batch_size=batch_size, world=world)
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=_collate_of(dataset), **_options(workers, world, seed))
+    return _keyed_loader(dataset, sampler, seed, workers, world)
 
 
 # --- the user's own loop -------------------------------------------------------------------------------------------
@@ -194,6 +215,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: World) -> DataLoader[Any]:
+    keyed = KeyedDataset(dataset, seed)
+    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **_options(workers, world, seed))  # type: ignore[arg-type]
 
 
 def _collate_of(dataset: Any) -> Callable[[Any], Any]:
