@@ -101,6 +101,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
+    world.gather_equal(torch.zeros(1, device=device))  # nobody leaves while another still waits for its last message
     # DDP lies in reference cycles and would keep the group's threads alive into the end of the interpreter, where they
     # abort the process.
     gc.collect()
