@@ -22,17 +22,23 @@ from paceline.telemetry.events import Events
 from paceline.world import World
 
 
-def evaluate(config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path) -> None:
+def evaluate(
+    config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
+) -> None:
     """Leave the mean of the loss and of each metric as the job's value. All ranks."""
-    _apply("measure", config, folder, world, progress, weights)
+    _apply("measure", config, folder, world, progress, weights, is_whole)
 
 
-def predict(config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path) -> None:
+def predict(
+    config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
+) -> None:
     """Leave the model's outputs, in the order of the data set, as the job's value. All ranks."""
-    _apply("predict", config, folder, world, progress, weights)
+    _apply("predict", config, folder, world, progress, weights, is_whole)
 
 
-def _apply(what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path) -> None:
+def _apply(
+    what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path, is_whole: bool
+) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     events = Events(folder.events if world.is_main else None)
@@ -40,7 +46,7 @@ def _apply(what: str, config: Config, folder: RunFolder, world: World, progress:
     seed_generators(config.seed, "data set")
     training, validation = make_datasets(config)
     # Data given for the purpose is used whole; otherwise it is what the run held out.
-    dataset = training if config.val_fraction == 0 and validation is None else validation
+    dataset = training if is_whole else validation
     if dataset is None:
         raise DataError("the run held out no validation data; give the data to use")
     progress.phase = "loading the model"

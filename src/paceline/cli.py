@@ -6,8 +6,10 @@ torch is imported by the commands that need it, never to show help.
 from __future__ import annotations
 
 import difflib
+import functools
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import Config
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, Stopped
 
 PACKAGE = Path(__file__).parent
 RECIPES = PACKAGE / "recipes"
 PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
+
+Command = Callable[..., None]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -30,7 +34,21 @@ def _paceline() -> None:
     """Train PyTorch models with Distributed Data Parallel: one run, one hash, from a laptop to a cluster."""
 
 
+def _interruptible(command: Command) -> Command:
+    """Ctrl-C ends a command with one line; typer would end it without a word."""
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except KeyboardInterrupt as interrupt:
+            raise Stopped("; ".join(["stopped by Ctrl-C", *map(str, interrupt.args)])) from None
+
+    return run
+
+
 @app.command()
+@_interruptible
 def train(
     target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
     overrides: Annotated[
@@ -45,11 +63,11 @@ def train(
     from paceline.trainer import Trainer
 
     built, folder = _build(target, overrides, procs=procs, launcher=launcher, run_dir=run_dir)
-    result = Trainer.from_config(built, folder).start()
-    _say_done(result, target)
+    _say_done(Trainer.from_config(built, folder).start(), target)
 
 
 @app.command()
+@_interruptible
 def compare(
     target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
@@ -63,10 +81,10 @@ def compare(
         raise ConfigError(f"--procs {procs} is not a list of numbers; write for instance --procs 1,2,4") from None
     if min(numbers) < 1:
         raise ConfigError(f"--procs {procs} must be 1 or more each")
-    built, _ = _build(target, overrides, run_dir=run_dir)
+    built, home = _build(target, overrides, run_dir=run_dir)
     from paceline.compare import compare as run_comparison
 
-    comparison = run_comparison(built, numbers, say=lambda text: typer.echo(text, err=True))
+    comparison = run_comparison(built, numbers, home, say=lambda text: typer.echo(text, err=True))
     names = list(comparison.rows[0].metrics)
     table = Table("run", "seconds", "samples/s", "speed-up", "efficiency", "loss", *names, "weights", box=None)
     for row in comparison.rows:
@@ -84,8 +102,8 @@ def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
 ) -> None:
     """Write a project folder that runs as it is: model_fn.py, dataset_fn.py, train.py, main.py, config.yaml."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not empty; choose another name")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
     shutil.copytree(PROJECT_TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     typer.echo(f"{folder} is ready. Try next:")
     typer.echo(f"  cd {folder} && python main.py")
@@ -107,8 +125,9 @@ def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Co
 def find_config(target: str) -> Path:
     """The config file that a path or the name of a recipe means."""
     recipe = RECIPES / target / "config.yaml"
-    if Path(target).is_file():
-        return Path(target)
+    for path in (Path(target), Path(target) / "config.yaml"):
+        if path.is_file():
+            return path
     if recipe.is_file():
         return recipe
     names = sorted(path.parent.name for path in RECIPES.glob("*/config.yaml"))
@@ -128,9 +147,9 @@ def main() -> None:
     except PacelineError as error:
         _print_error(str(error))
         _exit(error)
-    except KeyboardInterrupt:
-        _print_error("stopped by Ctrl-C")
-        sys.exit(1)
+    except BrokenPipeError:  # whoever read the output, `head` for instance, has gone; the run itself is done
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(0)
 
 
 def _exit(error: PacelineError) -> NoReturn:

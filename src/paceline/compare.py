@@ -6,6 +6,7 @@ Where the bits differ, the two runs are trained once more with a digest of every
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,23 +49,26 @@ class Comparison:
     folder: str
 
 
-def compare(config: Config, procs: Sequence[int], say: Callable[[str], None]) -> Comparison:
-    """Train without DDP and on each number of processes; writes `compare.json` and `compare.html`."""
-    lanes = config.lanes or max(procs)
-    for number in procs:
-        lanes_of(0, number, lanes)
+def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str], None]) -> Comparison:
+    """Train without DDP and on each number of processes; writes `compare.json` and `compare.html`.
+
+    `home` is the config's folder.
+    """
     if config.train_fn is None:
+        lanes = config.lanes or math.lcm(*procs)
+        for number in procs:
+            lanes_of(0, number, lanes)
         config = config.model_copy(update={"lanes": lanes})
     folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
     rows: list[Row] = []
     for name, number in ((PLAIN, 1), *((f"ddp-{number}", number) for number in procs)):
-        say(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP on {number} processes'}")
-        rows.append(_row(name, number, _train(config, name, number, folder), rows))
+        say(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP, processes: {number}'}")
+        rows.append(_row(name, number, _train(config, home, name, number, folder), rows))
     differing = [row for row in rows if row.weights_sha256 != rows[0].weights_sha256]
     if not differing:
         verdict = f"the same weights to the last bit in all {len(rows)} runs: {rows[0].weights_sha256[:12]}"
     else:
-        verdict = _explain(config, rows[0], differing, folder, say)
+        verdict = _explain(config, home, rows[0], differing, folder, say)
     comparison = Comparison(rows, not differing, verdict, str(folder))
     write_json(folder / "compare.json", asdict(comparison))
     curves = {row.name: _losses(Path(row.run_dir)) for row in rows}
@@ -72,14 +76,14 @@ def compare(config: Config, procs: Sequence[int], say: Callable[[str], None]) ->
     return comparison
 
 
-def _train(config: Config, name: str, procs: int, folder: Path, **changes: Any) -> Result:
-    changes |= {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local"}
-    return Trainer.from_config(config.model_copy(update=changes), folder).start()
+def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
+    changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local"}
+    return Trainer.from_config(config.model_copy(update=changes), home).start()
 
 
 def _row(name: str, procs: int, result: Result, rows: list[Row]) -> Row:
-    speed = result.samples / result.seconds
-    speed_up = speed / rows[0].samples_per_s if rows else 1.0
+    speed = result.samples / max(result.seconds, 1e-9)
+    speed_up = speed / rows[0].samples_per_s if rows and rows[0].samples_per_s else 1.0
     return Row(
         name=name,
         procs=procs,
@@ -94,7 +98,9 @@ def _row(name: str, procs: int, result: Result, rows: list[Row]) -> Row:
     )
 
 
-def _explain(config: Config, first: Row, differing: list[Row], folder: Path, say: Callable[[str], None]) -> str:
+def _explain(
+    config: Config, home: Path, first: Row, differing: list[Row], folder: Path, say: Callable[[str], None]
+) -> str:
     names = ", ".join(row.name for row in differing)
     text = f"the weights of {names} differ from {first.name}: {_likely_reason(config, first, differing[0])}"
     if config.train_fn is not None:
@@ -104,7 +110,7 @@ def _explain(config: Config, first: Row, differing: list[Row], folder: Path, say
     traces = []
     for row in (first, differing[0]):
         again = config.model_copy(update={"log": log})
-        traces.append(_digests(_train(again, row.name, row.procs, folder / "traced").run_dir))
+        traces.append(_digests(_train(again, home, row.name, row.procs, folder / "traced").run_dir))
     model = config.function("model_fn")(**config.model_args)
     parameters = [name for name, _ in model.named_parameters()]
     for step in sorted(traces[0].keys() & traces[1].keys()):
@@ -173,7 +179,7 @@ def _page(name: str, comparison: Comparison, curves: dict[str, list[tuple[int, f
 
 
 def _bars(rows: list[Row]) -> str:
-    fastest = max(row.samples_per_s for row in rows)
+    fastest = max(row.samples_per_s for row in rows) or 1.0
     parts = []
     for place, row in enumerate(rows):
         y, width, speed = 8 + 30 * place, 560 * row.samples_per_s / fastest, f"{row.samples_per_s:,.0f}"

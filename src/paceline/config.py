@@ -137,7 +137,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
         problems += _conflicts(config, given=set(values))
     problems += _resolve_functions(config, folder)
     problems += _unknown_names(config)
-    problems += _resolve_tables(config, folder)
+    problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)
     return config
@@ -247,7 +247,10 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
     if config.train_fn is not None:
         idle = [key for key in ("loss_fn", *MANAGED_KEYS) if key in given]
         if idle:
-            problems.append(f"{', '.join(idle)} belong to the managed loop; remove train_fn, or do it inside train_fn")
+            belong = "belongs" if len(idle) == 1 else "belong"
+            problems.append(
+                f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+            )
     if config.optimizer_fn is not None and "optimizer" in given:
         problems.append("optimizer and optimizer_fn are both given; keep one of them")
     for key in ("val_df", "val_dataset_fn"):
@@ -307,7 +310,8 @@ def _unknown_names(config: Config) -> list[str]:
     return problems
 
 
-def _resolve_tables(config: Config, folder: Path | None) -> list[str]:
+def resolve_tables(config: Config, folder: Path | None) -> list[str]:
+    """Make the paths of tables absolute; what is wrong with them, one sentence each."""
     problems = []
     for key in ("df", "val_df"):
         table = getattr(config, key)

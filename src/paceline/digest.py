@@ -31,7 +31,7 @@ def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def digests_of(model: torch.nn.Module) -> torch.Tensor:
-    """One number a parameter, the sum of its bits as whole numbers: any changed bit changes it."""
+    """One number a parameter, the sum of its words as whole numbers: a single changed value always changes it."""
     return torch.stack([_digest(parameter) for parameter in model.parameters()])
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.config import Config
 from paceline.data.loader import to_device
+from paceline.errors import DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
@@ -30,9 +31,9 @@ class Evaluator:
     def __init__(self, loader: DataLoader[Any], config: Config, world: World) -> None:
         self.loader, self.config, self.world = loader, config, world
         metrics = make_metrics(config.metrics)
+        losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
-        self.measures = {"val_loss": config.function("loss_fn")}
-        self.measures |= {name: metric for name, metric in metrics.items() if name not in self.stateful}
+        self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
     @torch.no_grad()
     def measure(self, model: torch.nn.Module, on_batch: OnBatch) -> dict[str, float]:
@@ -57,7 +58,14 @@ class Evaluator:
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, on_batch: OnBatch) -> torch.Tensor:
         """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
-        mine = [outcome[0].cpu() for outcome in self._outcomes(model, on_batch) if outcome is not None]
+        mine = []
+        for outcome in self._outcomes(model, on_batch):
+            if outcome is not None and not isinstance(outcome[0], torch.Tensor):
+                raise DataError(
+                    f"predict needs a model that returns a tensor; this one returns a {type(outcome[0]).__name__}"
+                )
+            if outcome is not None:
+                mine.append(outcome[0].cpu())
         return torch.cat(_dealt_back(self.world.gather_objects(mine)))
 
     def _outcomes(self, model: torch.nn.Module, on_batch: OnBatch) -> Iterator[tuple[Any, Any, int] | None]:
@@ -69,7 +77,7 @@ class Evaluator:
             seed_generators(self.config.seed, "evaluation", dealt.batch)
             with autocast(self.config.precision, self.world.device):
                 output, target = run_model(model, to_device(dealt.data, self.world.device))
-            yield output, target, len(dealt.indices)
+            yield _in_full(output), target, len(dealt.indices)
             on_batch(done + 1, len(sampler))
         if len(sampler) < sampler.rounds:
             yield None
@@ -88,6 +96,12 @@ class Evaluator:
             if batch is not None:
                 for metric in self.stateful.values():
                     metric.update(*batch)
+
+
+def _in_full(output: Any) -> Any:
+    """Outputs of autocast in 32 bits: sums and thresholds over 8 bits of precision would be wrong."""
+    is_half = isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16)
+    return output.float() if is_half else output
 
 
 def _dealt_back(of_ranks: list[Any]) -> list[Any]:

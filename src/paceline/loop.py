@@ -42,6 +42,7 @@ class Fit:
 
     history: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # of training; evaluations are not counted
 
 
 def fit(
@@ -82,6 +83,7 @@ def fit(
             outcome.history.append(row)
             events.write("epoch", **row)
             losses.restart_clock()
+    outcome.seconds = losses.seconds
     return outcome
 
 
@@ -92,6 +94,7 @@ class LossRecord:
         self._world = world
         self._kept: list[torch.Tensor] = []
         self._samples = 0
+        self.seconds = 0.0  # between flushes and restarts of the clock
         self._epoch_sum = self._epoch_count = 0.0
         self.restart_clock()
 
@@ -110,6 +113,7 @@ class LossRecord:
         self._epoch_sum += total
         self._epoch_count += count
         elapsed = max(time.perf_counter() - self._since, 1e-9)
+        self.seconds += elapsed
         speed = self._samples / elapsed
         self._kept.clear()
         self._samples = 0

@@ -48,8 +48,11 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ConfigError(f"{source} returned {len(value)} values; it must return a mean or (sum, count)")
-        return torch.as_tensor(value[0]), value[1]
+        total = torch.as_tensor(value[0])
+        return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
     mean = torch.as_tensor(value)
+    if mean.is_floating_point():
+        mean = mean.float() if mean.element_size() < 4 else mean  # 8 bits are too few for a sum
     if mean.numel() != 1:
         raise ConfigError(
             f"{source} returned a tensor of shape {tuple(mean.shape)}; it must return a mean or (sum, count)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config import Config
+from paceline.data.batches import part
 from paceline.data.loader import epoch_loader
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
@@ -23,16 +24,12 @@ def run_own_loop(
     progress: Progress,
 ) -> Any:
     """Call the user's `train_fn` and return what it returns. All ranks."""
-    progress.step = 0
+    progress.phase = "building the loaders"
 
     def on_training_batch(epoch: int, batch: int, batches: int) -> None:
-        assert progress.step is not None
-        progress.phase, progress.epoch, progress.batch, progress.step = (
-            "training",
-            epoch,
-            batch,
-            progress.step + 1,
-        )
+        progress.phase, progress.epoch, progress.batch = "training", epoch, batch
+        progress.step = (progress.step or 0) + 1
+        progress.samples += len(part(len(training), batches, batch))
         events.write_sometimes("progress", phase="training", epoch=epoch, batch=batch, batches=batches)
 
     def on_validation_batch(epoch: int, batch: int, batches: int) -> None:
@@ -51,10 +48,20 @@ def run_own_loop(
     val_loader = None
     if validation is not None:
         val_loader = epoch_loader(
-            validation, shuffle=False, what="the validation data", on_batch=on_validation_batch, **shared
+            validation,
+            shuffle=False,
+            what=f"the validation data{_of_split(config)}",
+            on_batch=on_validation_batch,
+            **shared,
         )
     # Without workers, augmentation draws from this process's generators: they must differ between ranks.
     seed_generators(config.seed, "rank", world.rank)
     progress.phase = "training"
     model = replica.module if isinstance(replica, Single) else replica
     return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)
+
+
+def _of_split(config: Config) -> str:
+    """Where the validation data comes from, if nobody gave it."""
+    is_given = config.val_df is not None or config.val_dataset_fn is not None
+    return "" if is_given else f" (val_fraction={config.val_fraction}; 0 leaves it out)"

@@ -67,18 +67,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def new_folder(wanted: Path | None, parent: Path) -> Path:
     """The folder that was asked for, or `<parent>/<date-time>` that nobody else has."""
     if wanted is not None:
-        try:
-            wanted.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ConfigError(f"run_dir={wanted} is a file; choose another name") from None
+        _make(wanted, exist_ok=True)
         return wanted.resolve()
     parent = parent.resolve()
     stem = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for attempt in range(1, 10_000):
         path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
+        if not path.exists() and _make(path, exist_ok=False):
+            return path
     raise AssertionError(f"no free run folder under {parent}")
+
+
+def _make(path: Path, *, exist_ok: bool) -> bool:
+    """Make a folder; False if somebody else has made it first."""
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if exist_ok or not path.is_dir():
+            raise ConfigError(f"run_dir={path} is a file; choose another name") from None
+        return False
+    except OSError as error:
+        raise ConfigError(f"run_dir={path} cannot be made: {error.strerror}; choose another with --run-dir") from None
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from paceline.config import Config
 from paceline.data.loader import Lane, to_device
 from paceline.ema import Ema
-from paceline.errors import ConfigError, UnusedParameters
+from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.metrics import sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
@@ -142,7 +142,8 @@ class Stepper:
     def _divide_by_count(self, counts: torch.Tensor, step_samples: int) -> None:
         """Gradients so far are of the sum over samples; make them of the sum over what the loss counted. All ranks."""
         # All lanes in their order, then one sum: it is the same at any number of ranks.
-        factor = step_samples / torch.cat(self.world.gather_equal(counts)).sum()
+        total = torch.cat(self.world.gather_equal(counts)).sum()
+        factor = torch.where(total == 0, 0.0, step_samples / total)  # nothing counted, nothing learnt
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -165,8 +166,12 @@ def _explained() -> Iterator[None]:
 
 def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
     """The model's output and the target: `(*inputs, target)` of a tuple, `labels` of a dict."""
-    if isinstance(batch, dict):
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return model(**inputs), batch.get("labels")
+    if isinstance(batch, Mapping):
+        named = {key: value for key, value in batch.items() if key != "labels"}
+        return model(**named), batch.get("labels")
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+        )
     *inputs, target = batch
     return model(*inputs), target

@@ -6,8 +6,9 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.config import Config, build
-from paceline.errors import PacelineError
+from paceline.config import Config, build, resolve_tables
+from paceline.errors import ConfigError, PacelineError
+from paceline.run_folder import new_folder
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +57,21 @@ class Trainer:
     def apply(self, task: Literal["evaluate", "predict"], result: Result, df: Any, procs: int | None) -> Any:
         """Evaluate a result or predict with it, on the ranks: on its validation data, or on that of `df`."""
         from paceline import apply
-        from paceline.run_folder import new_folder
+        from paceline.launch.environment import chosen_threads
 
-        changes: dict[str, Any] = {"lanes": None, "ddp": True, "procs": procs or self.config.procs}
-        changes["run_dir"] = new_folder(None, result.run_dir / task)
+        if task == "evaluate" and self.config.loss_fn is None:
+            raise ConfigError("evaluate needs a loss_fn; a run with train_fn measures in its own loop")
+        # The threads of the run, whatever the number of processes now: sums inside an operator depend on them.
+        threads = self.config.threads or chosen_threads(result.lanes)
+        changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or self.config.procs}
         if df is not None:
             changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
-        function = functools.partial(getattr(apply, task), weights=result.weights)
-        return self._launch(self.config.model_copy(update=changes), function).load_value()
+        config = self.config.model_copy(update=changes)
+        if problems := resolve_tables(config, self._folder):
+            raise ConfigError(problems)
+        config.run_dir = new_folder(None, result.run_dir / task)
+        function = functools.partial(getattr(apply, task), weights=result.weights, is_whole=df is not None)
+        return self._launch(config, function).load_value()
 
     def _launch(self, config: Config, task: Task) -> Outcome:
         from paceline import launch

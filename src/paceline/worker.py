@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -53,7 +54,9 @@ def main() -> None:
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
-    atexit._run_exitfuncs()  # what the user's libraries left to be done
+    # What Python does at its end: wait for threads, then run what libraries have left to be done.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     _end(0)
 
 
@@ -88,12 +91,13 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     if config.train_fn is None:
         keep_bits(config, world, events)
         stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
-    began = time.perf_counter()
     if stepper is None:
+        began = time.perf_counter()
         value = run_own_loop(config, replica, training, validation, world, events, progress)
+        outcome.seconds = time.perf_counter() - began
     else:
         outcome = run_managed_loop(config, stepper, training, validation, total_steps, ridden, world, events, progress)
-    seconds = time.perf_counter() - began
+
     progress.phase = "writing the result"
     replica.share_buffers()
     if world.is_main:
@@ -101,7 +105,7 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
             folder, replica.module, stepper.ema if stepper else None, stepper.optimizer if stepper else None, value,
             metrics=outcome.metrics, history=outcome.history, step=progress.step or 0,
             epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=lanes,
-            seconds=round(seconds, 3), samples=progress.samples,
+            seconds=round(outcome.seconds, 3), samples=progress.samples,
         )  # fmt: skip
     events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics=outcome.metrics)
     events.close()

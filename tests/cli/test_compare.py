@@ -26,7 +26,7 @@ def test_plain_and_ddp_give_the_same_bits_and_one_table(run, tmp_path: Path) -> 
 
 
 def test_a_difference_is_named_with_parameter_step_and_reason(run, tmp_path: Path) -> None:
-    ended = run("paceline", "compare", "digits", "max_steps=3", "--procs", "1,3", "--run-dir", "out", timeout_s=200)
+    ended = run("paceline", "compare", "digits", "max_steps=3", "lanes=3", "--procs", "1,3", "--run-dir", "out", timeout_s=200)
     assert ended.returncode == 0, ended.stderr
     assert "the weights of ddp-3 differ from plain: 3 is not a power of two" in ended.stdout
     assert "differs first in " in ended.stdout
@@ -66,7 +66,18 @@ def test_a_generator_of_the_models_own_is_suspected(run, tmp_path: Path) -> None
 
 
 def test_wrong_numbers_of_processes_are_said(run) -> None:
-    for numbers, said in (("1,two", "not a list of numbers"), ("0,1", "must be 1 or more"), ("3,4", "lanes=4 cannot")):
+    for numbers, said in (
+        ("1,two", "not a list of numbers"),
+        ("0,1", "must be 1 or more"),
+        ("3,4", "lanes=4 cannot be ridden by 3"),
+    ):
         ended = run("paceline", "compare", "digits", "--procs", numbers)
         assert ended.returncode == 2
         assert said in ended.stderr
+
+
+def test_an_own_loop_is_compared_by_time_and_told_about_its_bits(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mylab").returncode == 0
+    ended = run("paceline", "compare", "mylab", "num_epochs=1", "--procs", "1,2", timeout_s=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "the weights of ddp-2 differ from plain: your own loop averages over what each process sees" in ended.stdout

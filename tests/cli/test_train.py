@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+BIN = Path(sys.executable).parent
 
 
 def result_of(output: str) -> dict:
@@ -138,3 +144,35 @@ def test_help_does_not_import_torch(run, tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert "Usage" in ended.stdout
     assert run("paceline", "train", "digits", PYTHONPATH=str(tmp_path)).returncode != 0  # the trap works
+
+
+def test_ctrl_c_is_told_with_the_run_folder(tmp_path: Path) -> None:
+    command = [str(BIN / "paceline"), "train", "digits", "num_epochs=10000", "--run-dir", "here"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    events = tmp_path / "here" / "events.jsonl"
+    while not (events.exists() and '"step"' in events.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert f"stopped by Ctrl-C; the run folder is {tmp_path / 'here'}" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_reader_that_goes_away_does_not_fail_the_run(tmp_path: Path) -> None:
+    command = f"{BIN / 'paceline'} train digits num_epochs=1 --run-dir here 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert (tmp_path / "here" / "result.json").exists()
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_folder_means_the_config_in_it(run, tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    write_lab(tmp_path / "lab")
+    assert run("paceline", "train", "lab").returncode == 0
+    ended = run("paceline", "train", "lab", "--run-dir", "/proc/nowhere")
+    assert ended.returncode == 2
+    assert "run_dir=/proc/nowhere cannot be made" in ended.stderr

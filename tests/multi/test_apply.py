@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import Trainer
+from paceline.errors import ConfigError, RankFailed
 
 
 def make_dataset(df: pd.DataFrame) -> TensorDataset:
@@ -77,3 +78,42 @@ def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
         "step",
         "train_loss",
     }
+
+
+def test_bf16_does_not_round_what_is_measured() -> None:
+    result = train(procs=1, precision="bf16", metrics=["accuracy"])
+    outputs, target = result.predict(procs=1), make_dataset(table(61)).tensors[1]
+    assert outputs.dtype == torch.float32
+    assert result.metrics["val_loss"] == pytest.approx(nn.functional.cross_entropy(outputs, target).item(), abs=1e-6)
+
+
+def test_threads_are_those_of_the_run_at_any_number_of_ranks() -> None:
+    class Threads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight + torch.get_num_threads()
+
+    result = Trainer(
+        Threads, lambda df: TensorDataset(torch.ones(len(df), 1), torch.ones(len(df), 1)), table(20),
+        loss_fn=nn.functional.mse_loss, lanes=2, procs=1, val_fraction=0.5, batch_size=2,
+    ).start()  # fmt: skip
+    assert torch.equal(result.predict(procs=1), result.predict(procs=2))
+
+
+def test_data_for_the_purpose_may_be_a_file_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    table(61).to_csv(tmp_path / "new.csv", index=False)
+    result = train(procs=1)
+    assert result.predict(df=str(tmp_path / "new.csv")).shape == (61, 2)
+    with pytest.raises(ConfigError, match="does not exist"):
+        result.predict(df="missing.csv")
+    own = Trainer(
+        lambda: nn.Linear(1, 2), make_dataset, table(20), train_fn=lambda *arguments: None, procs=1, val_fraction=0
+    ).start()
+    assert own.predict(df=table(5)).shape == (5, 2)
+    with pytest.raises(ConfigError, match="evaluate needs a loss_fn"):
+        own.evaluate(df=table(5))
+    with pytest.raises(RankFailed, match="held out no validation data"):
+        own.predict()

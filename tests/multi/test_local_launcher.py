@@ -327,3 +327,27 @@ def test_sys_exit_inside_a_rank_is_a_failure_that_is_told(script) -> None:
     ended = run_script(path)
     assert ended.returncode == 1
     assert "sys.exit(0) was called during the run" in last_lines(ended.stderr)
+
+
+def test_a_rank_that_ends_without_a_word_is_not_taken_for_done(script) -> None:
+    path = script("""
+        start(lambda *arguments: os._exit(0))
+    """)
+    ended = run_script(path)
+    assert ended.returncode == 1
+    assert "rank 0 ended before it wrote a result" in last_lines(ended.stderr)
+
+
+def test_threads_and_exit_handlers_of_the_users_libraries_come_to_their_end(script) -> None:
+    path = script("""
+        import atexit, threading
+
+        def train(*arguments):
+            atexit.register(lambda: open("handler", "w").close())
+            threading.Thread(target=lambda: (time.sleep(1), open("thread", "w").close())).start()
+
+        start(train, procs=1)
+    """)
+    assert run_script(path).returncode == 0
+    assert (path.parent / "handler").exists()
+    assert (path.parent / "thread").exists()

@@ -169,3 +169,37 @@ def test_unused_parameters_are_named_in_the_step_they_are_unused() -> None:
 def test_lanes_that_ranks_cannot_share_list_the_numbers_that_work() -> None:
     with pytest.raises(Exception, match=r"lanes=6 cannot be ridden by 4 ranks.*--procs 1, 2, 3 or 6"):
         start(lanes=6, procs=4)
+
+
+def test_batches_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"a batch is a Tensor; the data set must give \(\*inputs, target\)"):
+        start(dataset_fn=lambda: torch.randn(16, 5), procs=1)
+
+
+def test_a_step_in_which_nothing_is_counted_changes_nothing() -> None:
+    result = start(procs=2, loss_fn=lambda output, target: (output.sum() * 0, 0), num_epochs=1)
+    assert all(torch.isfinite(parameter).all() for parameter in result.load_model().parameters())
+
+
+def test_dicts_are_called_by_name_with_their_labels_as_target() -> None:
+    class Named(Dataset):
+        def __init__(self) -> None:
+            self.data = blobs()
+
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            x, y = self.data[index]
+            return {"features": x, "labels": y}
+
+    class NamedNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return self.net(features)
+
+    named, pairs = start(procs=1, model_fn=NamedNet, dataset_fn=Named), start(procs=1)
+    assert named.history == pairs.history

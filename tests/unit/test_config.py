@@ -158,7 +158,7 @@ def test_without_train_fn_and_loss_fn_both_ways_are_named() -> None:
 def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) -> None:
     [key] = extra
     assert problems({**OWN, **extra}) == [
-        f"{key} belong to the managed loop; remove train_fn, or do it inside train_fn"
+        f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
     ]
 
 

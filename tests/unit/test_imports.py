@@ -111,8 +111,8 @@ def row(module: str) -> int:
 
 def test_the_imports_are_seen() -> None:
     assert {"failure", "job", "result", "data.batches", "data.loader", "world"} <= imported("worker", lazy=False)
-    assert imported("trainer", lazy=True) == {"apply", "launch", "replica", "run_folder", "worker", "world"}
-    assert imported("trainer", lazy=False) == {"config", "errors"}  # `Result` is for type checkers only
+    assert imported("trainer", lazy=True) == {"apply", "launch", "launch.environment", "replica", "worker", "world"}
+    assert imported("trainer", lazy=False) == {"config", "errors", "run_folder"}  # `Result` is for type checkers only
 
 
 def test_every_module_has_its_place_in_the_layers() -> None:

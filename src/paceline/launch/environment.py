@@ -32,9 +32,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def chosen_threads(shares: int) -> int:
-    """Threads for one of `shares` equal shares of this machine: OMP_NUM_THREADS, or cores ÷ shares."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // shares))
+def chosen_threads(shares: int, *, injected: str | None = None) -> int:
+    """Threads for one of `shares` equal shares of this machine: OMP_NUM_THREADS, or cores ÷ shares.
+
+    `injected` is a value of OMP_NUM_THREADS that is not the user's: torchrun sets 1.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(chosen) if chosen.isdecimal() and chosen != injected else max(1, usable_cores() // shares)
+
+
+def ranks_here() -> int:
+    """How many ranks of a world that others have started run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def is_main_process() -> bool:

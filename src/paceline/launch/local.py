@@ -45,7 +45,7 @@ SHELL_OF_SEVERAL = 'export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"; ' + SH
 
 def start(config: Config, task: Task) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
-    ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
+    ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" and config.ddp else 0) or 1
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
     threads = config.threads or chosen_threads(config.lanes or ranks)
     config = config.model_copy(update={"procs": ranks, "threads": threads})
@@ -55,11 +55,16 @@ def start(config: Config, task: Task) -> Outcome:
     packed = job.pack(config, task)
     folder = RunFolder.create(config)
     job.save(packed, folder.job)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks):
-        outcome = _run_agent(folder, ranks, store=Path(private) / "store")
+    try:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks):
+            outcome = _run_agent(folder, ranks, store=Path(private) / "store")
+    finally:
+        folder.job.unlink(missing_ok=True)  # it holds a copy of the data
     if outcome.is_failed():
         codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
         raise RankFailed(failure.first(folder, codes).describe())
+    if not (folder.result.exists() or folder.value.exists()):
+        raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
     return result.collect(folder)
 
 
@@ -117,7 +122,7 @@ def _run_agent(folder: RunFolder, ranks: int, store: Path) -> RunResult:
             return agent.run()
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
+                raise KeyboardInterrupt(f"the run folder is {folder.path}") from None
             raise Stopped(f"stopped by {stopped.sigval.name}; the run folder is {folder.path}") from None
 
 

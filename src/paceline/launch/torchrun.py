@@ -9,6 +9,7 @@ from paceline import failure, result
 from paceline.config import Config
 from paceline.errors import RankFailed
 from paceline.job import Task
+from paceline.launch.environment import chosen_threads, ranks_here
 from paceline.progress import Progress
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder
@@ -18,6 +19,8 @@ from paceline.world import join
 
 def start(config: Config, task: Task) -> Outcome:
     """Do the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
+    threads = config.threads or chosen_threads(config.lanes or ranks_here(), injected="1")
+    config = config.model_copy(update={"threads": threads})
     with join(config) as world:
         folder = RunFolder(world.decide(lambda: RunFolder.create(config).path))
         progress = Progress()

@@ -35,7 +35,8 @@ class Tail:
         whole, newline, _ = content.rpartition(b"\n")
         self._position += len(whole) + len(newline)
         if newline:
-            yield from whole.decode(errors="replace").split("\n")
+            # A progress bar goes back to the start of its line: what it shows last is what counts.
+            yield from (line.rpartition("\r")[2] for line in whole.decode(errors="replace").split("\n"))
 
 
 class Follower:
@@ -46,6 +47,7 @@ class Follower:
         self._events = Tail(folder.events)
         self._logs = [Tail(folder.log(rank)) for rank in range(ranks)]
         self._warned: set[str] = set()
+        self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="paceline-screen", daemon=True)
@@ -67,6 +69,14 @@ class Follower:
             self._look()
 
     def _look(self, *, to_end: bool = False) -> None:
+        """Show what is new. A screen that is gone, such as a closed pipe, must not end the run."""
+        if not self._is_blind:
+            try:
+                self._show(to_end=to_end)
+            except OSError:
+                self._is_blind = True
+
+    def _show(self, *, to_end: bool) -> None:
         for rank, log in enumerate(self._logs):
             for line in log.lines(to_end=to_end):
                 warning = WARNING.match(line)
