@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from paceline.config import Config
 from paceline.data.batches import lanes_of
+from paceline.replica import make_model
 from paceline.result import Result
 from paceline.run_folder import RunFolder, new_folder, write_json
 from paceline.trainer import Trainer
@@ -111,8 +113,7 @@ def _explain(
     for row in (first, differing[0]):
         again = config.model_copy(update={"log": log})
         traces.append(_digests(_train(again, home, row.name, row.procs, folder / "traced").run_dir))
-    model = config.function("model_fn")(**config.model_args)
-    parameters = [name for name, _ in model.named_parameters()]
+    parameters = [name for name, _ in make_model(config).named_parameters()]
     for step in sorted(traces[0].keys() & traces[1].keys()):
         for name, left, right in zip(parameters, traces[0][step], traces[1][step], strict=True):
             if left != right:
@@ -127,6 +128,8 @@ def _likely_reason(config: Config, first: Row, other: Row) -> str:
         return "exact: false adds up in whatever order is fastest"
     if other.procs & (other.procs - 1):
         return f"{other.procs} is not a power of two, so the sums have another order"
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in make_model(config).modules()):
+        return "SyncBatchNorm averages over what the processes see at once"
     threads = [yaml.safe_load(RunFolder(Path(row.run_dir)).config.read_text())["threads"] for row in (first, other)]
     if threads[0] != threads[1]:
         return f"they used {threads[0]} and {threads[1]} threads; set threads"

@@ -41,9 +41,8 @@ class Evaluator:
         rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
         for metric in self.stateful.values():
             metric.reset()
-            metric.distributed_available_fn = lambda: (
-                False
-            )  # every rank sees every batch below; nothing is left to sync
+            # Every rank sees every batch below, so nothing is left for the metric to synchronise.
+            metric.distributed_available_fn = lambda: False
         for outcome in self._outcomes(model, on_batch):
             if outcome is not None:
                 rows.append(self._row(*outcome)[None])
