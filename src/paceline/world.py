@@ -102,9 +102,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
     world.gather_equal(torch.zeros(1, device=device))  # nobody leaves while another still waits for its last message
-    # DDP lies in reference cycles and would keep the group's threads alive into the end of the interpreter, where they
-    # abort the process.
-    gc.collect()
+    gc.collect()  # DDP lies in reference cycles and would keep the group
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from contextlib import nullcontext
 
@@ -33,4 +34,8 @@ def start(config: Config, task: Task) -> Outcome:
             with folder.log(world.rank).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             raise RankFailed(captured.describe()) from error
-        return world.decide(lambda: result.collect(folder))
+        outcome = world.decide(lambda: result.collect(folder))
+    # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the
+    # interpreter, the process aborts; a script may end right after this.
+    time.sleep(0.1)
+    return outcome
