@@ -49,7 +49,7 @@ def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:
     (project / "main.py").write_text("mine\n")
     ended = run("paceline", "init", "mylab")
     assert ended.returncode == 2
-    assert "exists and is not empty" in ended.stderr
+    assert "exists and is not an empty folder" in ended.stderr
     assert (project / "main.py").read_text() == "mine\n"
 
 
