@@ -42,7 +42,7 @@ def test_start_twice_and_distributed_debug_passes_through(run, tmp_path: Path) -
         data = lambda: TensorDataset(torch.randn(8, 1))
         for _ in range(2):
             result = Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0).start()
-            sys.stdout.write(f"rank {os.environ.get('RANK')} {result.value}\n")  # in one piece, beside the other rank
+            sys.stdout.write(f"rank {os.environ.get('RANK')} {result.value}\\n")  # in one piece, beside the other rank
         """)
     )
     ended = run("torchrun", "--nproc_per_node=2", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
