@@ -113,7 +113,9 @@ class Ladder:
         """All ranks."""
         self._device = world.device
         self._pairs = _pair_groups(world)
-        self._thread = ThreadPoolExecutor(1, "paceline-reduce") if world.backend == "gloo" else None
+        self._thread: ThreadPoolExecutor | None = None
+        if world.backend == "gloo":
+            self._thread = ThreadPoolExecutor(1, "paceline-reduce", initializer=_use_device, initargs=(world.device,))
         self._stream: torch.cuda.Stream | None = None
         if world.backend == "nccl":
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
@@ -209,6 +211,12 @@ def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> lis
     ends = itertools.accumulate(map(size, places))
     grouped = itertools.groupby(zip(places, ends, strict=True), key=lambda item: int(item[1] // limit))
     return [[place for place, _ in group] for _, group in grouped]
+
+
+def _use_device(device: torch.device) -> None:
+    """A new thread begins on the first GPU, whichever this rank has."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _is_power_of_two(number: int) -> bool:
