@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 
 from paceline import result
 from paceline.config import Config
@@ -39,8 +38,6 @@ def predict(
 def _apply(
     what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path, is_whole: bool
 ) -> None:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     events = Events(folder.events if world.is_main else None)
     progress.phase = "building the data set"
     seed_generators(config.seed, "data set")

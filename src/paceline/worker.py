@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import torch
-
 from paceline import failure, job, result
 from paceline.config import Config
 from paceline.data import batches
@@ -69,8 +67,6 @@ def _end(code: int) -> NoReturn:
 
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
     """Build everything and train; rank 0 writes the result. All ranks."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     lanes = config.lanes or world.size
     ridden = batches.lanes_of(world.rank, world.size, lanes)
     events = Events(folder.events if world.is_main else None)
@@ -89,7 +85,7 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
 
     value, outcome, stepper = None, Fit(), None
     if config.train_fn is None:
-        keep_bits(config, world, events)
+        say_if_bits_differ(config, world, events)
         stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
     if stepper is None:
         began = time.perf_counter()
@@ -111,20 +107,14 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
     events.close()
 
 
-def keep_bits(config: Config, world: World, events: Events) -> None:
-    """Make what this rank computes repeatable to the last bit, or say that it will not be. All ranks."""
-    if not config.exact:
-        return
-    if world.size & (world.size - 1):
+def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
+    """One line if this number of ranks cannot give the bits that others give."""
+    if config.exact and world.size & (world.size - 1):
         events.write(
             "warning",
             text=f"{world.size} ranks add up in an order of their own: the weights agree with other numbers of ranks "
             "to rounding, not to the last bit; a power of two keeps the bits",
         )
-    if world.device.type == "cuda":
-        torch.use_deterministic_algorithms(True)  # with warn_only, attention would quietly stay as it is
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
 
 
 def build_stepper(

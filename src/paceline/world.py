@@ -87,10 +87,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     if store is not None:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
-    if device.type == "cuda":
-        if config.exact:  # cuBLAS reads this when the first context is made
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
+    _settle(config, device)
     dist.init_process_group(
         backend,
         store=_next_meeting(rank, size) if store is None else dist.FileStore(str(store), size),
@@ -119,6 +116,20 @@ def _meeting_place(rank: int, size: int) -> dist.Store:
 def _next_meeting(rank: int, size: int) -> dist.Store:
     """A part of the store that no earlier run of this program has used: what lies there would be taken for ours."""
     return dist.PrefixStore(f"paceline-{next(_joins)}", _meeting_place(rank, size))
+
+
+def _settle(config: Config, device: torch.device) -> None:
+    """How this process computes, for every task alike: its threads, its device, repeatable kernels."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if device.type == "cuda":
+        is_exact = config.exact and config.train_fn is None
+        if is_exact:  # cuBLAS reads this when the first context is made
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(is_exact)  # with warn_only, attention would quietly stay as it is
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.cuda.set_device(device)
 
 
 def is_joined() -> bool:
