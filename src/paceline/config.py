@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.errors import ConfigError
@@ -25,8 +25,10 @@ FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_f
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
-    "check_replicas_every",
+    "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit",
 )  # fmt: skip
+DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
 
 
 class _Section(BaseModel):
@@ -55,6 +57,41 @@ class Log(_Section):
 
     every_steps: int = Field(10, ge=1)
     digests: bool = False
+
+
+class Best(_Section):
+    """Which checkpoint is worth keeping besides the newest ones."""
+
+    metric: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(_Section):
+    """When the state of a run is saved, and what is kept."""
+
+    every_steps: int | None = Field(None, ge=1)
+    every_minutes: float | None = Field(10, gt=0)
+    keep: int = Field(3, ge=1)
+    best: Best | None = None
+    is_async: bool = Field(True, alias="async")
+
+
+def _seconds(value: Any) -> Any:
+    """A duration such as 90, "1h30m" or "1:30:00", in seconds; what is none of these is left for pydantic to refuse."""
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    match = CLOCK.fullmatch(text) or DURATION.fullmatch(text)
+    if not text or match is None:
+        return value
+    hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _procs(value: Any) -> Any:
+    """A number of processes, or "least:most"."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise ValueError("must be a number of processes, or least:most such as 1:4")
+    return match[0] if match[2] else int(match[1])
 
 
 class Config(_Section):
@@ -89,7 +126,7 @@ class Config(_Section):
     max_steps: int | None = Field(None, ge=1)
     workers: int = Field(0, ge=0)
 
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     exact: bool = True
     check_replicas_every: int = Field(100, ge=1)
     ddp: bool = True
@@ -97,8 +134,16 @@ class Config(_Section):
     static_graph: bool = False
     bucket_mb: float = Field(25, gt=0)
 
+    checkpoint: Checkpoint = Checkpoint()
+    resume: str = "never"
+    time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
+    nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
+    nan_limit: int = Field(20, ge=1)
+
     launcher: Literal["auto", "local", "torchrun"] = "auto"
-    procs: int | None = Field(None, ge=1)
+    procs: Annotated[int | str | None, BeforeValidator(_procs)] = None
+    max_restarts: int | None = Field(None, ge=0)
+    hang_timeout_s: float = Field(600, ge=0)
     threads: int | None = Field(None, ge=1)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -109,6 +154,14 @@ class Config(_Section):
         value = getattr(self, key)
         assert callable(value), key
         return value  # type: ignore[no-any-return]
+
+    @property
+    def procs_range(self) -> tuple[int, int] | None:
+        """The least and the most processes that the config asks for, if it does."""
+        if self.procs is None:
+            return None
+        least, _, most = str(self.procs).partition(":")
+        return int(least), int(most or least)
 
     def to_yaml(self) -> str:
         """The config as resolved, for people to read; data given in memory is named by its type."""
@@ -178,7 +231,7 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-4` is a number, and a key given twice is a mistake."""
+    """YAML as people expect it: `1e-4` is a number, `1:4` is none, and a key given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -192,6 +245,12 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would take for a number."""
 
+
+# YAML 1.1 reads 1:4 as 64, in base 60.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, re.compile(r"(?!.*\d:)" + pattern.pattern, pattern.flags)) for tag, pattern in resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(  # type: ignore[no-untyped-call]
@@ -214,7 +273,7 @@ def _describe(detail: ErrorDetails) -> str:
         return f"{key} is not a known key; {hint}"
     if path[-1] in FUNCTION_KEYS:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
-    message = detail["msg"]
+    message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
 
 
@@ -225,7 +284,7 @@ def _known_keys(sections: list[str]) -> list[str]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -> list[str]:
@@ -256,7 +315,11 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
     for key in ("val_df", "val_dataset_fn"):
         if key in given and "val_fraction" in given:
             problems.append(f"{key} and val_fraction are both given; keep one of them")
-    if not config.ddp and (config.procs or 1) > 1:
+    best = config.checkpoint.best
+    measured = ["val_loss", "train_loss", *config.metrics]
+    if best is not None and best.metric not in measured and "metrics" not in wrong:
+        problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
+    if not config.ddp and (config.procs_range or (1, 1))[0] > 1:
         problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
     if config.device == "cpu" and config.backend == "nccl":
         problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
@@ -331,7 +394,7 @@ def resolve_tables(config: Config, folder: Path | None) -> list[str]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return {key: _plain(inner) for key, inner in value.model_dump(exclude_none=True).items()}
+        return {key: _plain(inner) for key, inner in value.model_dump(exclude_none=True, by_alias=True).items()}
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -78,7 +78,7 @@ def test_the_error_reads_as_one_line_a_mistake() -> None:
         build({**MANAGED, "batch_size": 0, "procs": 0})
     assert str(caught.value).splitlines() == [
         "batch_size=0 input should be greater than or equal to 1",
-        "procs=0 input should be greater than or equal to 1",
+        "procs=0 must be a number of processes, or least:most such as 1:4",
     ]
 
 
