@@ -10,6 +10,7 @@ import functools
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import Config
-from paceline.errors import ConfigError, PacelineError, Stopped
+from paceline.errors import ConfigError, Interrupted, PacelineError
 
 PACKAGE = Path(__file__).parent
 RECIPES = PACKAGE / "recipes"
@@ -42,7 +43,7 @@ def _interruptible(command: Command) -> Command:
         try:
             command(**arguments)
         except KeyboardInterrupt as interrupt:
-            raise Stopped("; ".join(["stopped by Ctrl-C", *map(str, interrupt.args)])) from None
+            raise Interrupted("; ".join(["stopped by Ctrl-C", *map(str, interrupt.args)])) from None
 
     return run
 
@@ -55,14 +56,19 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
     ] = None,
-    procs: Annotated[int | None, typer.Option(help="How many processes; one per GPU by default, else 1.")] = None,
+    procs: Annotated[
+        str | None, typer.Option(help="How many processes, or 1:4; one per GPU by default, else 1.")
+    ] = None,
     launcher: Annotated[str | None, typer.Option(help="local or torchrun; found by itself by default.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto: go on with the unfinished run; never; or a run folder or checkpoint.")
+    ] = None,
 ) -> None:
     """Train what a config describes: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4"""
     from paceline.trainer import Trainer
 
-    built, folder = _build(target, overrides, procs=procs, launcher=launcher, run_dir=run_dir)
+    built, folder = _build(target, overrides, procs=procs, launcher=launcher, run_dir=run_dir, resume=resume)
     _say_done(Trainer.from_config(built, folder).start(), target)
 
 
@@ -95,6 +101,33 @@ def compare(
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     typer.echo(comparison.verdict)
     typer.echo(f"see {comparison.folder}/compare.html and compare.json")
+
+
+@app.command()
+def checkpoints(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+) -> None:
+    """List the checkpoints of a run: step, size, metrics, and whether each can be used."""
+    from paceline.checkpoint.store import Damaged, Store, step_of, verify
+    from paceline.run_folder import RunFolder
+
+    folder = RunFolder(run_dir)
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
+    table = Table("step", "size", "saved", "metrics", "state", box=None)
+    for path in Store(folder.checkpoints).paths():
+        try:
+            manifest = verify(path)
+        except Damaged as reason:
+            table.add_row(str(step_of(path)), "", "", "", f"cannot be used: {reason}")
+            continue
+        saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
+        facts = "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items() if value is not None)
+        table.add_row(str(manifest.step), f"{manifest.size / 1e6:,.1f} MB", saved, facts, "valid")
+    if not table.row_count:
+        typer.echo(f"{run_dir} has no checkpoints")
+        return
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
 @app.command()

@@ -79,7 +79,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str
 
 
 def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
-    changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local"}
+    changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local", "resume": "never"}
     return Trainer.from_config(config.model_copy(update=changes), home).start()
 
 
@@ -137,7 +137,8 @@ def _likely_reason(config: Config, first: Row, other: Row) -> str:
 
 
 def _losses(run_dir: Path) -> list[tuple[int, float]]:
-    return [(event["step"], event["loss"]) for event in _events(run_dir) if event["event"] == "step"]
+    steps = [event for event in _events(run_dir) if event["event"] == "step"]
+    return [(event["step"], event["loss"]) for event in steps if event["loss"] is not None]
 
 
 def _digests(run_dir: Path) -> dict[int, list[int]]:

@@ -165,7 +165,7 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """The config as resolved, for people to read; data given in memory is named by its type."""
-        plain = {key: _plain(value) for key, value in self.__dict__.items() if value is not None}
+        plain = {key: to_plain(value) for key, value in self.__dict__.items() if value is not None}
         return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -392,13 +392,14 @@ def resolve_tables(config: Config, folder: Path | None) -> list[str]:
     return problems
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """A value of a config as YAML and JSON can write it: functions by name, data by its type."""
     if isinstance(value, BaseModel):
-        return {key: _plain(inner) for key, inner in value.model_dump(exclude_none=True, by_alias=True).items()}
+        return {key: to_plain(inner) for key, inner in value.model_dump(exclude_none=True, by_alias=True).items()}
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: to_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [to_plain(inner) for inner in value]
     if value is None or isinstance(value, bool):
         return value
     # Subclasses, such as numpy's numbers, are more than YAML can write.

@@ -13,8 +13,14 @@ class Ema:
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self.decay = decay
-        self._weights: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = list(named)
+        self._weights: list[torch.Tensor] = list(named.values())
         self._average = [p.detach().clone() for p in self._weights]
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The averages under the names of their parameters: the tensors themselves, to be read or filled."""
+        return dict(zip(self._names, self._average, strict=True))
 
     @torch.no_grad()
     def update(self) -> None:

@@ -7,8 +7,11 @@ PacelineError            the training failed                                    
 ├── DataError            the data cannot be trained on as it is
 ├── UnusedParameters     parameters took no part in a step
 ├── ReplicasDiffer       the ranks no longer hold the same weights
+├── NotFinite            the loss or its gradients are NaN or infinite, and the run must not go on
+├── CheckpointsDamaged   there are checkpoints and none of them can be used
 ├── RankFailed           a rank failed; carries the first failure
-└── Stopped              the run was stopped from outside before it ended
+├── Interrupted          the run was ended by a signal at once, without a checkpoint of its last step
+└── Stopped              the run was stopped on request, its state is saved    exit code 3
 """
 
 from __future__ import annotations
@@ -70,9 +73,24 @@ class ReplicasDiffer(PacelineError):
         )
 
 
+class NotFinite(PacelineError):
+    """Loss or gradients of a step are not finite, under `nan: stop` or for `nan_limit` steps in a row."""
+
+
 class RankFailed(PacelineError):
     """A rank failed. The message is the whole story in a few lines: who, where, what, which log."""
 
 
-class Stopped(PacelineError):
-    """The run was ended by a signal."""
+class CheckpointsDamaged(PacelineError):
+    """A run has checkpoints and all of them are damaged; it does not begin again by itself."""
+
+
+class Interrupted(PacelineError):
+    """The run was ended by a signal, at once."""
+
+
+class Stopped(PacelineError, SystemExit):
+    """The run was stopped on request and can go on. A script that does not catch this ends with exit code 3."""
+
+    exit_code = 3
+    code = 3

@@ -22,7 +22,7 @@ from paceline.randomness import seed_generators
 from paceline.step import run_model
 from paceline.world import World
 
-OnBatch = Callable[[int, int], None]
+OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
 
 
 class Evaluator:
@@ -36,14 +36,14 @@ class Evaluator:
         self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
     @torch.no_grad()
-    def measure(self, model: torch.nn.Module, on_batch: OnBatch) -> dict[str, float]:
+    def measure(self, model: torch.nn.Module, on_round: OnRound) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples. All ranks."""
         rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
         for metric in self.stateful.values():
             metric.reset()
             # Every rank sees every batch below, so nothing is left for the metric to synchronise.
             metric.distributed_available_fn = lambda: False
-        for outcome in self._outcomes(model, on_batch):
+        for outcome in self._outcomes(model, on_round):
             if outcome is not None:
                 rows.append(self._row(*outcome)[None])
             if self.stateful:
@@ -55,10 +55,10 @@ class Evaluator:
         return means | {name: float(metric.compute()) for name, metric in self.stateful.items()}
 
     @torch.no_grad()
-    def predict(self, model: torch.nn.Module, on_batch: OnBatch) -> torch.Tensor:
+    def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
         """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
         mine = []
-        for outcome in self._outcomes(model, on_batch):
+        for outcome in self._outcomes(model, on_round):
             if outcome is not None and not isinstance(outcome[0], torch.Tensor):
                 raise DataError(
                     f"predict needs a model that returns a tensor; this one returns a {type(outcome[0]).__name__}"
@@ -67,20 +67,23 @@ class Evaluator:
                 mine.append(outcome[0].cpu())
         return torch.cat(_dealt_back(self.world.gather_objects(mine)))
 
-    def _outcomes(self, model: torch.nn.Module, on_batch: OnBatch) -> Iterator[tuple[Any, Any, int] | None]:
+    def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Iterator[tuple[Any, Any, int] | None]:
         """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
         was_training = model.training
         model.eval()
         sampler: Any = self.loader.batch_sampler
-        for done, dealt in enumerate(self.loader):
-            seed_generators(self.config.seed, "evaluation", dealt.batch)
-            with autocast(self.config.precision, self.world.device):
-                output, target = run_model(model, to_device(dealt.data, self.world.device))
-            yield _in_full(output), target, len(dealt.indices)
-            on_batch(done + 1, len(sampler))
-        if len(sampler) < sampler.rounds:
-            yield None
-        model.train(was_training)
+        try:
+            for done, dealt in enumerate(self.loader):
+                seed_generators(self.config.seed, "evaluation", dealt.batch)
+                with autocast(self.config.precision, self.world.device):
+                    output, target = run_model(model, to_device(dealt.data, self.world.device))
+                yield _in_full(output), target, len(dealt.indices)
+                on_round(done + 1, sampler.rounds)
+            if len(sampler) < sampler.rounds:
+                yield None
+                on_round(sampler.rounds, sampler.rounds)
+        finally:
+            model.train(was_training)
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)

@@ -48,6 +48,7 @@ class Failure:
     log: str
     time: float
     is_echo: bool = False  # a neighbour's death, seen from this rank
+    is_killed: bool = False  # by a signal; it raised nothing itself
 
     def describe(self) -> str:
         """The block that people read, at most 10 lines."""
@@ -125,6 +126,7 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
         location=None,
         log=str(folder.log(rank)),
         time=time.time(),
+        is_killed=code < 0,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -14,6 +15,7 @@ class Progress:
     step: int | None = None
     batch: int | None = None
     samples: int = 0  # trained on so far, by all ranks
+    began: float = field(default_factory=time.time)  # when the run was launched
 
     def describe(self) -> str:
         """Such as "training, epoch 2, step 140"."""

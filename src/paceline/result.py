@@ -103,6 +103,7 @@ class Outcome:
     run_dir: Path
     facts: str
     value: bytes | None
+    stopped: str | None  # why and where, if the run was stopped on request
 
     def load_value(self) -> Any:
         """The value that rank 0 left."""
@@ -116,7 +117,8 @@ class Outcome:
 def collect(folder: RunFolder) -> Outcome:
     """What rank 0 has left in the run folder."""
     facts = folder.result.read_text(encoding="utf-8") if folder.result.exists() else "{}"
-    return Outcome(folder.path, facts, folder.value.read_bytes() if folder.value.exists() else None)
+    stopped = folder.stopped.read_text(encoding="utf-8") if folder.stopped.exists() else None
+    return Outcome(folder.path, facts, folder.value.read_bytes() if folder.value.exists() else None, stopped)
 
 
 def _save_weights(model: torch.nn.Module, path: Path) -> str:

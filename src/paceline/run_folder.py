@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.config import Config
 from paceline.errors import ConfigError
@@ -21,6 +24,9 @@ class RunFolder:
         self.job = path / "job.bin"
         self.events = path / "events.jsonl"
         self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.stopped = self.logs / "stopped.json"
+        self.lock = path / ".lock"
         self.weights = path / "weights.safetensors"
         self.ema = path / "ema.safetensors"
         self.value = path / "value.pkl"
@@ -35,10 +41,39 @@ class RunFolder:
             with folder.config.open("x", encoding="utf-8") as file:
                 file.write(config.to_yaml())
         except FileExistsError:
+            go_on = "" if config.train_fn is not None else "go on with it by --resume auto, "
             raise ConfigError(
-                f"run_dir={config.run_dir} already holds a run; choose another folder or remove it"
+                f"run_dir={config.run_dir} already holds a run; {go_on}choose another folder or remove it"
             ) from None
         return folder
+
+    def reopen(self, config: Config) -> None:
+        """Make the folder ready for a run that goes on, with the config as it is now."""
+        self.logs.mkdir(exist_ok=True)
+        write_text(self.config, config.to_yaml())
+        self.result.unlink(missing_ok=True)  # it comes again at the end
+
+    def forget_last_life(self) -> None:
+        """Remove what the ranks wrote about how they ended, before they start again."""
+        for path in (self.stopped, *self.logs.glob("rank-*.failure.json")):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from going on with this run meanwhile; the system lets go of it when this process dies."""
+        with self.lock.open("w") as file:
+            if not _take_lock(file):
+                raise ConfigError(
+                    f"{self.path} is being trained by another process; wait for it, or choose another run"
+                )
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a process is training this run now."""
+        if not self.lock.exists():
+            return False
+        with self.lock.open("a") as file:
+            return not _take_lock(file)
 
     def log(self, rank: int | str) -> Path:
         """The log of one rank: everything it wrote to stdout and stderr."""
@@ -47,6 +82,16 @@ class RunFolder:
     def failure(self, rank: int) -> Path:
         """What a rank wrote about its own failure before it ended."""
         return self.logs / f"rank-{rank}.failure.json"
+
+
+@contextmanager
+def opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
+    """A new run folder, or that of a run that goes on, for this process alone until it is done."""
+    folder = RunFolder(run_dir) if run_dir is not None else RunFolder.create(config)
+    with folder.locked():
+        if run_dir is not None:
+            folder.reopen(config)
+        yield folder
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -59,8 +104,13 @@ def write_private(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file that is seen whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a text file that is seen whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(content, encoding="utf-8")
     partial.replace(path)
 
 
@@ -76,6 +126,17 @@ def new_folder(wanted: Path | None, parent: Path) -> Path:
         if not path.exists() and _make(path, exist_ok=False):
             return path
     raise AssertionError(f"no free run folder under {parent}")
+
+
+def _take_lock(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; False if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _make(path: Path, *, exist_ok: bool) -> bool:

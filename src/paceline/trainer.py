@@ -64,6 +64,7 @@ class Trainer:
         # The threads of the run, whatever the number of processes now: sums inside an operator depend on them.
         threads = self.config.threads or chosen_threads(result.lanes)
         changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or self.config.procs}
+        changes |= {"resume": "never", "max_restarts": 0}
         if df is not None:
             changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
         config = self.config.model_copy(update=changes)

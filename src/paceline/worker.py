@@ -1,37 +1,48 @@
 """What happens inside one rank, in order: read it to know the system.
 
-A rank is a command, `python -m paceline.worker JOB STORE PARENT`, so the user's script is never imported again.
+A rank is a command, `python -m paceline.worker JOB STORE PARENT BEGAN`, so the user's script is never imported again.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+import torch
+
 from paceline import failure, job, result
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.state import State, capture, load, put_optimizer, put_weights
+from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
 from paceline.data import batches
-from paceline.data.loader import LaneSampler, evaluation_loader, lane_loader
-from paceline.data.sources import make_datasets
+from paceline.data.loader import LaneSampler, evaluation_loader, lane_loader, turns_of
+from paceline.data.sources import make_datasets, original_indices
+from paceline.errors import ConfigError
 from paceline.evaluate import Evaluator
 from paceline.lifeline import die_with_parent
-from paceline.loop import Fit, Plan, fit
+from paceline.loop import Fit, Loop, Plan
 from paceline.optim import lr_at, make_optimizer
 from paceline.own_loop import run_own_loop
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single, make_model, replicate
-from paceline.run_folder import RunFolder
+from paceline.resume import check_fit, checkpoint_in, identity_of
+from paceline.run_folder import RunFolder, write_json
 from paceline.step import Stepper
-from paceline.telemetry.events import Events
+from paceline.stop import Stop, describe
+from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.lines import failed_line, warning_line
 from paceline.world import World, join
 
@@ -42,7 +53,7 @@ def main() -> None:
     die_with_parent(parent)
     rank = int(os.environ["RANK"])
     warnings.showwarning = _show_with_rank(rank)
-    folder, progress = RunFolder(job_path.parent), Progress()
+    folder, progress = RunFolder(job_path.parent), Progress(began=float(sys.argv[4]))
     try:
         config, task = job.load(job_path)
         with join(config, store) as world:
@@ -66,45 +77,98 @@ def _end(code: int) -> NoReturn:
 
 
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Build everything and train; rank 0 writes the result. All ranks."""
-    lanes = config.lanes or world.size
-    ridden = batches.lanes_of(world.rank, world.size, lanes)
-    events = Events(folder.events if world.is_main else None)
-    events.write(
-        "run_started", name=config.name, run_dir=str(folder.path), seed=config.seed, world_size=world.size,
-        lanes=lanes, device=world.device.type, backend=world.backend,
-    )  # fmt: skip
+    """Build everything and train, in the user's own loop or in the managed one. All ranks."""
+    if config.train_fn is not None:
+        train_by_own_loop(config, folder, world, progress)
+        return
+    stop = Stop(deadline=progress.began + config.time_limit if config.time_limit is not None else None)
+    with stop.listening():
+        train_managed(config, folder, world, progress, stop)
 
-    progress.phase = "building the data set"
-    seed_generators(config.seed, "data set")
-    training, validation = make_datasets(config)
 
-    progress.phase = "building the model"
-    seed_generators(config.seed, "model")
-    replica = replicate(make_model(config), config, world)
-
-    value, outcome, stepper = None, Fit(), None
-    if config.train_fn is None:
-        say_if_bits_differ(config, world, events)
-        stepper, total_steps = build_stepper(config, replica, len(training), lanes, ridden, world)
-    if stepper is None:
-        began = time.perf_counter()
-        value = run_own_loop(config, replica, training, validation, world, events, progress)
-        outcome.seconds = time.perf_counter() - began
-    else:
-        outcome = run_managed_loop(config, stepper, training, validation, total_steps, ridden, world, events, progress)
-
+def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
+    """Hand the model and the loaders to `train_fn`; rank 0 writes the result. All ranks."""
+    events = open_events(config, folder, world)
+    training, validation = build_data(config, progress)
+    replica = replicate(build_model(config, progress), config, world)
+    began = time.perf_counter()
+    value = run_own_loop(config, replica, training, validation, world, events, progress)
+    seconds = time.perf_counter() - began
     progress.phase = "writing the result"
     replica.share_buffers()
     if world.is_main:
         result.write(
-            folder, replica.module, stepper.ema if stepper else None, stepper.optimizer if stepper else None, value,
-            metrics=outcome.metrics, history=outcome.history, step=progress.step or 0,
-            epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=lanes,
-            seconds=round(outcome.seconds, 3), samples=progress.samples,
+            folder, replica.module, None, None, value, metrics={}, history=[], step=progress.step or 0,
+            epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size, seconds=round(seconds, 3),
+            samples=progress.samples,
         )  # fmt: skip
-    events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics=outcome.metrics)
+    events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics={})
     events.close()
+
+
+def train_managed(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
+    """Go on from the last checkpoint, if there is one, to the end or to an agreed stop. All ranks."""
+    lanes = config.lanes or world.size
+    past = find_past(config, folder, world, progress)
+    events = open_events(config, folder, world)
+    say_if_bits_differ(config, world, events)
+    training, validation = build_data(config, progress)
+    model = build_model(config, progress)
+    identity = identity_of(config, lanes=lanes, samples=len(training), device=world.device)
+    fit = Fit()
+    if past is not None:
+        tell_past(past, identity, world, events)
+        put_weights(past.state, model, past.path)
+    stepper, plan = build_stepper(config, replicate(model, config, world), training, lanes, world, events)
+    if past is not None:
+        fit = restore(past, config, stepper)
+    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events)
+    check_space(folder, stepper, world)
+    loop = build_loop(config, stepper, training, validation, plan, saver, stop, fit, world, events, progress)
+    del past, model
+
+    reason = loop.run()
+    is_saved = loop.save()
+    progress.phase = "writing the result"
+    if reason:
+        leave_stop(folder, fit, reason, is_saved, world, events)
+    else:
+        stepper.replica.share_buffers()
+        if world.is_main:
+            result.write(
+                folder, stepper.replica.module, stepper.ema, stepper.optimizer, None, metrics=fit.metrics,
+                history=fit.history, step=fit.step, epoch=len(fit.history), world_size=world.size, lanes=lanes,
+                seconds=round(fit.seconds, 3), samples=fit.samples,
+            )  # fmt: skip
+        events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics)
+    events.close()
+
+
+# --- what every run begins with --------------------------------------------------------------------------------------
+
+
+def open_events(config: Config, folder: RunFolder, world: World) -> Events:
+    """The events of the run, which begin with who is there."""
+    events = Events(folder.events if world.is_main else None)
+    events.write(
+        "run_started", name=config.name, run_dir=str(folder.path), seed=config.seed, world_size=world.size,
+        lanes=config.lanes or world.size, device=world.device.type, backend=world.backend,
+    )  # fmt: skip
+    return events
+
+
+def build_data(config: Config, progress: Progress) -> tuple[Any, Any | None]:
+    """The training and the validation data."""
+    progress.phase = "building the data set"
+    seed_generators(config.seed, "data set")
+    return make_datasets(config)
+
+
+def build_model(config: Config, progress: Progress) -> torch.nn.Module:
+    """The user's model, on the CPU."""
+    progress.phase = "building the model"
+    seed_generators(config.seed, "model")
+    return make_model(config)
 
 
 def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
@@ -117,57 +181,141 @@ def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
         )
 
 
+# --- the past of a run -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    manifest: Manifest
+    damaged: list[str]  # what was wrong with newer ones
+    state: State
+
+
+def find_past(config: Config, folder: RunFolder, world: World, progress: Progress) -> Found | None:
+    """The newest valid checkpoint of the run, or the one that `resume` names, read. All ranks."""
+    progress.phase = "reading the checkpoint"
+    store, damaged = Store(folder.checkpoints), list[str]()
+
+    def choose() -> tuple[Path, Manifest, list[str]] | None:
+        store.clean()
+        named = checkpoint_in(config.resume)
+        found = store.newest_valid(damaged.append)
+        if found is None and named is not None:
+            found = named, verify(named)
+        rewind(folder.events, found[1].step if found is not None else -1)
+        return (*found, damaged) if found is not None else None
+
+    chosen = world.decide(choose)
+    return Found(*chosen, load(chosen[0])) if chosen is not None else None
+
+
+def tell_past(past: Found, identity: dict[str, Any], world: World, events: Events) -> None:
+    """Check that the checkpoint belongs to this config, and say what goes on. All ranks."""
+    changes = world.decide(lambda: check_fit(past.manifest.identity, identity, past.path))
+    for text in past.damaged:
+        events.write("warning", text=text)
+    events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
+
+
+def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
+    """Give the optimizer, the averages and the counters what the checkpoint holds."""
+    put_optimizer(past.state, stepper.optimizer, past.path)
+    if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
+        for group in stepper.optimizer.param_groups:
+            group.update(config.optimizer.model_extra or {})
+    if stepper.ema is not None:
+        for name, average in stepper.ema.averages().items():
+            average.copy_(past.state.groups["ema"][name])
+    counters = past.state.rest["counters"]
+    stepper.set_counters(counters["stepper"])
+    return Fit.from_dict(counters["loop"])
+
+
+def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
+    """Refuse to begin where two checkpoints have no room. All ranks."""
+    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {})
+    size = state.size
+    if not stepper.optimizer.state:  # comes with the first step: two numbers a weight, as most optimizers keep
+        size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
+
+    def check() -> None:
+        free = shutil.disk_usage(folder.path).free
+        if free < 2 * size:
+            raise ConfigError(
+                f"run_dir={folder.path} has {free / 1e6:,.0f} MB free, two checkpoints need {2 * size / 1e6:,.0f} MB; "
+                "make room, or choose another folder with --run-dir"
+            )
+
+    world.decide(check)
+
+
+def leave_stop(folder: RunFolder, fit: Fit, reason: int, is_saved: bool, world: World, events: Events) -> None:
+    """Say where and why the run stopped, for people and for the launcher."""
+    facts = {"step": fit.step, "reason": describe(reason), "is_saved": is_saved}
+    events.write("run_stopped", **facts)
+    if world.is_main:
+        write_json(folder.stopped, facts)
+
+
+# --- the managed loop ------------------------------------------------------------------------------------------------
+
+
 def build_stepper(
-    config: Config, replica: Replica | Single, size: int, lanes: int, ridden: range, world: World
-) -> tuple[Stepper, int]:
+    config: Config, replica: Replica | Single, training: Any, lanes: int, world: World, events: Events
+) -> tuple[Stepper, Plan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
-    total = batches.steps_per_epoch(size, config.batch_size, lanes) * config.num_epochs
-    total = min(total, config.max_steps or total)
+    steps_per_epoch = batches.steps_per_epoch(len(training), config.batch_size, lanes)
+    total = steps_per_epoch * config.num_epochs
+    plan = Plan(
+        steps_per_epoch=steps_per_epoch,
+        total_steps=min(total, config.max_steps or total),
+        log_every_steps=config.log.every_steps,
+        check_replicas_every=config.check_replicas_every,
+        log_digests=config.log.digests,
+        best=config.checkpoint.best,
+    )
     stepper = Stepper(
         replica,
         make_optimizer(config, replica.module),
         config,
-        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, total),
-        lanes_per_rank=len(ridden),
+        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
+        lanes_per_rank=lanes // world.size,
         world=world,
+        on_bad=lambda text: events.write("warning", text=text),
+        original=partial(original_indices, training),
     )
-    return stepper, total
+    return stepper, plan
 
 
-def run_managed_loop(
-    config: Config,
-    stepper: Stepper,
-    training: Any,
-    validation: Any | None,
-    total_steps: int,
-    ridden: range,
-    world: World,
-    events: Events,
-    progress: Progress,
-) -> Fit:
+def build_loop(
+    config: Config, stepper: Stepper, training: Any, validation: Any | None, plan: Plan, saver: Saver, stop: Stop,
+    fit: Fit, world: World, events: Events, progress: Progress,
+) -> Loop:  # fmt: skip
     """Wire the loaders and the evaluation into the managed loop. All ranks."""
-    lanes = len(ridden) * world.size
+    lanes = stepper.lanes_per_rank * world.size
     shared: dict[str, Any] = {"seed": config.seed, "workers": config.workers, "world": world}
     sampler = LaneSampler(
         seed=config.seed,
         size=len(training),
         batch_size=config.batch_size,
         lanes=lanes,
-        steps=range(total_steps),
-        ridden=ridden,
+        steps=range(fit.step, plan.total_steps),
+        ridden=batches.lanes_of(world.rank, world.size, lanes),
+    )
+    turns = turns_of(
+        lane_loader(training, sampler, **shared), steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps
     )
     evaluator = None
     if validation is not None:
         loader = evaluation_loader(validation, batch_size=config.batch_size, **shared)
         evaluator = Evaluator(loader, config, world)
-    plan = Plan(
-        steps_per_epoch=batches.steps_per_epoch(len(training), config.batch_size, lanes),
-        total_steps=total_steps,
-        log_every_steps=config.log.every_steps,
-        check_replicas_every=config.check_replicas_every,
-        log_digests=config.log.digests,
-    )
-    return fit(stepper, lane_loader(training, sampler, **shared), evaluator, plan, world, events, progress)
+    return Loop(
+        stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,
+        events=events, progress=progress,
+    )  # fmt: skip
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:

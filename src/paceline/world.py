@@ -75,6 +75,32 @@ class World:
         return gathered
 
 
+class Exchange:
+    """A few whole numbers that the ranks exchange while each of them goes on: the largest of each, on all ranks.
+
+    It has a process group of its own, on the CPU, so it neither waits for the device nor meets other collectives.
+    """
+
+    def __init__(self, world: World) -> None:
+        """All ranks."""
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._sent = torch.zeros(0, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def begin(self, *numbers: int) -> None:
+        """Send this rank's numbers. All ranks."""
+        self._sent = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def end(self) -> list[int]:
+        """The largest of each number that any rank has sent. All ranks."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._sent.tolist()  # type: ignore[no-any-return]
+
+
 @contextmanager
 def join(config: Config, store: Path | None = None) -> Iterator[World]:
     """Join the process group that the environment describes; `store` is a file that all ranks of one machine see.
@@ -120,8 +146,7 @@ def _next_meeting(rank: int, size: int) -> dist.Store:
 
 def _settle(config: Config, device: torch.device) -> None:
     """How this process computes, for every task alike: its threads, its device, repeatable kernels."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    use_threads(config)
     if device.type == "cuda":
         is_exact = config.exact and config.train_fn is None
         if is_exact:  # cuBLAS reads this when the first context is made
@@ -130,6 +155,12 @@ def _settle(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(is_exact)  # with warn_only, attention would quietly stay as it is
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(device)
+
+
+def use_threads(config: Config) -> None:
+    """The threads of an operator, if they are settled."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
 
 
 def is_joined() -> bool:

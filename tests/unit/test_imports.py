@@ -26,23 +26,26 @@ LAYERS = [
     ["trainer"],
     ["launch"],
     ["launch.local", "launch.torchrun"],
-    ["launch.environment"],
+    ["launch.environment", "launch.restarts"],
     ["apply", "worker"],
     ["loop", "own_loop"],
     ["evaluate"],
     ["step"],
-    ["reduce", "replica"],
+    ["guard", "reduce", "replica"],
     ["data.loader"],
     ["data.sources"],
     ["metrics", "optim"],
+    ["checkpoint.saver"],
+    ["checkpoint.state", "resume"],
     ["failure", "job", "result", "telemetry.follow"],
-    ["digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
+    ["checkpoint.store"],
+    ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
     ["world"],
     ["run_folder"],
     ["config"],
     ["data.batches", "functions", "travel"],
-    ["data.order", "errors", "lifeline", "progress", "randomness"],
-    ["paceline", "data", "recipes", "telemetry"],  # packages, which import nothing
+    ["data.order", "errors", "lifeline", "progress", "randomness", "stop"],
+    ["paceline", "checkpoint", "data", "recipes", "telemetry"],  # packages, which import nothing
 ]
 
 # Imports inside functions that go up, each for a reason that is told where it stands.

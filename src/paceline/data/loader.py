@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from paceline.data.order import indices_of
 from paceline.data.sources import Part, fetch
 from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
+from paceline.stop import ignore_signals
 from paceline.world import World
 
 
@@ -32,6 +34,16 @@ class Lane:
     def key(self) -> tuple[str, int, int]:
         """What its random numbers depend on."""
         return "data", self.step, self.lane
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one step takes: the lanes of this rank."""
+
+    step: int
+    epoch: int
+    lanes: list[Lane]
+    ends_epoch: bool
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,13 @@ class LaneSampler(Sampler[Lane]):
 def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, world: World) -> DataLoader[Any]:
     """The lanes of this rank in order, fetched ahead by `workers` processes."""
     return _keyed_loader(dataset, sampler, seed, workers, world)
+
+
+def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[Turn]:
+    """The lanes of this rank, gathered into steps."""
+    for step, ridden in groupby(lanes, key=lambda lane: lane.step):
+        ends_epoch = (step + 1) % steps_per_epoch == 0 or step + 1 == total_steps
+        yield Turn(step, step // steps_per_epoch, list(ridden), ends_epoch)
 
 
 class DealtSampler(Sampler[Dealt]):
@@ -245,4 +264,5 @@ def _options(workers: int, world: World, seed: int) -> dict[str, Any]:
 
 
 def _start_worker(worker: int) -> None:
+    ignore_signals()
     die_with_parent()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from paceline.config import Config
+from paceline.errors import Interrupted, PacelineError, Stopped
 from paceline.job import Task
 from paceline.launch.environment import load_dotenv, pick_launcher
 from paceline.result import Outcome
@@ -15,9 +17,19 @@ def start(config: Config, task: Task, folder: Path) -> Outcome:
     launcher = pick_launcher(config.launcher)
     load_dotenv(folder)
     if launcher == "torchrun":
-        from paceline.launch import torchrun
+        from paceline.launch import torchrun as chosen
+    else:
+        from paceline.launch import local as chosen  # type: ignore[no-redef]
+    outcome: Outcome = chosen.start(config, task)
+    if outcome.stopped is not None:
+        raise stopped_error(outcome)
+    return outcome
 
-        return torchrun.start(config, task)
-    from paceline.launch import local
 
-    return local.start(config, task)
+def stopped_error(outcome: Outcome) -> PacelineError:
+    """The error for a run that was stopped on request."""
+    facts = json.loads(outcome.stopped or "{}")
+    text = f"stopped by {facts['reason']} at step {facts['step']}"
+    if facts["is_saved"]:
+        return Stopped(f"{text}; everything is saved, go on with --resume {outcome.run_dir}")
+    return Interrupted(f"{text}, but its state could not be saved; an earlier checkpoint may be in {outcome.run_dir}")

@@ -46,6 +46,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
+def is_restarted() -> bool:
+    """Whether torchrun has started this rank again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
 def is_main_process() -> bool:
     """Whether this process speaks for the run: the launcher, or rank 0 of a world started by others."""
     return os.environ.get("RANK", "0") == "0"

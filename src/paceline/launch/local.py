@@ -12,9 +12,12 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed import HashStore
@@ -23,49 +26,99 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline import failure, job, result
+from paceline import failure, job, result, resume
+from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.errors import RankFailed, Stopped
+from paceline.errors import Interrupted, RankFailed
 from paceline.job import Task
-from paceline.launch.environment import chosen_threads
+from paceline.launch.environment import chosen_threads, usable_cores
+from paceline.launch.restarts import Restarts
 from paceline.result import Outcome
-from paceline.run_folder import RunFolder
+from paceline.run_folder import RunFolder, opened
+from paceline.stop import SIGNALS
+from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
 from paceline.world import pick_backend, pick_device
 
+MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
+RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 AGENT_LOGGERS = ("torch.distributed.elastic", "torchelastic")
 # The shell gives stdout and stderr one log, opened for appending, before Python starts.
 SHELL = 'exec "$@" >>"$0" 2>&1'
 # Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
 # ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
-SHELL_OF_SEVERAL = 'export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"; ' + SHELL
+PASSIVE = 'export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"; '
+# Ranks that save before they stop must not die of the request while they start: what is ignored stays so over exec.
+DEAF = "trap '' TERM INT USR1; "
 
 
 def start(config: Config, task: Task) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
-    ranks = config.procs or (torch.cuda.device_count() if config.device != "cpu" and config.ddp else 0) or 1
+    began = time.time()
+    past = resume.find(config)
+    lanes = past.lanes(config)
+    ranks = pick_ranks(config, lanes)
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
-    threads = config.threads or chosen_threads(config.lanes or ranks)
-    config = config.model_copy(update={"procs": ranks, "threads": threads})
+    threads = past.threads(config) or chosen_threads(lanes or ranks)
+    config = config.model_copy(update={"threads": threads})
+    if config.train_fn is None:
+        config = config.model_copy(update={"lanes": lanes or ranks})
     # What would fail in every rank fails here, before a folder is made or a process started.
     pick_backend(config.backend, pick_device(config.device, 0), ranks)
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
-    folder = RunFolder.create(config)
-    job.save(packed, folder.job)
-    try:
-        with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks):
-            outcome = _run_agent(folder, ranks, store=Path(private) / "store")
-    finally:
-        folder.job.unlink(missing_ok=True)  # it holds a copy of the data
-    if outcome.is_failed():
+    with opened(config, past.run_dir) as folder:
+        folder.job.unlink(missing_ok=True)  # of a launcher that was killed
+        job.save(packed, folder.job)
+        try:
+            _run_to_end(config, folder, began)
+        finally:
+            folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+        return result.collect(folder)
+
+
+def pick_ranks(config: Config, lanes: int | None) -> int:
+    """As many ranks as the config allows and the machine has room for, and as the lanes can be shared among."""
+    gpus = torch.cuda.device_count() if config.device != "cpu" and config.ddp else 0
+    if config.procs_range is None:
+        least, most = 1, gpus or 1
+    else:
+        least, most = config.procs_range
+        if least < most:
+            most = max(least, min(most, gpus or usable_cores()))
+    fitting = [number for number in range(least, most + 1) if (lanes or number) % number == 0]
+    return max(fitting, default=most)
+
+
+def _run_to_end(config: Config, folder: RunFolder, began: float) -> None:
+    """Start the ranks, and start them again from the last checkpoint as often as the config allows."""
+    is_managed = config.train_fn is None
+    limit = config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
+    restarts, store = Restarts(limit), Store(folder.checkpoints)
+    request = Request()
+    why = ""
+    while True:
+        folder.forget_last_life()
+        ranks = pick_ranks(config, config.lanes)
+        with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks, from_now=True) as follower:
+            if why:
+                with_what = f"from step {step}" if (step := store.newest_step()) >= 0 else "from the beginning"
+                text = f"{why}; starting again {with_what} (restart {restarts.used} of {restarts.limit})"
+                Events(folder.events).write("restarted", text=text)
+            request.say = follower.screen.note
+            worker = _worker_command(folder, Path(private) / "store", began)
+            outcome = _run_agent(folder, ranks, worker, request if is_managed else None)
+        if not outcome.is_failed():
+            break
         codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
-        raise RankFailed(failure.first(folder, codes).describe())
-    if not (folder.result.exists() or folder.value.exists()):
+        first = failure.first(folder, codes)
+        if request.signal or not restarts.allow(first, store.newest_step()):
+            raise RankFailed(first.describe())
+        why = f"rank {first.rank} failed ({first.place}): {first.error}"
+    if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
-    return result.collect(folder)
 
 
 class LocalRendezvous(RendezvousHandler):  # type: ignore[misc]
@@ -96,34 +149,75 @@ class LocalRendezvous(RendezvousHandler):  # type: ignore[misc]
         return True
 
 
+@dataclass
+class Request:
+    """What the launcher has been asked by signals, over all lives of the ranks."""
+
+    signal: int = 0
+    say: Callable[[str], None] = print
+
+
 class Agent(LocalElasticAgent):  # type: ignore[misc]
-    """torch's agent, with a shorter wait for survivors: its own half a minute is for clusters."""
+    """torch's agent, which passes a first request to stop on to ranks that save, and waits less long for others."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, request: Request | None) -> None:
+        super().__init__(spec, logs)
+        self._request, self._sent_at = request, 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)
         close = self._pcontext.close
-        self._pcontext.close = lambda death_sig=None, timeout=GRACE_S: close(death_sig, min(timeout, GRACE_S))
+        # Ranks that take SIGTERM as a request would only wait for the neighbour that has failed.
+        last = signal.SIGTERM if self._request is None else signal.SIGKILL
+        self._pcontext.close = lambda death_sig=None, timeout=GRACE_S: close(last, min(timeout, GRACE_S))
+        if self._request is not None and threading.current_thread() is threading.main_thread():
+            for name in SIGNALS:
+                signal.signal(name, self._on_signal)
         return pids
 
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        assert self._request is not None
+        if self._request.signal:
+            raise SignalException("asked again", signal.Signals(number))
+        self._request.signal = number
 
-def _run_agent(folder: RunFolder, ranks: int, store: Path) -> RunResult:
-    worker = (sys.executable, "-u", "-m", "paceline.worker", str(folder.job), str(store), str(os.getpid()))
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        request = self._request
+        if request is not None and request.signal and time.monotonic() - self._sent_at > RESEND_S:
+            if not self._sent_at:
+                again = "Ctrl-C again" if request.signal == signal.SIGINT else "a second signal"
+                request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
+            self._sent_at = time.monotonic()
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, request.signal)
+        return super()._monitor_workers(worker_group)
+
+
+def _worker_command(folder: RunFolder, store: Path, began: float) -> tuple[str, ...]:
+    return (
+        sys.executable, "-u", "-m", "paceline.worker", str(folder.job), str(store), str(os.getpid()), str(began)
+    )  # fmt: skip
+
+
+def _run_agent(folder: RunFolder, ranks: int, worker: tuple[str, ...], request: Request | None) -> RunResult:
+    shell = (DEAF if request is not None else "") + (PASSIVE if ranks > 1 else "") + SHELL
     spec = WorkerSpec(
         role="paceline",
         local_world_size=ranks,
         rdzv_handler=LocalRendezvous(),
         entrypoint="/bin/sh",
-        args=("-c", SHELL if ranks == 1 else SHELL_OF_SEVERAL, str(folder.log("${local_rank}")), *worker),
-        max_restarts=0,
+        args=("-c", shell, str(folder.log("${local_rank}")), *worker),
+        max_restarts=0,  # whether to start again is for `Restarts` to say
     )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), request)
     with _quiet_agent(), _kept_signal_handlers():
         try:
             return agent.run()
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt(f"the run folder is {folder.path}") from None
-            raise Stopped(f"stopped by {stopped.sigval.name}; the run folder is {folder.path}") from None
+            raise Interrupted(f"ended by {stopped.sigval.name}; the run folder is {folder.path}") from None
 
 
 @contextmanager
@@ -147,7 +241,7 @@ def _kept_signal_handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {name: signal.getsignal(name) for name in names}
     try:
         yield

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
 
-from paceline import failure, result
+from paceline import failure, result, resume
 from paceline.config import Config
 from paceline.errors import RankFailed
 from paceline.job import Task
-from paceline.launch.environment import chosen_threads, ranks_here
+from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
 from paceline.progress import Progress
 from paceline.result import Outcome
-from paceline.run_folder import RunFolder
+from paceline.run_folder import RunFolder, opened
 from paceline.telemetry.follow import Follower
-from paceline.world import join
+from paceline.world import join, use_threads
 
 
 def start(config: Config, task: Task) -> Outcome:
     """Do the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
-    threads = config.threads or chosen_threads(config.lanes or ranks_here(), injected="1")
-    config = config.model_copy(update={"threads": threads})
-    with join(config) as world:
-        folder = RunFolder(world.decide(lambda: RunFolder.create(config).path))
-        progress = Progress()
+    progress = Progress()
+    if is_restarted() and config.train_fn is None:
+        config = config.model_copy(update={"resume": "auto"})
+    with ExitStack() as held, join(config) as world:
+        path, settled = world.decide(lambda: _open(config, world.size, held))
+        config = config.model_copy(update=settled)
+        use_threads(config)
+        folder = RunFolder(path)
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
-            with Follower(folder, ranks=0) if world.is_main else nullcontext():
+            with Follower(folder, ranks=0, from_now=True) if world.is_main else nullcontext():
                 task(config, folder, world, progress)
         except Exception as error:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)
@@ -39,3 +44,14 @@ def start(config: Config, task: Task) -> Outcome:
     # interpreter, the process aborts; a script may end right after this.
     time.sleep(0.1)
     return outcome
+
+
+def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
+    """Make the run folder or find that of a run that goes on, and hold it. Rank 0 only."""
+    past = resume.find(config)
+    lanes = past.lanes(config)
+    threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
+    settled = {"threads": threads, "lanes": lanes or world_size if config.train_fn is None else None}
+    folder = held.enter_context(opened(config.model_copy(update=settled), past.run_dir))
+    folder.forget_last_life()
+    return folder.path, settled

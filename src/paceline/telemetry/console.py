@@ -70,7 +70,8 @@ class Screen:
 
     def _on_step(self, event: dict[str, Any]) -> None:
         speed = f"{event['samples_per_s']:,.0f} samples/s"
-        text = f"epoch {event['epoch'] + 1}/{event['epochs']}  loss {event['loss']:.4f}  {speed}"
+        loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
+        text = f"epoch {event['epoch'] + 1}/{event['epochs']}  loss {loss}  {speed}"
         self._move(text, event["step"], event["steps"])
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
@@ -80,6 +81,13 @@ class Screen:
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(f"warning: {event['text']}", style="yellow")
+
+    def _on_resumed(self, event: dict[str, Any]) -> None:
+        changes = f", with changes: {', '.join(event['changes'])}" if event["changes"] else ""
+        self.note(f"going on from step {event['step']} ({event['checkpoint']}){changes}")
+
+    def _on_restarted(self, event: dict[str, Any]) -> None:
+        self.note(event["text"], style="yellow")
 
     def _on_run_finished(self, event: dict[str, Any]) -> None:
         self.close()

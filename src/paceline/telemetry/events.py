@@ -1,24 +1,36 @@
-"""`events.jsonl`: one JSON object a line, written by rank 0 alone."""
+"""`events.jsonl`: one JSON object a line. Rank 0 writes it; the launcher does between two lives of the ranks."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+REPEATED = ("step", "epoch", "digests")  # what a run says again when it goes on from an earlier step
 
 
 class Events:
     """The writer. Ranks other than 0 hold one without a file, so that nobody branches on the rank."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1) if path is not None else None
+        self._file = path.open("ab", buffering=0) if path is not None else None
         self._last: dict[str, float] = {}
+        # The last line of a killed writer may have no end.
+        self._is_torn = self._file is not None and path is not None and not _ends_whole(path)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add one event, at once."""
-        if self._file is not None:
-            self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n")
+        """Add one event, at once. A disk that is full costs the event, not the run."""
+        if self._file is None:
+            return
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
+        if self._is_torn:
+            line = b"\n" + line
+        try:
+            self._is_torn = self._file.write(line) != len(line)
+        except OSError:
+            self._is_torn = True
 
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
         """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
@@ -31,3 +43,38 @@ class Events:
         """End of the run."""
         if self._file is not None:
             self._file.close()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The events in a file, without lines that are torn."""
+    with path.open("rb") as file:
+        yield from (event for line in file if (event := parse(line)) is not None)
+
+
+def parse(line: bytes | str) -> dict[str, Any] | None:
+    """The event in a line, or None if the line is empty or torn."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def rewind(path: Path, step: int) -> None:
+    """Forget what will be said again: steps and epochs that end after `step`."""
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}")
+    with partial.open("wb") as file:
+        for event in read(path):
+            if event["event"] not in REPEATED or event["step"] <= step:
+                file.write(json.dumps(event).encode() + b"\n")
+    partial.replace(path)
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from paceline.run_folder import RunFolder
 from paceline.telemetry.console import Screen
+from paceline.telemetry.events import parse
 from paceline.telemetry.lines import FAILED, WARNING
 
 INTERVAL_S = 0.1
@@ -18,14 +20,17 @@ INTERVAL_S = 0.1
 class Tail:
     """The lines that have been added to a file since it was last asked; a torn last line waits for its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._position = 0
+        self._file, self._position = _identity(path.stat()) if from_end and path.exists() else (0, 0)
 
     def lines(self, *, to_end: bool = False) -> Iterator[str]:
         """New whole lines; `to_end` takes a last line without an end too."""
         try:
             with self._path.open("rb") as file:
+                now, size = _identity(os.fstat(file.fileno()))
+                if now != self._file or size < self._position:  # another file has taken its name
+                    self._file, self._position = now, 0
                 file.seek(self._position)
                 content = file.read()
         except FileNotFoundError:
@@ -39,13 +44,21 @@ class Tail:
             yield from (line.rpartition("\r")[2] for line in whole.decode(errors="replace").split("\n"))
 
 
-class Follower:
-    """A thread that shows a run. `ranks` are those whose logs it reads; none where they own the terminal themselves."""
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_ino, facts.st_size
 
-    def __init__(self, folder: RunFolder, ranks: int) -> None:
+
+class Follower:
+    """A thread that shows a run. `ranks` are those whose logs it reads; none where they own the terminal themselves.
+
+    `from_now` leaves out what an earlier life of the run has written.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False) -> None:
         self.screen = Screen()
-        self._events = Tail(folder.events)
-        self._logs = [Tail(folder.log(rank)) for rank in range(ranks)]
+        self._events = Tail(folder.events, from_end=from_now)
+        self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
+        self._since = time.time() if from_now else 0.0  # older events come by again when the file is rewound
         self._warned: set[str] = set()
         self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
@@ -87,4 +100,7 @@ class Follower:
                 if rank == 0 and not warning and not self._has_failed:
                     self.screen.line(line)
         for line in self._events.lines():
-            self.screen.show(json.loads(line))
+            event = parse(line)
+            if event is not None and event["time"] >= self._since:
+                self._since = event["time"]
+                self.screen.show(event)

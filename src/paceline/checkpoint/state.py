@@ -1,0 +1,247 @@
+"""What a checkpoint holds: groups of named tensors, and a rest of plain values.
+
+The tensors lie in safetensors files whose number depends on their sizes alone. The rest is a small file that loads with
+`weights_only=True`. Nothing here knows how many ranks there are, except who writes which file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from paceline.checkpoint import files
+from paceline.checkpoint.files import Written
+from paceline.ema import Ema
+from paceline.errors import ConfigError
+
+SHARD_BYTES = 128 << 20  # small enough to be shared out among ranks, large enough for a disk
+REST = "state.pt"
+TENSOR = "tensor of"  # what stands in the rest where a tensor was
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class State:
+    """The state of a run at one step."""
+
+    groups: dict[str, Tensors]  # "weights", "optimizer" and, if there is one, "ema"
+    rest: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.groups.values() for tensor in tensors.values())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tensors."""
+
+    file: str
+    group: str
+    names: tuple[str, ...]
+    size: int
+
+
+# --- into a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def capture(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, counters: dict[str, Any]
+) -> State:
+    """The state as it is now; the tensors are the live ones, not copies."""
+    weights, aliases = _unshared(model.state_dict())
+    kept: dict[str, Any] = {"aliases": aliases, "counters": counters}
+    groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
+    kept["weights"] = _take_out(weights, "", groups["weights"])
+    kept["optimizer"] = _take_out(optimizer.state_dict(), "", groups["optimizer"])
+    if ema is not None:
+        groups["ema"] = ema.averages()
+    return State(groups, kept)
+
+
+def shards_of(state: State) -> list[Shard]:
+    """The files that a state is written to: a group's tensors in their order, cut where a file would grow too large."""
+    shards = []
+    for group, tensors in state.groups.items():
+        parts: list[list[str]] = [[]]
+        filled = 0
+        for name, tensor in tensors.items():
+            if filled + tensor.nbytes > SHARD_BYTES and parts[-1]:
+                parts.append([])
+                filled = 0
+            parts[-1].append(name)
+            filled += tensor.nbytes
+        for number, names in enumerate(parts, start=1):
+            place = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            size = sum(tensors[name].nbytes for name in names)
+            shards.append(Shard(f"{group}{place}.safetensors", group, tuple(names), size))
+    return shards
+
+
+def share_of(rank: int, world_size: int, shards: Sequence[Shard]) -> list[Shard]:
+    """The files that a rank writes: the largest go first, each to the rank that has least (pure)."""
+    loads = [0] * world_size
+    mine = []
+    for shard in sorted(shards, key=lambda shard: (-shard.size, shard.file)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += shard.size
+        if lightest == rank:
+            mine.append(shard)
+    return mine
+
+
+class Staging:
+    """Memory of the host for this rank's share of a state, made once: a save pays for a copy, not for memory."""
+
+    def __init__(self) -> None:
+        self._host: dict[tuple[str, str], torch.Tensor] = {}
+
+    def reserve(self, state: State, shards: Sequence[Shard]) -> None:
+        """Have the memory, touched, so that the first copy is as fast as the next ones."""
+        for group, name, tensor in _tensors_in(state, shards):
+            self._room_for(group, name, tensor).zero_()
+
+    def copy(self, state: State, shards: Sequence[Shard]) -> Callable[[], dict[str, Tensors]]:
+        """Copy the share; the returned function waits for the copy and gives the tensors of each file."""
+        live, host = [], []
+        for group, name, tensor in _tensors_in(state, shards):
+            live.append(tensor.detach())
+            host.append(self._room_for(group, name, tensor))
+        if live:
+            torch._foreach_copy_(host, live, non_blocking=True)
+        copied = [_mark(device) for device in {tensor.device for tensor in live} if device.type == "cuda"]
+
+        def wait() -> dict[str, Tensors]:
+            for mark in copied:
+                mark.synchronize()
+            return {shard.file: {name: self._host[shard.group, name] for name in shard.names} for shard in shards}
+
+        return wait
+
+    def _room_for(self, group: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._host.get((group, name))
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            self._host[group, name] = room
+        return room
+
+
+def write_rest(folder: Path, state: State) -> Written:
+    """Write what is not a large tensor."""
+    buffer = io.BytesIO()
+    torch.save(state.rest, buffer)
+    return files.write(folder / REST, [buffer.getbuffer()])
+
+
+# --- out of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> State:
+    """The state that a checkpoint holds, on the CPU."""
+    rest = torch.load(path / REST, weights_only=True, map_location="cpu")
+    groups: dict[str, Tensors] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        group = file.name.removesuffix(".safetensors").partition("-")[0]
+        groups.setdefault(group, {}).update(safetensors.torch.load_file(file))
+    return State(groups, rest)
+
+
+def put_weights(state: State, model: torch.nn.Module, source: Path) -> None:
+    """Give a model the weights; a ConfigError shows both values where they do not fit."""
+    weights = _put_back(state.rest["weights"], state.groups.get("weights", {}))
+    weights |= {name: weights[kept] for name, kept in state.rest["aliases"].items()}
+    if problems := _misfits(model.state_dict(), weights):
+        raise ConfigError([f"{source} does not fit the model: {problem}" for problem in problems])
+    model.load_state_dict(weights)
+
+
+def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) -> None:
+    """Give an optimizer its state back."""
+    loaded = _put_back(state.rest["optimizer"], state.groups.get("optimizer", {}))
+    for there, here in zip(loaded["param_groups"], optimizer.state_dict()["param_groups"], strict=False):
+        if there.keys() != here.keys() or len(there["params"]) != len(here["params"]):
+            raise ConfigError(
+                f"{source} holds an optimizer with {', '.join(sorted(there))} over {len(there['params'])} parameters; "
+                f"the config's has {', '.join(sorted(here))} over {len(here['params'])}"
+            )
+    if len(loaded["param_groups"]) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"{source} holds an optimizer with {len(loaded['param_groups'])} groups of parameters; "
+            f"the config's has {len(optimizer.param_groups)}"
+        )
+    optimizer.load_state_dict(loaded)
+
+
+def _misfits(model: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
+    """Where two state dicts differ in names or shapes: the first few, in words."""
+    problems = [f"the model has no {name}" for name in weights if name not in model]
+    problems += [f"the checkpoint has no {name}" for name in model if name not in weights]
+    for name, there in weights.items():
+        here = model.get(name)
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape != there.shape:
+            problems.append(f"{name} is {tuple(there.shape)} in the checkpoint and {tuple(here.shape)} in the model")
+    return problems if len(problems) <= 4 else [*problems[:4], f"and {len(problems) - 4} more differences"]
+
+
+# --- tensors in and out of trees -----------------------------------------------------------------------------------
+
+
+def _unshared(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A state dict with every tensor once, and the other names of those that have several."""
+    kept: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, value in state.items():
+        place = _place_of(value) if isinstance(value, torch.Tensor) and value.numel() else name
+        if place in seen:
+            aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            kept[name] = value
+    return kept, aliases
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _take_out(tree: Any, path: str, tensors: Tensors) -> Any:
+    """The tree with a mark where each tensor was; the tensors go to `tensors` under their path."""
+    if isinstance(tree, torch.Tensor):
+        tensors[path] = tree
+        return {TENSOR: path}
+    if isinstance(tree, Mapping):
+        return {key: _take_out(value, f"{path}.{key}".lstrip("."), tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [_take_out(value, f"{path}.{place}".lstrip("."), tensors) for place, value in enumerate(tree)]
+        return tuple(parts) if isinstance(tree, tuple) else parts
+    return tree
+
+
+def _put_back(tree: Any, tensors: Tensors) -> Any:
+    if isinstance(tree, Mapping):
+        if tree.keys() == {TENSOR}:
+            return tensors[tree[TENSOR]]
+        return {key: _put_back(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [_put_back(value, tensors) for value in tree]
+        return tuple(parts) if isinstance(tree, tuple) else parts
+    return tree
+
+
+def _tensors_in(state: State, shards: Sequence[Shard]) -> list[tuple[str, str, torch.Tensor]]:
+    return [(shard.group, name, state.groups[shard.group][name]) for shard in shards for name in shard.names]
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark

@@ -1,0 +1,206 @@
+"""The folder of a run's checkpoints: names, manifests, atomic publishing, verification, and which ones are kept.
+
+A checkpoint is written into a folder with a dot before its name. Its manifest, which holds the size and checksum of
+every other file, comes last; then the folder gets its name. So what has a name is whole, unless a disk has lost it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import files
+from paceline.checkpoint.files import Written
+from paceline.errors import CheckpointsDamaged
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step-(\d{8,})")
+DAMAGED = "damaged-"
+
+
+class Damaged(Exception):
+    """Why a checkpoint cannot be used, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    files: list[Written]
+    identity: dict[str, Any]  # of the run: what must fit when it goes on
+    metrics: dict[str, float | None] = field(default_factory=dict)  # None stands for a value that is not finite
+    time: float = 0.0
+    format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def to_json(self) -> str:
+        """The manifest with its own checksum."""
+        content = asdict(self)
+        return json.dumps({**content, "sha256": _seal(content)}, indent=1)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; raises Damaged."""
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        seal = content.pop("sha256")
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
+    if seal != _seal(content):
+        raise Damaged(f"{MANIFEST} has changed since it was written")
+    if content["format"] != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}")
+    return Manifest(**{**content, "files": [Written(**file) for file in content["files"]]})
+
+
+def verify(path: Path) -> Manifest:
+    """Read every file of a checkpoint and compare; raises Damaged with the first file that is not as written."""
+    manifest = read_manifest(path)
+    for file in manifest.files:
+        try:
+            size = (path / file.name).stat().st_size
+            if size != file.size:
+                raise Damaged(f"{file.name} has {size} bytes instead of {file.size}")
+            if files.sha256_of_file(path / file.name) != file.sha256:
+                raise Damaged(f"{file.name} has another checksum than when it was written")
+        except OSError as error:
+            raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+    return manifest
+
+
+class Store:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is published."""
+        return self.folder / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of a step is being written, by all ranks."""
+        return self.folder / f".step-{step:08d}.partial"
+
+    def paths(self) -> list[Path]:
+        """The published checkpoints, newest first."""
+        found = [(int(match[1]), path) for path in self._entries() if (match := STEP.fullmatch(path.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint, by its name; -1 if there is none."""
+        return max((step_of(path) for path in self.paths()), default=-1)
+
+    def newest_valid(self, on_damaged: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that can be used; those that cannot are set aside and told.
+
+        Raises CheckpointsDamaged if there are checkpoints and all of them are damaged: a run must not lose its past.
+        """
+        for path in self.paths():
+            try:
+                return path, verify(path)
+            except Damaged as reason:
+                aside = self._set_aside(path)
+                on_damaged(f"checkpoint {path.name} cannot be used: {reason}; it is now {aside.name}")
+        damaged = sorted(path for path in self._entries() if path.name.startswith(DAMAGED))
+        if damaged:
+            raise CheckpointsDamaged(
+                f"none of the checkpoints in {self.folder} can be used: {', '.join(path.name for path in damaged)}; "
+                "begin a new run with --resume never, or go on from another checkpoint with --resume PATH"
+            )
+        return None
+
+    def publish(
+        self, step: int, written: Sequence[Written], identity: dict[str, Any], metrics: Mapping[str, float]
+    ) -> Path:
+        """Give the partial checkpoint of a step its manifest and its name, in an order that no crash can tear."""
+        partial, path = self.partial(step), self.path(step)
+        manifest = Manifest(
+            step=step,
+            files=sorted(written, key=lambda file: file.name),
+            identity=identity,
+            metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+            time=round(time.time(), 3),
+        )
+        files.write(partial / MANIFEST, [manifest.to_json().encode()])
+        files.sync_folder(partial)
+        if path.exists():  # the run came here before, from a checkpoint that is older than this one
+            self._set_aside(path)
+        partial.rename(path)
+        files.sync_folder(self.folder)
+        return path
+
+    def discard(self, step: int) -> None:
+        """Remove what there is of a checkpoint that could not be written."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def clean(self) -> None:
+        """Remove what killed runs were writing. Only while nobody else writes here."""
+        for path in self._entries():
+            if path.name.endswith(".partial"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def retain(self, keep: int, best: tuple[str, str] | None) -> None:
+        """Remove checkpoints that are neither among the newest nor the best; after a newer one has been verified."""
+        spared = {*self.paths()[:keep]}
+        if best is not None:
+            spared.add(self.best(*best) or Path())
+        for path in self.paths():
+            if path not in spared:
+                # A folder with a dot is no checkpoint, so a kill in the middle leaves none that is half there.
+                doomed = path.with_name(f".{path.name}.partial")
+                with suppress(OSError):
+                    path.rename(doomed)
+                    shutil.rmtree(doomed)
+
+    def best(self, metric: str, mode: str) -> Path | None:
+        """The checkpoint with the best value of a metric."""
+        values: dict[Path, float] = {}
+        for path in self.paths():
+            with suppress(Damaged):
+                value = read_manifest(path).metrics.get(metric)
+                if value is not None:
+                    values[path] = value
+        if not values:
+            return None
+        return (min if mode == "min" else max)(values, key=lambda path: values[path])
+
+    def _set_aside(self, path: Path) -> Path:
+        stem = f"{DAMAGED}{path.name}"
+        aside = next(
+            path.with_name(name)
+            for name in (stem, *(f"{stem}-{n}" for n in range(2, 10_000)))
+            if not path.with_name(name).exists()
+        )
+        return path.rename(aside)
+
+    def _entries(self) -> Iterable[Path]:
+        return list(self.folder.iterdir()) if self.folder.is_dir() else []
+
+
+def step_of(path: Path) -> int:
+    """The step that a published checkpoint's name tells."""
+    match = STEP.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
