@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from paceline.world import World
+from paceline.world import PATIENCE, World
 
 # DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
 
@@ -157,9 +157,12 @@ class Ladder:
 class BucketHook:
     """What DDP does with a bucket of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, vote: torch.Tensor | None = None
+    ) -> None:
+        """`vote`, a single number, is added to the sums of every step, as it is when the first bucket is ready."""
         self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
-        self._reduction = reduction
+        self._reduction, self._vote = reduction, vote
         self.begin([], is_empty=False)
 
     def begin(self, branches: list[Gradients], *, is_empty: bool) -> None:
@@ -170,6 +173,7 @@ class BucketHook:
     def take(self, bucket: dist.GradBucket) -> Future:
         """Sum one bucket. All ranks, in the same order."""
         buffer = bucket.buffer()
+        is_first = not self.reduced
         self.reduced += buffer.numel()
         if self._is_empty:
             buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
@@ -178,7 +182,15 @@ class BucketHook:
             places = [self._place[parameter] for parameter in bucket.parameters()]
             for branch in self._branches:
                 torch._foreach_add_(gradients, [branch[place] for place in places])
+        if self._vote is not None and is_first:
+            cast(self._vote, buffer)
         return self._reduction.start(buffer)
+
+
+def cast(vote: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a vote to one element of a gradient."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    values[(slice(1),) * values.ndim].add_(vote)
 
 
 def reduce_bucket(hook: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -228,7 +240,8 @@ def _pair_groups(world: World) -> list[dist.ProcessGroup]:
     mine = []
     for level in range(world.size.bit_length() - 1):
         pairs = [(rank, rank | 1 << level) for rank in range(world.size) if not rank & 1 << level]
-        groups = {pair: dist.new_group(list(pair)) for pair in pairs}  # every rank makes every group, as torch demands
+        # Every rank makes every group, as torch demands.
+        groups = {pair: dist.new_group(list(pair), timeout=PATIENCE) for pair in pairs}
         mine += [group for pair, group in groups.items() if world.rank in pair]
     return mine
 

@@ -72,6 +72,43 @@ def frozen_net() -> nn.Module:
     return model
 
 
+BAD = {13: float("nan"), 58: float("inf")}  # in different steps of the first epochs
+
+
+class NotFinite(Images):
+    """Images of which some are not finite."""
+
+    def __init__(self, size: int = EVEN) -> None:
+        super().__init__(size)
+        for index, value in BAD.items():
+            self.images[index] = value
+
+
+class Explode(torch.autograd.Function):
+    """Passes numbers on; the gradients of marked samples are infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_marked: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(is_marked)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (is_marked,) = ctx.saved_tensors
+        return torch.where(is_marked[:, None], torch.inf, gradient), None
+
+
+class Exploding(nn.Module):
+    """Its loss is finite for any image; its gradients are not where the image is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Explode.apply(self.net(x.nan_to_num(0, 3, -3)), ~x.isfinite().flatten(1).all(1))
+
+
 class Sometimes(nn.Module):
     """A branch that only some lanes use: those whose first pixel of the first sample is positive."""
 
@@ -119,6 +156,19 @@ CASES: dict[str, dict[str, Any]] = {
     "eight lanes": {"lanes": 8, "batch_size": 3, "dataset_fn": lambda: Images(ODD)},
     "twelve lanes": {"lanes": 12, "batch_size": 2, "model_fn": Shared},
     "no evaluation in between": {"model_fn": conv_net, "val_fraction": 0, "val_dataset_fn": None},
+    "samples that are not finite": {
+        "model_fn": conv_net, "dataset_fn": NotFinite, "ema": 0.9, "optimizer": ADAMW, "clip_norm": 0.5,
+    },
+    "gradients that are not finite": {"model_fn": Exploding, "dataset_fn": NotFinite, "ema": 0.9, "optimizer": ADAMW},
+    "not finite, and sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: NotFinite(ODD)},
+    "not finite, and parameters that some lanes use": {
+        "model_fn": Sometimes, "find_unused_parameters": True, "dataset_fn": lambda: NotFinite(ODD),
+    },
+    "fp16": {"model_fn": conv_net, "precision": "fp16", "clip_norm": 0.5},
+    "fp16 that does not fit at first": {
+        "precision": "fp16", "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW, "ema": 0.9,
+        "loss_fn": lambda output, target: 3e3 * functional.cross_entropy(output, target),
+    },
     "everything at once": {
         "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,
         "optimizer": ADAMW, "schedule": {"name": "linear", "warmup_steps": 2}, "precision": "bf16",

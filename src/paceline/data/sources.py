@@ -35,9 +35,13 @@ class Part(Dataset[Any]):
         return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
+        return fetch(self.base, self.originals(indices))
+
+    def originals(self, indices: Sequence[int]) -> list[int]:
+        """The same samples' indices in the whole data set."""
         where = np.asarray(indices)
         chosen = self._look_up(where) if self._table is None else self._table[where]
-        return fetch(self.base, chosen.tolist())
+        return chosen.tolist()  # type: ignore[no-any-return]
 
     def _look_up(self, where: Indices) -> Indices:
         size = len(self.base)
@@ -49,6 +53,11 @@ def fetch(dataset: Any, indices: Sequence[int]) -> Any:
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
+
+
+def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:
+    """The indices that the user knows, in the data set that dataset_fn gave."""
+    return dataset.originals(indices) if isinstance(dataset, Part) else list(indices)
 
 
 def make_datasets(config: Config) -> tuple[Any, Any | None]:
