@@ -1,0 +1,164 @@
+"""A run that goes on: in the middle of an epoch, on other numbers of ranks, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness_cases import ODD, Images, layer_net
+from faults import Disturbed, events, options, outcome, saved_steps, send, start, stop_step
+
+from paceline import Trainer
+from paceline.errors import CheckpointsDamaged, ConfigError, RankFailed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return outcome(start(run_dir=str(tmp_path_factory.mktemp("undisturbed") / "run")))
+
+
+def stopping(visit: int, number: signal.Signals = signal.SIGTERM) -> Any:
+    """A data set that asks for a stop in epoch `visit`; the test itself is the launcher."""
+    log, launcher = Path("fetched").resolve(), os.getpid()
+    return lambda: Disturbed(log, [visit], send(number, launcher))
+
+
+@pytest.mark.parametrize(("before", "after", "visit"), [(1, 4, 1), (4, 2, 2), (2, 1, 3)])
+def test_a_resized_run_ends_with_the_same_bits(undisturbed: dict, before: int, after: int, visit: int) -> None:
+    stopped_at = stop_step(dataset_fn=stopping(visit), procs=before, workers=2 if before == 2 else 0)
+    assert 0 < stopped_at < undisturbed["step"]
+    assert saved_steps() == [stopped_at]
+    result = start(procs=after, resume="auto", workers=2 if before == 4 else 0)
+    assert result.world_size == after
+    assert outcome(result) == undisturbed
+    assert [event["step"] for event in events("resumed")] == [stopped_at]
+
+
+def test_no_sample_is_read_to_be_thrown_away() -> None:
+    class Counted(Images):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            with Path(self.path).open("ab") as file:
+                file.write(b"x")
+            return super().__getitem__(index)
+
+    def counted() -> Images:
+        data = Counted(ODD)
+        data.path = str(path)
+        return data
+
+    stop_step(dataset_fn=stopping(2), model_fn=layer_net, procs=2)
+    path = Path("counted").resolve()
+    result = start(dataset_fn=counted, model_fn=layer_net, procs=1, resume="run")
+    first = events("resumed")[0]["step"]
+    per_step, per_epoch = 3 * 4, -(-ODD // 12)
+    done = first // per_epoch * ODD + first % per_epoch * per_step
+    assert path.stat().st_size == result.samples - done == 3 * ODD - done
+
+
+def test_a_checkpoint_begins_a_new_run_and_leaves_the_old_one_alone(undisturbed: dict) -> None:
+    first = start(checkpoint={"every_steps": 4, "keep": 10})
+    assert outcome(first) == undisturbed
+    before = sorted(path.name for path in Path("run/checkpoints").iterdir())
+    result = start(resume="run/checkpoints/step-00000008", run_dir="other", procs=2)
+    assert result.run_dir == Path("other").resolve()
+    assert result.weights_sha256 == undisturbed["weights"]
+    assert result.history == undisturbed["history"]
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == before
+    assert min(event["step"] for event in events("step", "other")) > 8
+
+
+def test_a_finished_run_goes_on_when_there_is_more_to_do() -> None:
+    steady = {"schedule": {"name": "constant"}}
+    whole = start(**steady, run_dir="whole")
+    start(**steady, num_epochs=2)
+    longer = start(**steady, num_epochs=3, resume="auto")
+    assert outcome(longer) == outcome(whole)
+    assert events("resumed")[0]["changes"] == ["num_epochs 2 → 3"]
+    again = start(**steady, num_epochs=3, resume="auto")  # nothing is left to do
+    assert outcome(again) == outcome(whole)
+
+
+def test_lanes_and_threads_stay_those_of_the_first_launch() -> None:
+    start(lanes=None, threads=None, procs=2, num_epochs=1)
+    result = start(lanes=None, threads=None, procs=1, resume="auto", num_epochs=2)
+    assert (result.lanes, result.world_size) == (2, 1)
+    with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=2"):
+        start(lanes=4, procs=1, resume="auto")
+
+
+# --- checkpoints that are damaged or do not fit --------------------------------------------------------------
+
+
+def damage(step: int, name: str = "weights.safetensors") -> None:
+    path = Path(f"run/checkpoints/step-{step:08d}/{name}")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_is_used(undisturbed: dict) -> None:
+    stop_step(checkpoint={"every_steps": 2}, dataset_fn=stopping(2))
+    [*_, before, newest] = saved_steps()
+    damage(newest)
+    result = start(resume="auto")
+    assert outcome(result)["weights"] == undisturbed["weights"]
+    assert outcome(result)["losses"] == undisturbed["losses"]
+    [warning] = [event["text"] for event in events("warning")]
+    assert f"step-{newest:08d} cannot be used: weights.safetensors has" in warning
+    assert events("resumed")[0]["step"] == before
+    assert Path(f"run/checkpoints/damaged-step-{newest:08d}").is_dir()
+
+
+def test_a_run_without_a_valid_checkpoint_never_begins_again_by_itself() -> None:
+    start(checkpoint={"every_steps": 4}, num_epochs=1)
+    for step in saved_steps():
+        damage(step, "state.pt")
+    for _ in range(2):
+        with pytest.raises(RankFailed, match=CheckpointsDamaged.__name__):
+            start(resume="auto")
+    assert not Path("run/result.json").exists()
+    assert max(event["step"] for event in events("step")) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lanes": 8}, "lanes=8 but the run began with lanes=4"),
+        ({"batch_size": 5}, r"batch_size=5 but .*step-00000007 was made with batch_size=3"),
+        ({"model_fn": layer_net}, r"does not fit the model"),
+        ({"model_fn": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))}, "does not fit"),
+        ({"ema": None}, "ema=None but .* was made with ema=0.8"),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}}, "holds an optimizer with .*betas"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_both_values(changes: dict[str, Any], said: str) -> None:
+    start(num_epochs=1)
+    with pytest.raises((ConfigError, RankFailed), match=said):
+        start(**changes, resume="auto")
+
+
+def test_other_shapes_are_said_with_both_values() -> None:
+    start(num_epochs=1, model_fn=layer_net, ema=None)
+
+    def wider() -> torch.nn.Module:
+        model = layer_net()
+        model[1], model[4] = torch.nn.Linear(36, 20), torch.nn.Linear(20, 2)
+        return model
+
+    with pytest.raises(RankFailed, match=r"1.weight is \(16, 36\) in the checkpoint and \(20, 36\) in the model"):
+        start(num_epochs=1, model_fn=wider, ema=None, resume="auto")
+
+
+def test_auto_takes_the_newest_unfinished_run_of_that_name() -> None:
+    shared = {"run_dir": None, "name": "mine", "model_fn": layer_net}
+    finished = start(**shared, num_epochs=1)
+    log, launcher = Path("fetched").resolve(), os.getpid()
+    with pytest.raises(SystemExit):
+        Trainer(**options(**shared, dataset_fn=lambda: Disturbed(log, [1], send(signal.SIGTERM, launcher)))).start()
+    result = start(**shared, resume="auto")
+    assert result.run_dir != finished.run_dir
+    assert events("resumed", result.run_dir)
+    assert start(**shared, resume="auto").run_dir not in (finished.run_dir, result.run_dir)
