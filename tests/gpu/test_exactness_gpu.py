@@ -28,15 +28,15 @@ def conv_net() -> nn.Module:
     )  # fmt: skip
 
 
-def start(procs: int, model_fn: Any = conv_net, **options: Any) -> Any:
+def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **options: Any) -> Any:
     return Trainer(
-        model_fn, Images, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=8, lanes=4,
+        model_fn, dataset_fn, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=8, lanes=4,
         num_epochs=2, optimizer={"name": "adamw", "lr": 1e-2}, clip_norm=1.0, device="cuda", procs=procs, ema=0.9,
         **options,
     ).start()  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_hash_is_the_same_twice_and_on_1_2_and_4_ranks_that_share_the_gpu(precision: str) -> None:
     nccl = [start(1, precision=precision, backend="nccl") for _ in range(2)]
     gloo = [start(procs, precision=precision, backend="gloo") for procs in (1, 2, 4)]
@@ -44,6 +44,23 @@ def test_the_hash_is_the_same_twice_and_on_1_2_and_4_ranks_that_share_the_gpu(pr
     hashes = {(r.weights_sha256, r.ema_sha256, r.optimizer_sha256) for r in (*nccl, *gloo, plain)}
     assert len(hashes) == 1
     assert all(result.history == nccl[0].history for result in (*gloo, plain))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_that_are_not_finite_are_skipped_alike(precision: str) -> None:
+    class Spoilt(Images):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tensors[0][17] = torch.nan
+
+    options: dict[str, Any] = {"dataset_fn": Spoilt, "precision": precision, "val_fraction": 0}
+    results = [start(1, backend="nccl", **options), *(start(procs, backend="gloo", **options) for procs in (2, 4))]
+    assert len({(result.weights_sha256, result.ema_sha256, result.optimizer_sha256) for result in results}) == 1
+    for result in results:
+        events = (result.run_dir / "events.jsonl").read_text()
+        assert events.count(" is skipped, it is not finite: rank ") == 2  # once an epoch
+        assert "NaN" not in events
+        assert all(parameter.isfinite().all() for parameter in result.load_model().state_dict().values())
 
 
 def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
