@@ -29,8 +29,10 @@ def count(path: Path) -> int:
 class Disturbed(Images):
     """Acts when sample INDEX is fetched for the first, second … time, over all lives of the run."""
 
-    def __init__(self, log: Path, visits: Sequence[int], act: Callable[[], None], size: int = ODD) -> None:
-        super().__init__(size, augment=True)
+    def __init__(
+        self, log: Path, visits: Sequence[int], act: Callable[[], None], size: int = ODD, augment: bool = True
+    ) -> None:
+        super().__init__(size, augment)
         self.log, self.visits, self.act = log, visits, act
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,85 @@
+"""Ranks that die: all start again from the last checkpoint, as often as it makes sense."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exactness_cases import layer_net
+from faults import Disturbed, events, outcome, send_self, start
+
+from paceline.errors import RankFailed
+
+KILL = send_self(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return outcome(start(run_dir=str(tmp_path_factory.mktemp("undisturbed") / "run")))
+
+
+def fail() -> None:
+    raise OSError("the file server is away")
+
+
+def lives() -> int:
+    return len(events("run_started"))
+
+
+def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
+    log = Path("fetched").resolve()
+    result = start(dataset_fn=lambda: Disturbed(log, [2], KILL), procs=2, checkpoint={"every_steps": 2})
+    assert outcome(result) == undisturbed
+    [restarted] = events("restarted")
+    assert "SIGKILL; starting again from step" in restarted["text"]
+    assert "(restart 1 of 3)" in restarted["text"]
+
+
+def test_a_rank_that_is_always_killed_is_given_up_after_max_restarts() -> None:
+    log = Path("fetched").resolve()
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        start(
+            dataset_fn=lambda: Disturbed(log, range(1, 99), KILL), procs=2, max_restarts=2, val_dataset_fn=None,
+            val_fraction=0, model_fn=layer_net,
+        )  # fmt: skip
+    assert lives() == 3
+
+
+def test_restarts_are_counted_anew_when_the_run_has_progressed(undisturbed: dict) -> None:
+    log = Path("fetched").resolve()
+    result = start(
+        dataset_fn=lambda: Disturbed(log, [2, 4], KILL), checkpoint={"every_steps": 1}, max_restarts=1, procs=1
+    )
+    assert outcome(result) == undisturbed
+    assert lives() == 3
+
+
+def test_the_same_error_at_the_same_step_is_not_tried_a_third_time() -> None:
+    log = Path("fetched").resolve()
+    with pytest.raises(RankFailed, match="the file server is away"):
+        start(dataset_fn=lambda: Disturbed(log, range(2, 99), fail), checkpoint={"every_steps": 1}, procs=2)
+    assert lives() == 2
+
+
+def test_an_error_that_passes_is_survived(undisturbed: dict) -> None:
+    log = Path("fetched").resolve()
+    result = start(dataset_fn=lambda: Disturbed(log, [2], fail), checkpoint={"every_steps": 2}, procs=2)
+    assert outcome(result) == undisturbed
+    assert lives() == 2
+
+
+def test_an_error_before_the_first_checkpoint_is_shown_at_once() -> None:
+    log = Path("fetched").resolve()
+    with pytest.raises(RankFailed, match="the file server is away"):
+        start(dataset_fn=lambda: Disturbed(log, range(1, 99), fail), procs=2)
+    assert lives() == 1
+
+
+def test_a_range_of_processes_takes_what_the_machine_has(undisturbed: dict) -> None:
+    cores = os.sched_getaffinity(0)
+    result = start(procs="1:4", max_steps=21)
+    assert result.world_size == max(n for n in (1, 2, 4) if n <= len(cores))
+    assert result.weights_sha256 == undisturbed["weights"]
