@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test lint types bench clean
+.PHONY: setup train test chaos lint types bench clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,9 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest
 
+chaos: setup
+	$(BIN)/python tests/multi/chaos.py --hits 20
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,6 +31,7 @@ types: setup
 
 bench: setup
 	$(BIN)/python benchmarks/reduction.py
+	$(BIN)/python benchmarks/save_stall.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -1,0 +1,215 @@
+"""A run that is hit again and again and must end with the hash of the undisturbed one.
+
+    python tests/multi/chaos.py --hits 20 --seed 1
+
+Each hit is one of: SIGKILL to a rank, SIGKILL to the launcher, SIGTERM, a newest checkpoint cut short, a full disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+RUN = """
+import sys, time
+import torch
+from torch import nn
+from paceline import Trainer
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, size=360):
+        self.x = torch.randn(size, 1, 6, 6, generator=torch.Generator().manual_seed(7))
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return self.x[i] + 0.1 * torch.randn(1, 6, 6), (self.x[i].mean() > 0).long()
+
+def model():
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
+                         nn.Linear(288, 2))
+
+result = Trainer(
+    model, Slow, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=3, lanes=4, num_epochs=10,
+    optimizer={"name": "adamw", "lr": 3e-3}, schedule={"name": "cosine", "warmup_steps": 5}, ema=0.9, threads=1,
+    checkpoint={"every_steps": 5, "keep": 3}, log={"every_steps": 10}, workers=int(sys.argv[3]), max_restarts=3,
+    run_dir=sys.argv[1], procs=int(sys.argv[2]), resume="auto", device="cpu",
+).start()
+"""
+
+
+class Disk:
+    """A small disk for the run folder, which can be filled; without the right to mount one, files are limited."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)]
+        self.is_own = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+    @contextmanager
+    def full(self, ranks: list[psutil.Process]) -> Iterator[None]:
+        if not self.is_own:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+            yield
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            return
+        ballast = self.path / "ballast"
+        with ballast.open("wb", buffering=0) as file:
+            size = 1 << 20
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    size //= 2
+        yield
+        ballast.unlink()
+
+    def close(self) -> None:
+        if self.is_own:
+            subprocess.run(["umount", "-l", str(self.path)], check=False)
+
+
+class Chaos:
+    """The run, and what is done to it."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.script = folder / "run.py"
+        self.script.write_text(RUN)
+        self.disk = Disk(folder / "disk")
+        self.run_dir = self.disk.path / "run"
+        self.deeds = [self.kill_rank, self.kill_launcher, self.terminate, self.cut_checkpoint, self.fill_disk]
+        self.log = (folder / "output.txt").open("w")
+
+    def start(self, run_dir: Path) -> subprocess.Popen[str]:
+        procs, workers = self.random.choice([1, 2, 4]), self.random.choice([0, 0, 1])
+        command = [sys.executable, str(self.script), str(run_dir), str(procs), str(workers)]
+        return subprocess.Popen(command, cwd=self.script.parent, stdout=self.log, stderr=self.log, text=True)
+
+    def hit(self, number: int) -> str:
+        """One life of the launcher, in the middle of which something happens."""
+        launcher = self.start(self.run_dir)
+        before = self.newest()
+        # Not before the run has begun to move, or else nothing is tested; then at any moment.
+        limit = time.monotonic() + 60
+        while self.newest() <= before and launcher.poll() is None and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(self.random.uniform(0, 0.7))
+        deed = self.deeds[number % len(self.deeds)] if number < len(self.deeds) else self.random.choice(self.deeds)
+        words = deed(launcher)
+        try:
+            code = launcher.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            raise AssertionError(f"the run hangs after: {words}") from None
+        return f"{words}; exit code {code}, newest checkpoint {self.newest()}"
+
+    def newest(self) -> int:
+        return max((int(path.name[5:]) for path in self.run_dir.glob("checkpoints/step-*")), default=-1)
+
+    def ranks(self, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+        try:
+            children = psutil.Process(launcher.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+    # --- deeds: each ends with a launcher that ends by itself -------------------------------------------------
+
+    def kill_rank(self, launcher: subprocess.Popen[str]) -> str:
+        ranks = self.ranks(launcher)
+        if ranks:
+            with suppress(psutil.NoSuchProcess):
+                self.random.choice(ranks).kill()
+        time.sleep(self.random.uniform(3, 6))  # the ranks start again meanwhile
+        launcher.terminate()
+        return f"SIGKILL to one of {len(ranks)} ranks"
+
+    def kill_launcher(self, launcher: subprocess.Popen[str]) -> str:
+        launcher.kill()
+        return "SIGKILL to the launcher"
+
+    def terminate(self, launcher: subprocess.Popen[str]) -> str:
+        launcher.terminate()
+        return "SIGTERM"
+
+    def cut_checkpoint(self, launcher: subprocess.Popen[str]) -> str:
+        launcher.kill()
+        launcher.wait()
+        newest = self.run_dir / "checkpoints" / f"step-{self.newest():08d}"
+        file = self.random.choice(sorted(newest.iterdir()))
+        with file.open("r+b") as opened:
+            opened.truncate(self.random.randrange(file.stat().st_size))
+        return f"{newest.name}/{file.name} cut short"
+
+    def fill_disk(self, launcher: subprocess.Popen[str]) -> str:
+        with self.disk.full(self.ranks(launcher)):
+            time.sleep(2)
+            is_alive = launcher.poll() is None
+        time.sleep(1)
+        launcher.terminate()
+        return f"a full disk ({'survived' if is_alive else 'the run had ended'})"
+
+
+def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
+    """Hits a run `hits` times, lets it end, and compares; raises AssertionError where they differ."""
+    chaos = Chaos(folder, seed)
+    try:
+        code = chaos.start(folder / "undisturbed").wait(timeout=300)
+        assert code == 0, f"the undisturbed run ended with exit code {code}"
+        for number in range(hits):
+            words = chaos.hit(number)
+            print(f"{number + 1}/{hits}: {words}", flush=True)
+        code = chaos.start(chaos.run_dir).wait(timeout=300)
+        assert code == 0, f"the last life ended with exit code {code}"
+        results = [json.loads((path / "result.json").read_text()) for path in (folder / "undisturbed", chaos.run_dir)]
+        same = ("weights_sha256", "ema_sha256", "optimizer_sha256", "history", "metrics", "step", "samples")
+        for key in same:
+            assert results[0][key] == results[1][key], key
+        lines = (chaos.run_dir / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        steps = [event["step"] for event in events if event["event"] == "step"]
+        assert len(steps) == len(set(steps)) == 36, steps
+        left = [p for p in psutil.process_iter(["cmdline"]) if str(chaos.run_dir) in " ".join(p.info["cmdline"] or [])]
+        assert not left, left
+        return {"lives": sum(event["event"] == "run_started" for event in events), **results[1]}
+    finally:
+        chaos.log.close()
+        chaos.disk.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hits", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    os.environ["PYTHONWARNINGS"] = "error"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as path:
+        try:
+            outcome = run_chaos(Path(path), arguments.hits, arguments.seed)
+        except AssertionError:
+            print((Path(path) / "output.txt").read_text()[-8000:], file=sys.stderr)
+            raise
+    print(f"the same weights after {outcome['lives']} lives of the ranks: {str(outcome['weights_sha256'])[:12]}")
