@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -77,11 +77,15 @@ class Checkpoint(_Section):
 
 
 def _seconds(value: Any) -> Any:
-    """A duration such as 90, "1h30m" or "1:30:00", in seconds; what is none of these is left for pydantic to refuse."""
-    text = value.replace(" ", "") if isinstance(value, str) else ""
+    """A duration such as 90, "1h30m" or "1:30:00", in seconds."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
     match = CLOCK.fullmatch(text) or DURATION.fullmatch(text)
     if not text or match is None:
-        return value
+        raise ValueError("must be a number of seconds, or a duration such as 1h30m or 1:30:00")
     hours, minutes, seconds = (float(part or 0) for part in match.groups())
     return 3600 * hours + 60 * minutes + seconds
 
@@ -135,7 +139,7 @@ class Config(_Section):
     bucket_mb: float = Field(25, gt=0)
 
     checkpoint: Checkpoint = Checkpoint()
-    resume: str = "never"
+    resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = "never"
     time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
     nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
     nan_limit: int = Field(20, ge=1)
@@ -281,6 +285,7 @@ def _known_keys(sections: list[str]) -> list[str]:
     model: type[BaseModel] = Config
     for section in sections:
         annotation = model.model_fields[section].annotation
+        annotation = next((part for part in get_args(annotation) if part is not type(None)), annotation)
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
@@ -395,7 +400,12 @@ def resolve_tables(config: Config, folder: Path | None) -> list[str]:
 def to_plain(value: Any) -> Any:
     """A value of a config as YAML and JSON can write it: functions by name, data by its type."""
     if isinstance(value, BaseModel):
-        return {key: to_plain(inner) for key, inner in value.model_dump(exclude_none=True, by_alias=True).items()}
+        defaults = type(value)().model_dump(by_alias=True)
+        return {  # a None that is not the default says something, as in `every_minutes: null`
+            key: to_plain(inner)
+            for key, inner in value.model_dump(by_alias=True).items()
+            if inner is not None or defaults.get(key) is not None
+        }
     if isinstance(value, dict):
         return {key: to_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -77,7 +77,7 @@ class Saver:
     # --- saving ------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: State, metrics: Mapping[str, float]) -> None:
-        """Copy the state and begin to write it. All ranks, with the same state."""
+        """Copy the state and begin to write it; with `async: false`, write it. All ranks, with the same state."""
         assert self._flight is None
         began = time.perf_counter()
         if self._reserved is not None:
@@ -87,6 +87,8 @@ class Saver:
         self._flight = Flight(step, work, state.size, metrics, began=began)
         self._last_time, self._owes = time.monotonic(), False
         self._events.write("saving", step=step, held_s=round(time.perf_counter() - began, 4))
+        if not self._options.is_async:
+            self.finish()
 
     def settle(self) -> None:
         """Take the checkpoint on its way a stage further; once no rank is busy any more. All ranks."""
@@ -102,8 +104,8 @@ class Saver:
         errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if errors:
             self._flight = None
-            if self._world.is_main:
-                self._writer.submit(self._store.discard, flight.step)
+            # All ranks wait for it: the next attempt may be of the same step, in the same folder.
+            self._world.decide(lambda: self._store.discard(flight.step))
             self._conclude(flight, OSError(errors[0]))
         elif self._world.is_main:
             written = [file for outcome in outcomes if not isinstance(outcome, str) for file in outcome]
@@ -135,7 +137,11 @@ class Saver:
 
     def _publish(self, flight: Flight, written: list[Written]) -> Path:
         """In rank 0's writer thread: the manifest, the name, and the end of what is no longer needed."""
-        path = self._store.publish(flight.step, written, self._identity, flight.metrics)
+        try:
+            path = self._store.publish(flight.step, written, self._identity, flight.metrics)
+        except OSError:
+            self._store.discard(flight.step)  # on a full disk, the next one needs its room
+            raise
         best = self._options.best
         self._store.retain(self._options.keep, (best.metric, best.mode) if best is not None else None)
         return path

@@ -135,9 +135,11 @@ class Staging:
 
 
 def write_rest(folder: Path, state: State) -> Written:
-    """Write what is not a large tensor."""
+    """Write what is not a large tensor; raises if it could not be read back, as with objects in an extra state."""
     buffer = io.BytesIO()
     torch.save(state.rest, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
     return files.write(folder / REST, [buffer.getbuffer()])
 
 
@@ -216,6 +218,10 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _take_out(tree: Any, path: str, tensors: Tensors) -> Any:
     """The tree with a mark where each tensor was; the tensors go to `tensors` under their path."""
     if isinstance(tree, torch.Tensor):
+        if tree.dtype not in files.DTYPES:
+            return tree.detach().cpu().clone()
+        while path in tensors:  # {"a": {"b": x}, "a.b": y}
+            path += "'"
         tensors[path] = tree
         return {TENSOR: path}
     if isinstance(tree, Mapping):

@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> Manifest:
         seal = content.pop("sha256")
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
     if seal != _seal(content):
         raise Damaged(f"{MANIFEST} has changed since it was written")
@@ -130,8 +130,22 @@ class Store:
     def publish(
         self, step: int, written: Sequence[Written], identity: dict[str, Any], metrics: Mapping[str, float]
     ) -> Path:
-        """Give the partial checkpoint of a step its manifest and its name, in an order that no crash can tear."""
+        """Give the partial checkpoint of a step its manifest and its name, in an order that no crash can tear.
+
+        A whole one of the same step stays: to replace it would leave a moment with neither.
+        """
         partial, path = self.partial(step), self.path(step)
+        if path.exists():  # the run goes on from here and has not gone further
+            try:
+                verify(path)
+            except Damaged:
+                self._set_aside(path)
+            else:
+                self.discard(step)
+                return path
+        for file in written:  # by other ranks, perhaps on other machines
+            if (size := (partial / file.name).stat().st_size) != file.size:
+                raise OSError(f"{partial / file.name} has {size} bytes instead of {file.size}")
         manifest = Manifest(
             step=step,
             files=sorted(written, key=lambda file: file.name),
@@ -141,8 +155,6 @@ class Store:
         )
         files.write(partial / MANIFEST, [manifest.to_json().encode()])
         files.sync_folder(partial)
-        if path.exists():  # the run came here before, from a checkpoint that is older than this one
-            self._set_aside(path)
         partial.rename(path)
         files.sync_folder(self.folder)
         return path

@@ -58,7 +58,9 @@ class Follower:
         self.screen = Screen()
         self._events = Tail(folder.events, from_end=from_now)
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
-        self._since = time.time() if from_now else 0.0  # older events come by again when the file is rewound
+        # Older events come by again when the file is rewound. Their times are rounded, so this one is too.
+        self._since = round(time.time(), 3) if from_now else 0.0
+        self._shown: set[str] = set()  # of the moment `_since`
         self._warned: set[str] = set()
         self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
@@ -101,6 +103,10 @@ class Follower:
                     self.screen.line(line)
         for line in self._events.lines():
             event = parse(line)
-            if event is not None and event["time"] >= self._since:
+            if event is None or event["time"] < self._since or line in self._shown:
+                continue
+            if event["time"] > self._since:
                 self._since = event["time"]
-                self.screen.show(event)
+                self._shown.clear()
+            self._shown.add(line)
+            self.screen.show(event)
