@@ -90,7 +90,10 @@ def _named(path: Path, config: Config) -> Past:
 
 
 def _past_of(folder: RunFolder) -> Past:
-    written = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    try:
+        written = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        written = None
     if not isinstance(written, dict):
         raise ConfigError(f"{folder.config} cannot be read; give another run folder")
     return Past(folder.path, {key: written.get(key) for key in ("lanes", "threads")})
@@ -101,10 +104,10 @@ def _past_of(folder: RunFolder) -> Past:
 
 def identity_of(config: Config, *, lanes: int, samples: int, device: torch.device) -> dict[str, Any]:
     """What a checkpoint says of its run: everything that decides what the run computes."""
-    plain = {key: to_plain(value) for key, value in config.__dict__.items() if key not in HANDS}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
+    plain = {key: _with_text_keys(to_plain(value)) for key, value in config.__dict__.items() if key not in HANDS}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return {
-        "config": json.loads(json.dumps(plain, default=str)),
+        "config": plain,
         "config_sha256": digest,
         "lanes": lanes,
         "samples": samples,
@@ -131,6 +134,13 @@ def check_fit(then: Mapping[str, Any], now: Mapping[str, Any], source: Path) -> 
 
 def _name(key: str) -> str:
     return key.removeprefix("config.")
+
+
+def _with_text_keys(tree: Any) -> Any:
+    """JSON knows no other keys; `model_args` may."""
+    if isinstance(tree, dict):
+        return {str(key): _with_text_keys(value) for key, value in tree.items()}
+    return [_with_text_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -81,7 +81,9 @@ def start(config: Config, task: Task) -> Outcome:
 
 def pick_ranks(config: Config, lanes: int | None) -> int:
     """As many ranks as the config allows and the machine has room for, and as the lanes can be shared among."""
-    gpus = torch.cuda.device_count() if config.device != "cpu" and config.ddp else 0
+    if not config.ddp:
+        return 1
+    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.procs_range is None:
         least, most = 1, gpus or 1
     else:
