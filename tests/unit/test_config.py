@@ -152,6 +152,11 @@ def test_without_train_fn_and_loss_fn_both_ways_are_named() -> None:
         {"clip_norm": 1.0},
         {"max_steps": 3},
         {"lanes": 2},
+        {"checkpoint": {"keep": 2}},
+        {"resume": "auto"},
+        {"time_limit": "1h"},
+        {"nan": "stop"},
+        {"nan_limit": 3},
     ],
     ids=lambda extra: next(iter(extra)),
 )
@@ -185,6 +190,29 @@ def test_keys_that_exclude_each_other_are_a_mistake(raw: dict[str, Any], problem
     assert problems({**MANAGED, **raw}) == [problem]
 
 
+@pytest.mark.parametrize("extra", [{"max_restarts": 2}, {"hang_timeout_s": 5}, {"procs": "1:2"}])
+def test_keys_of_the_launcher_are_for_both_loops(extra: dict[str, Any]) -> None:
+    [key] = extra
+    assert getattr(build({**OWN, **extra}), key) == extra[key]
+
+
+def test_the_best_checkpoint_needs_a_metric_that_is_measured() -> None:
+    best = {"checkpoint": {"best": {"metric": "acuracy", "mode": "max"}}}
+    assert problems({**MANAGED, **best, "metrics": ["accuracy", "mse"]}) == [
+        "checkpoint.best.metric='acuracy' is not measured; use val_loss, train_loss, accuracy, mse"
+    ]
+    for metric in ("val_loss", "train_loss", "accuracy", "mine"):
+        metrics = {"accuracy": loss, "mine": loss}
+        config = build({**MANAGED, "metrics": metrics, "checkpoint": {"best": {"metric": metric}}})
+        assert config.checkpoint.best is not None
+        assert config.checkpoint.best.metric == metric
+
+
+def test_metrics_that_are_wrong_are_the_only_mistake_reported() -> None:
+    found = problems({**MANAGED, "metrics": 3, "checkpoint": {"best": {"metric": "accuracy"}}})
+    assert {problem.partition(" ")[0] for problem in found} == {"metrics=3"}
+
+
 @pytest.mark.parametrize("raw", [MANAGED, OWN], ids=["managed", "own"])
 def test_the_shortest_config_of_each_loop_is_right(raw: dict[str, Any]) -> None:
     config = build(raw)
@@ -198,6 +226,119 @@ def test_two_configs_share_no_defaults() -> None:
     first.optimizer.lr = 7.0
     assert second.model_args == {}
     assert second.optimizer.lr == 1e-3
+
+
+# --- durations, processes, checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (90, 90), (1.5, 1.5), ("90", 90), ("1.5", 1.5), ("90s", 90), ("2m", 120), ("1h", 3600), ("1h30m", 5400),
+        ("1h 30m 5s", 5405), ("1.5h", 5400), ("1h5s", 3605), ("1:30:00", 5400), ("2:05", 125), ("100:00:00", 360_000),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_written_as_people_do(text: Any, seconds: float) -> None:
+    assert build({**MANAGED, "time_limit": text}).time_limit == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1d", "1h30", "30m1h", "1:3", "1:00:0", "-5", "1h-5m", "h", "1 : x"])
+def test_what_is_no_duration_says_how_to_write_one(text: str) -> None:
+    assert problems({**MANAGED, "time_limit": text}) == [
+        f"time_limit={text!r} must be a number of seconds, or a duration such as 1h30m or 1:30:00"
+    ]
+
+
+@pytest.mark.parametrize("text", [0, -1, "0s", "0:00"])
+def test_a_time_limit_is_more_than_nothing(text: Any) -> None:
+    [problem] = problems({**MANAGED, "time_limit": text})
+    assert problem.startswith("time_limit=")
+    assert problem.endswith("input should be greater than 0")
+
+
+@pytest.mark.parametrize(
+    ("procs", "least_and_most"),
+    [(None, None), (1, (1, 1)), (4, (4, 4)), ("4", (4, 4)), ("1:4", (1, 4)), (" 2:2 ", (2, 2)), ("2:16", (2, 16))],
+)
+def test_processes_are_a_number_or_a_range(procs: Any, least_and_most: tuple[int, int] | None) -> None:
+    assert build({**MANAGED, "procs": procs}).procs_range == least_and_most
+
+
+@pytest.mark.parametrize("procs", [0, -1, "0:2", "4:1", "1:", ":4", "1:2:3", "two", 1.5, True, "1-4", ""])
+def test_what_is_no_number_of_processes_says_how_to_write_one(procs: Any) -> None:
+    assert problems({**MANAGED, "procs": procs}) == [
+        f"procs={procs!r} must be a number of processes, or least:most such as 1:4"
+    ]
+
+
+def test_several_processes_need_ddp() -> None:
+    assert problems({**MANAGED, "procs": "2:4", "ddp": False}) == [
+        "procs=2:4 needs DDP; remove ddp: false, or use --procs 1"
+    ]
+    assert build({**MANAGED, "procs": "1:4", "ddp": False}).procs_range == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("skip", "skip"), ("stop", "stop"), ("off", "off"), ("'off'", "off"), ("no", "off"), ("false", "off")],
+)
+def test_off_is_a_word_although_yaml_takes_it_for_false(text: str, value: str, tmp_path: Path) -> None:
+    assert build({**MANAGED, **yaml(f"nan: {text}\n", tmp_path)}).nan == value
+    raw: dict[str, Any] = {**MANAGED}
+    override(raw, [f"nan={text}"])
+    assert build(raw).nan == value
+
+
+@pytest.mark.parametrize("value", [True, "on", 0, "nan"])
+def test_what_to_do_about_nan_is_one_of_three_words(value: Any) -> None:
+    assert problems({**MANAGED, "nan": value}) == [f"nan={value!r} input should be 'skip', 'stop' or 'off'"]
+
+
+def test_async_is_a_key_although_it_is_a_word_of_python(tmp_path: Path) -> None:
+    config = build({**MANAGED, "checkpoint": {"async": False}})
+    assert config.checkpoint.is_async is False
+    assert build({**MANAGED}).checkpoint.is_async is True
+    assert yaml(config.to_yaml(), tmp_path)["checkpoint"]["async"] is False
+    raw: dict[str, Any] = {**MANAGED}
+    override(raw, ["checkpoint.async=false"])
+    assert build(raw).checkpoint.is_async is False
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "problem"),
+    [
+        ({"is_async": False}, "checkpoint.is_async is not a known key; did you mean checkpoint.async?"),
+        ({"every_step": 5}, "checkpoint.every_step is not a known key; did you mean checkpoint.every_steps?"),
+        ({"best": {"mtric": "x"}}, "checkpoint.best.mtric is not a known key; did you mean checkpoint.best.metric?"),
+        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),
+        ({"keep": 0}, "checkpoint.keep=0 input should be greater than or equal to 1"),
+        ({"every_steps": 0}, "checkpoint.every_steps=0 input should be greater than or equal to 1"),
+        ({"every_minutes": 0}, "checkpoint.every_minutes=0 input should be greater than 0"),
+    ],
+)
+def test_mistakes_about_checkpoints_are_named(checkpoint: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, "checkpoint": checkpoint}) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1 input should be greater than or equal to 0"),
+        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 input should be greater than or equal to 0"),
+        ({"nan_limit": 0}, "nan_limit=0 input should be greater than or equal to 1"),
+    ],
+)
+def test_numbers_out_of_range_are_mistakes(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **keys}) == [problem]
+
+
+def test_zero_turns_off_restarts_and_the_watch_for_hangs() -> None:
+    config = build({**MANAGED, "max_restarts": 0, "hang_timeout_s": 0})
+    assert (config.max_restarts, config.hang_timeout_s) == (0, 0)
+
+
+def test_a_run_to_go_on_with_may_be_given_as_a_path() -> None:
+    assert build({**MANAGED, "resume": Path("runs") / "a"}).resume == "runs/a"
 
 
 # --- functions ----------------------------------------------------------------------------------------------
@@ -358,6 +499,13 @@ def test_a_table_that_cannot_be_read_is_a_mistake(key: str, table: Any, problem:
         ("'1e4'", "1e4"),
         ("12", 12),
         ("1.5", 1.5),
+        ("1:4", "1:4"),
+        ("1:30:00", "1:30:00"),
+        ("190:20:30.15", "190:20:30.15"),
+        ("-1:30", "-1:30"),
+        ("0x1f", 31),
+        ("1_000", 1000),
+        ("true", True),
     ],
 )
 def test_yaml_reads_numbers_as_people_write_them(text: str, value: Any, tmp_path: Path) -> None:
@@ -485,6 +633,22 @@ def test_the_written_config_names_functions_and_data(rich_config: Config, tmp_pa
 
 def test_the_written_config_builds_the_same_config(tmp_path: Path) -> None:
     config = build({**MANAGED, "seed": 3, "optimizer": {"name": "sgd", "lr": 3e-4, "momentum": 0.9}, "lanes": 2})
+    assert build(yaml(config.to_yaml(), tmp_path)) == config
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"checkpoint": {"every_minutes": None, "every_steps": 50}},
+        {"checkpoint": {"async": False, "keep": 1, "best": {"metric": "train_loss", "mode": "max"}}},
+        {"procs": "1:4"},
+        {"time_limit": "1:30:00"},
+        {"nan": "off", "resume": "auto", "max_restarts": 0, "hang_timeout_s": 0},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_the_written_config_builds_the_same_safety(keys: dict[str, Any], tmp_path: Path) -> None:
+    config = build({**MANAGED, **keys})
     assert build(yaml(config.to_yaml(), tmp_path)) == config
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.run_folder import RunFolder
-from paceline.telemetry.events import Events
+from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.follow import Follower, Tail
 from paceline.telemetry.lines import FAILED, WARNING, failed_line, warning_line
 
@@ -80,6 +82,38 @@ def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_do_not_stop_the_screen(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_bytes(b"\xff\xfe broken\nfine\n")
     assert list(Tail(tmp_path / "rank-0.log").lines())[1] == "fine"
+
+
+@pytest.mark.parametrize("content", ["new\n", "new and longer than before\n" * 3])
+def test_a_file_that_is_written_anew_is_read_from_its_beginning(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("one\ntwo\n")
+    tail = Tail(path)
+    assert list(tail.lines()) == ["one", "two"]
+    (tmp_path / "other").write_text(content)
+    (tmp_path / "other").replace(path)
+    assert list(tail.lines()) == content.splitlines()
+    assert list(tail.lines()) == []
+
+
+def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("one\ntwo\n")
+    tail = Tail(path)
+    assert list(tail.lines()) == ["one", "two"]
+    path.write_text("x\n")
+    assert list(tail.lines()) == ["x"]
+
+
+def test_from_the_end_only_what_is_added_later_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    not_there_yet = Tail(path, from_end=True)
+    path.write_text("old\n")
+    tail = Tail(path, from_end=True)
+    with path.open("a") as log:
+        log.write("new\n")
+    assert list(tail.lines()) == ["new"]
+    assert list(not_there_yet.lines()) == ["old", "new"]
 
 
 # --- Follower -----------------------------------------------------------------------------------------------
@@ -162,6 +196,66 @@ def test_a_last_line_without_an_end_is_shown_when_the_run_is_over(
 ) -> None:
     folder.log(0).write_text("epoch 1\naccuracy 0.97")
     assert Shown(folder, 1, capsys).lines == ["epoch 1", "accuracy 0.97"]
+
+
+@pytest.fixture
+def events(folder: RunFolder) -> Iterator[Events]:
+    events = Events(folder.events)
+    yield events
+    events.close()
+
+
+def test_a_run_that_goes_on_does_not_show_its_earlier_life(
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    folder.log(0).write_text("old line\n")
+    events.write("warning", text="old")
+    monkeypatch.setattr(time, "time", lambda: 1001.0)
+    with Follower(folder, ranks=1, from_now=True):
+        events.write("warning", text="new")
+        with folder.log(0).open("a") as log:
+            log.write("new line\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("new line\n", "warning: new\n")
+
+
+def test_what_is_said_at_the_very_beginning_is_shown(
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0004)  # events say 1000.0
+    with Follower(folder, ranks=0, from_now=True):
+        events.write("restarted", text="starting again")
+    assert capsys.readouterr().err == "starting again\n"
+
+
+def test_a_run_that_is_rewound_says_nothing_twice(
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000, 1100))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    events.write("epoch", epoch=0, step=10, train_loss=0.5)
+    follower = Follower(folder, ranks=0, from_now=True)
+    events.write("restarted", text="starting again")
+    follower._look()
+    rewind(folder.events, 5)
+    follower._look()
+    later = Events(folder.events)
+    later.write("resumed", step=5, checkpoint="c", changes=[])
+    later.close()
+    follower._look()
+    assert capsys.readouterr().err == "starting again\ngoing on from step 5 (c)\n"
+
+
+def test_events_of_one_moment_are_all_shown(
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    follower = Follower(folder, ranks=0, from_now=True)
+    for text in ("one", "two", "three"):
+        events.write("warning", text=text)
+        follower._look()
+    assert capsys.readouterr().err.splitlines() == ["warning: one", "warning: two", "warning: three"]
 
 
 # --- lines --------------------------------------------------------------------------------------------------

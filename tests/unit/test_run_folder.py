@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 from paceline import run_folder
 from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
-from paceline.run_folder import RunFolder, write_json, write_private
+from paceline.run_folder import RunFolder, opened, write_json, write_private, write_text
 
 MakeConfig = Callable[..., Config]
 
@@ -98,3 +101,114 @@ def test_json_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> No
     with pytest.raises(TypeError):
         write_json(path, {"step": object()})
     assert json.loads(path.read_text()) == {"step": 1}
+
+
+# --- one process at a time --------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    assert not folder.is_locked()
+    with folder.locked():
+        assert folder.is_locked()
+        text = f"{folder.path} is being trained by another process; wait for it"
+        with pytest.raises(ConfigError, match=text), RunFolder(folder.path).locked():
+            pytest.fail("two at a time")
+        assert folder.is_locked()  # the attempt has not let go of it
+    assert not folder.is_locked()
+    with folder.locked():  # and again
+        pass
+
+
+def test_a_run_whose_process_was_killed_can_go_on(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(folder.lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        assert folder.is_locked()
+        process.kill()
+        process.wait(20)
+    assert not folder.is_locked()
+
+
+def test_a_child_of_the_training_process_does_not_keep_the_run_locked(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    with folder.locked():
+        command = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, close_fds=False)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+    assert not folder.is_locked()
+    child.communicate(timeout=20)
+
+
+def test_a_file_system_without_locks_is_no_hindrance(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    folder = RunFolder.create(make_config(run_dir="run"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with folder.locked():
+        assert not folder.is_locked()
+
+
+def test_the_lock_is_free_again_after_an_error(make_config: MakeConfig) -> None:
+    config = make_config(run_dir="run")
+    with pytest.raises(ZeroDivisionError), opened(config, None):
+        raise ZeroDivisionError
+    assert not RunFolder(Path("run")).is_locked()
+
+
+# --- a run that goes on -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_keeps_its_folder_and_takes_the_config_of_now(make_config: MakeConfig) -> None:
+    with opened(make_config(run_dir="run", num_epochs=1), None) as folder:
+        folder.result.write_text("{}")
+        folder.checkpoints.mkdir()
+        folder.events.write_text("said\n")
+    with opened(make_config(num_epochs=5), folder.path) as again:
+        assert again.path == folder.path
+        assert read_yaml(again.config)["num_epochs"] == 5
+        assert not again.result.exists()  # or it would be taken for that of this life
+        assert again.checkpoints.is_dir()
+        assert again.events.read_text() == "said\n"
+
+
+def test_a_run_that_is_being_trained_is_not_touched(make_config: MakeConfig) -> None:
+    with opened(make_config(run_dir="run", seed=1), None) as folder:
+        folder.result.write_text("{}")
+        before = folder.config.read_text()
+        with pytest.raises(ConfigError, match="is being trained"), opened(make_config(seed=2), folder.path):
+            pytest.fail("two at a time")
+        assert folder.config.read_text() == before
+        assert folder.result.exists()
+
+
+def test_a_folder_without_logs_is_made_ready(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    folder.logs.rmdir()
+    folder.reopen(make_config())
+    assert folder.logs.is_dir()
+
+
+def test_how_the_last_life_ended_is_forgotten_and_its_logs_are_kept(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    for path in (folder.stopped, folder.failure(0), folder.failure(12), folder.log(0), folder.log(12)):
+        path.write_text("{}")
+    folder.forget_last_life()
+    assert sorted(folder.logs.iterdir()) == [folder.log(0), folder.log(12)]
+    folder.forget_last_life()  # nothing there
+
+
+def test_text_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_text(path, "a longer text")
+    write_text(path, "größe")
+    assert path.read_text(encoding="utf-8") == "größe"
+    assert list(tmp_path.iterdir()) == [path]
