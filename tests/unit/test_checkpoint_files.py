@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -46,9 +47,10 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(1, dtype=torch.float64), "c": torch.zeros(1)}
     write_tensors(tmp_path / "x.safetensors", tensors)
     content = (tmp_path / "x.safetensors").read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
-    assert header % 8 == 0
-    assert len(content) == header + 8 + 4 + 3
+    begin = 8 + int.from_bytes(content[:8], "little")
+    offsets = {name: facts["data_offsets"][0] for name, facts in json.loads(content[8:begin]).items()}
+    assert all((begin + offsets[name]) % tensor.element_size() == 0 for name, tensor in tensors.items())
+    assert len(content) == begin + 8 + 4 + 3
 
 
 def test_a_file_without_tensors_is_a_valid_one(tmp_path: Path) -> None:
