@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
 REPEATED = ("step", "epoch", "digests")  # what a run says again when it goes on from an earlier step
 
 
@@ -18,19 +20,18 @@ class Events:
         self._file = path.open("ab", buffering=0) if path is not None else None
         self._last: dict[str, float] = {}
         # The last line of a killed writer may have no end.
-        self._is_torn = self._file is not None and path is not None and not _ends_whole(path)
+        self._waiting = b"" if path is None or _ends_whole(path) else b"\n"
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add one event, at once. A disk that is full costs the event, not the run."""
+        """Add one event, at once. While the disk is full, events wait; the run does not."""
         if self._file is None:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
-        if self._is_torn:
-            line = b"\n" + line
-        try:
-            self._is_torn = self._file.write(line) != len(line)
-        except OSError:
-            self._is_torn = True
+        if len(self._waiting) + len(line) <= WAITING_LIMIT:
+            self._waiting += line
+        with suppress(OSError):
+            written = self._file.write(self._waiting)
+            self._waiting = self._waiting[written:]
 
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
         """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
