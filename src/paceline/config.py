@@ -56,6 +56,7 @@ class Log(_Section):
     """How often a run says how it is doing."""
 
     every_steps: int = Field(10, ge=1)
+    tensorboard: bool = True
     digests: bool = False
 
 

@@ -9,10 +9,11 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder, write_json
@@ -91,14 +92,17 @@ def write(failure: Failure, folder: RunFolder) -> None:
     write_json(folder.failure(failure.rank), asdict(failure))
 
 
+def written(folder: RunFolder, ranks: Iterable[int]) -> dict[int, Failure]:
+    """What ranks have written of their failures."""
+    paths = {rank: folder.failure(rank) for rank in ranks}
+    return {r: Failure(**json.loads(p.read_text(encoding="utf-8"))) for r, p in paths.items() if p.exists()}
+
+
 def first(folder: RunFolder, exit_codes: Mapping[int, int]) -> Failure:
     """The failure that came first and caused the others, from what the ranks wrote and how they ended."""
-    written = {}
-    for rank in exit_codes:
-        if folder.failure(rank).exists():
-            written[rank] = Failure(**json.loads(folder.failure(rank).read_text(encoding="utf-8")))
-    ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in written and code]
-    candidates = sorted(written.values(), key=lambda failure: failure.time)
+    told = written(folder, exit_codes)
+    ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in told and code]
+    candidates = sorted(told.values(), key=lambda failure: failure.time)
     own = [failure for failure in candidates if not failure.is_echo]
     # The agent ends the survivors by SIGTERM, so a death by that signal comes last.
     ended.sort(key=lambda failure: failure.error == "SIGTERM")
@@ -117,24 +121,34 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
     else:
         error, text = "Exit", f"the process ended with exit code {code}"
     tail = [line for line in _tail(folder.log(rank)) if line.strip()]
+    last = _last_place(folder.place(rank))
     return Failure(
         rank=rank,
-        host=socket.gethostname(),
-        place="place unknown",
+        host=last.get("host") or socket.gethostname(),
+        place=f"last seen {last['place']}" if last else "place unknown",
         error=error,
         text="\n".join([text, *(f"last output: {line}" for line in tail[-1:])]),
-        location=None,
+        location=last.get("location"),
         log=str(folder.log(rank)),
         time=time.time(),
         is_killed=code < 0,
     )
 
 
+def _last_place(path: Path) -> dict[str, Any]:
+    """What a rank told of itself a moment before it ended, if anything."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        return {}
+
+
 def _tail(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            return file.read().decode(errors="replace").splitlines()
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            # What faulthandler dumps when a process crashes is for the log alone.
+            return file.read().decode(errors="replace").partition("Fatal Python error: ")[0].splitlines()
     except OSError:
         return []
 

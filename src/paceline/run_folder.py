@@ -24,7 +24,9 @@ class RunFolder:
         self.job = path / "job.bin"
         self.events = path / "events.jsonl"
         self.logs = path / "logs"
+        self.hang = self.logs / "hang.txt"
         self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
         self.stopped = self.logs / "stopped.json"
         self.lock = path / ".lock"
         self.weights = path / "weights.safetensors"
@@ -37,14 +39,12 @@ class RunFolder:
         """A new run folder with the config in it: exactly `run_dir`, or `runs/<name>/<date-time>` of its own."""
         folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
         folder.logs.mkdir(exist_ok=True)
-        try:
-            with folder.config.open("x", encoding="utf-8") as file:
-                file.write(config.to_yaml())
-        except FileExistsError:
+        if folder.config.exists():
             go_on = "" if config.train_fn is not None else "go on with it by --resume auto, "
             raise ConfigError(
                 f"run_dir={config.run_dir} already holds a run; {go_on}choose another folder or remove it"
-            ) from None
+            )
+        write_text(folder.config, config.to_yaml())
         return folder
 
     def reopen(self, config: Config) -> None:
@@ -55,7 +55,7 @@ class RunFolder:
 
     def forget_last_life(self) -> None:
         """Remove what the ranks wrote about how they ended, before they start again."""
-        for path in (self.stopped, *self.logs.glob("rank-*.failure.json")):
+        for path in (self.stopped, self.hang, *self.logs.glob("rank-*.json")):
             path.unlink(missing_ok=True)
 
     @contextmanager
@@ -82,6 +82,10 @@ class RunFolder:
     def failure(self, rank: int) -> Path:
         """What a rank wrote about its own failure before it ended."""
         return self.logs / f"rank-{rank}.failure.json"
+
+    def place(self, rank: int) -> Path:
+        """Where a rank was a moment ago, for the others to read."""
+        return self.logs / f"rank-{rank}.place.json"
 
 
 @contextmanager

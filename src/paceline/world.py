@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from paceline.config import Config
 from paceline.errors import ConfigError
 
 T = TypeVar("T")
+# Of every process group: the hang watch tells more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
+PATIENCE = timedelta(days=20)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Exchange:
 
     def __init__(self, world: World) -> None:
         """All ranks."""
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -113,12 +116,15 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     if store is not None:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    # NCCL ends a process whose interpreter is stuck; the watch does so, too, and says where.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(PATIENCE.total_seconds())))
     _settle(config, device)
     dist.init_process_group(
         backend,
         store=_next_meeting(rank, size) if store is None else dist.FileStore(str(store), size),
         rank=rank,
         world_size=size,
+        timeout=PATIENCE,
         device_id=device if backend == "nccl" else None,
     )
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
@@ -161,6 +167,11 @@ def use_threads(config: Config) -> None:
     """The threads of an operator, if they are settled."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+
+
+def world_size() -> int:
+    """How many ranks the environment speaks of, before they have met."""
+    return int(_variable("WORLD_SIZE"))
 
 
 def is_joined() -> bool:

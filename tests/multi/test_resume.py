@@ -11,6 +11,7 @@ import pytest
 import torch
 from exactness_cases import ODD, Images, layer_net
 from faults import Disturbed, events, options, outcome, saved_steps, send, start, stop_step
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline import Trainer
 from paceline.errors import CheckpointsDamaged, ConfigError, RankFailed
@@ -36,6 +37,11 @@ def test_a_resized_run_ends_with_the_same_bits(undisturbed: dict, before: int, a
     assert result.world_size == after
     assert outcome(result) == undisturbed
     assert [event["step"] for event in events("resumed")] == [stopped_at]
+    board = EventAccumulator("run/tensorboard").Reload()
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("loss")] == [
+        (step, pytest.approx(loss)) for step, loss in undisturbed["losses"]
+    ]
+    assert [scalar.step for scalar in board.Scalars("accuracy")] == [row["step"] for row in undisturbed["history"]]
 
 
 def test_no_sample_is_read_to_be_thrown_away() -> None:

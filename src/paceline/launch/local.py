@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline import failure, job, result, resume
+from paceline import failure, hang, job, result, resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
@@ -99,28 +99,39 @@ def _run_to_end(config: Config, folder: RunFolder, began: float) -> None:
     is_managed = config.train_fn is None
     limit = config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
     restarts, store = Restarts(limit), Store(folder.checkpoints)
-    request = Request()
-    why = ""
+    request = Request() if is_managed else None
+    news = ""
     while True:
-        folder.forget_last_life()
         ranks = pick_ranks(config, config.lanes)
-        with tempfile.TemporaryDirectory(prefix="paceline-") as private, Follower(folder, ranks, from_now=True) as follower:
-            if why:
-                with_what = f"from step {step}" if (step := store.newest_step()) >= 0 else "from the beginning"
-                text = f"{why}; starting again {with_what} (restart {restarts.used} of {restarts.limit})"
-                Events(folder.events).write("restarted", text=text)
-            request.say = follower.screen.note
-            worker = _worker_command(folder, Path(private) / "store", began)
-            outcome = _run_agent(folder, ranks, worker, request if is_managed else None)
+        outcome = _live(config, folder, ranks, began, request, news)
         if not outcome.is_failed():
             break
+        if story := hang.explain(folder, ranks, config.hang_timeout_s):
+            raise RankFailed(story)
         codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
         first = failure.first(folder, codes)
-        if request.signal or not restarts.allow(first, store.newest_step()):
+        saved = store.newest_step()
+        if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise RankFailed(first.describe())
-        why = f"rank {first.rank} failed ({first.place}): {first.error}"
+        news = (
+            f"rank {first.rank} failed ({first.place}): {first.error}; starting again from "
+            f"{f'step {saved}' if saved >= 0 else 'the beginning'} (restart {restarts.used} of {restarts.limit})"
+        )
     if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
+
+
+def _live(config: Config, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str) -> RunResult:
+    """One life of the ranks, shown on the screen."""
+    folder.forget_last_life()
+    shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as private, shown:
+        if news:
+            with closing(Events(folder.events)) as events:
+                events.write("restarted", text=news)
+        if request is not None:
+            request.say = shown.screen.note
+        return _run_agent(folder, ranks, _worker_command(folder, Path(private) / "store", began), request)
 
 
 class LocalRendezvous(RendezvousHandler):  # type: ignore[misc]

@@ -17,6 +17,7 @@ from paceline.progress import Progress
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.telemetry.follow import Follower
+from paceline.watch import watching
 from paceline.world import join, use_threads
 
 
@@ -32,7 +33,8 @@ def start(config: Config, task: Task) -> Outcome:
         folder = RunFolder(path)
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
-            with Follower(folder, ranks=0, from_now=True) if world.is_main else nullcontext():
+            follower = Follower(folder, ranks=0, from_now=True, board=config.log.tensorboard)
+            with follower if world.is_main else nullcontext(), watching(config, folder, world.rank, world.size, progress):
                 task(config, folder, world, progress)
         except Exception as error:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)

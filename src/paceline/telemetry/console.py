@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -92,12 +93,12 @@ class Screen:
     def _on_run_finished(self, event: dict[str, Any]) -> None:
         self.close()
 
-    def _move(self, text: str, done: int, total: int) -> None:
+    def _move(self, text: str, done: int, total: int | None) -> None:
         if self.is_live:
             if self._bar is None:
                 columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
                 counts = (
-                    TextColumn("{task.completed}/{task.total}"),
+                    MofNCompleteColumn(),
                     TimeElapsedColumn(),
                     TimeRemainingColumn(),
                 )
@@ -108,4 +109,4 @@ class Screen:
             self._bar.update(self._task, description=text, completed=done, total=total)
         elif time.monotonic() - self._last_plain >= PLAIN_INTERVAL_S:
             self._last_plain = time.monotonic()
-            self.note(f"{text}  [{done}/{total}]")
+            self.note(f"{text}  [{done}]" if total is None else f"{text}  [{done}/{total}]")

@@ -1,61 +1,30 @@
-"""Follows a run folder while it is being written: events to the screen, rank 0's output, everybody's warnings once."""
+"""Follows a run folder while it is being written: events to the screen and TensorBoard, rank 0's output, warnings."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 from paceline.run_folder import RunFolder
+from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
 from paceline.telemetry.events import parse
 from paceline.telemetry.lines import FAILED, WARNING
+from paceline.telemetry.tail import Tail
 
 INTERVAL_S = 0.1
-
-
-class Tail:
-    """The lines that have been added to a file since it was last asked; a torn last line waits for its end."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
-        self._file, self._position = _identity(path.stat()) if from_end and path.exists() else (0, 0)
-
-    def lines(self, *, to_end: bool = False) -> Iterator[str]:
-        """New whole lines; `to_end` takes a last line without an end too."""
-        try:
-            with self._path.open("rb") as file:
-                now, size = _identity(os.fstat(file.fileno()))
-                if now != self._file or size < self._position:  # another file has taken its name
-                    self._file, self._position = now, 0
-                file.seek(self._position)
-                content = file.read()
-        except FileNotFoundError:
-            return
-        if to_end and content and not content.endswith(b"\n"):
-            content += b"\n"
-        whole, newline, _ = content.rpartition(b"\n")
-        self._position += len(whole) + len(newline)
-        if newline:
-            # A progress bar goes back to the start of its line: what it shows last is what counts.
-            yield from (line.rpartition("\r")[2] for line in whole.decode(errors="replace").split("\n"))
-
-
-def _identity(facts: os.stat_result) -> tuple[int, int]:
-    return facts.st_ino, facts.st_size
 
 
 class Follower:
     """A thread that shows a run. `ranks` are those whose logs it reads; none where they own the terminal themselves.
 
-    `from_now` leaves out what an earlier life of the run has written.
+    `from_now` leaves out what an earlier life of the run has written; `board` also writes for TensorBoard.
     """
 
-    def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False) -> None:
+    def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False, board: bool = False) -> None:
         self.screen = Screen()
+        self._board = Board(folder.events, folder.tensorboard) if board else None
         self._events = Tail(folder.events, from_end=from_now)
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
         # Older events come by again when the file is rewound. Their times are rounded, so this one is too.
@@ -77,11 +46,23 @@ class Follower:
         self._ended.set()
         self._thread.join()
         self._look(to_end=True)
+        self._plot()
+        if self._board is not None:
+            self._board.close()
         self.screen.close()
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             self._look()
+            self._plot()
+
+    def _plot(self) -> None:
+        if self._board is not None:
+            try:
+                self._board.look()
+            except ImportError as error:
+                self.screen.note(f"nothing is written for TensorBoard: {error}", style="yellow")
+                self._board = None
 
     def _look(self, *, to_end: bool = False) -> None:
         """Show what is new. A screen that is gone, such as a closed pipe, must not end the run."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 WARNING = re.compile(r"^WARNING \[rank \d+\] (.*)$")
-FAILED = re.compile(r"^FAILED \[rank \d+\]")
+# Also what faulthandler says before it dumps stacks.
+FAILED = re.compile(r"^(FAILED \[rank \d+\]|Fatal Python error: |Timeout \(\d+:\d\d:\d\d)")
 
 
 def warning_line(rank: int, text: str) -> str:
