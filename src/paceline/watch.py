@@ -43,7 +43,7 @@ LAST_RESORT_S = 15.0  # after the timeout, for ranks of which none can tell the 
 ENDED = -1  # in place of the number of a beat
 BUSY_SHARE, BUSY_S = 0.01, 0.05  # of CPU time, by which a rank moves that is still building
 # Dumps all stacks even while something holds the interpreter; DataLoader workers inherit it. No library uses this one.
-DUMP_SIGNAL = signal.SIGRTMIN + 9
+DUMP_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 @contextmanager
