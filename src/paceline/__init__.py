@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Trainer", "errors", "indices_at"]
+__all__ = ["Result", "Trainer", "errors", "indices_at", "shard"]
 
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.data.order import indices_at
+    from paceline.data.shard import shard
     from paceline.result import Result
     from paceline.trainer import Trainer
 
@@ -17,6 +18,7 @@ _HOMES = {
     "Trainer": "paceline.trainer",
     "Result": "paceline.result",
     "indices_at": "paceline.data.order",
+    "shard": "paceline.data.shard",
 }
 
 

@@ -10,7 +10,7 @@ import safetensors.torch
 from paceline import result
 from paceline.config import Config
 from paceline.data.loader import evaluation_loader
-from paceline.data.sources import make_datasets
+from paceline.data.sources import is_stream, make_datasets
 from paceline.errors import DataError
 from paceline.evaluate import Evaluator
 from paceline.progress import Progress
@@ -46,6 +46,11 @@ def _apply(
     dataset = training if is_whole else validation
     if dataset is None:
         raise DataError("the run held out no validation data; give the data to use")
+    if is_stream(dataset):
+        raise DataError(
+            f"dataset_fn returned a {type(dataset).__name__}, which cannot be evaluated or predicted in order; "
+            "return a map-style data set, one with __len__ and __getitem__"
+        )
     progress.phase = "loading the model"
     model = make_model(config)
     safetensors.torch.load_model(model, weights)

@@ -50,12 +50,13 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
     return problems
 
 
-def lr_at(step: int, base: float, schedule: Schedule, total_steps: int) -> float:
+def lr_at(step: int, base: float, schedule: Schedule, total_steps: int | None) -> float:
     """The learning rate of the update that takes `step` to `step + 1` (pure)."""
     if step < schedule.warmup_steps:
         return base * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return base
+    assert total_steps is not None, "a schedule with an end needs to know where that is"
     done = (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps)
     down = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
     return base * (schedule.final + (1 - schedule.final) * down)

@@ -7,6 +7,8 @@ from typing import Any
 from paceline.config import Config
 from paceline.data.batches import part
 from paceline.data.loader import epoch_loader
+from paceline.data.sources import is_stream
+from paceline.data.stream_loader import StreamLoader
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single
@@ -27,9 +29,12 @@ def run_own_loop(
     progress.phase = "building the loaders"
 
     def on_training_batch(epoch: int, batch: int, batches: int) -> None:
+        note_training_batch(epoch, batch, batches, len(part(len(training), batches, batch)))
+
+    def note_training_batch(epoch: int, batch: int, batches: int | None, samples: int) -> None:
         progress.phase, progress.epoch, progress.batch = "training", epoch, batch
         progress.step = (progress.step or 0) + 1
-        progress.samples += len(part(len(training), batches, batch))
+        progress.samples += samples
         events.write_sometimes("progress", phase="training", epoch=epoch, batch=batch, batches=batches)
 
     def on_validation_batch(epoch: int, batch: int, batches: int) -> None:
@@ -44,7 +49,18 @@ def run_own_loop(
         "workers": config.workers,
         "world": world,
     }
-    train_loader = epoch_loader(training, shuffle=True, what="the training data", on_batch=on_training_batch, **shared)
+    train_loader: Any
+    if is_stream(training):
+        train_loader = StreamLoader(
+            training,
+            on_batch=lambda epoch, batch, samples: note_training_batch(epoch, batch, None, samples),
+            tell=lambda text: events.write("warning", text=text),
+            **shared,
+        )
+    else:
+        train_loader = epoch_loader(
+            training, shuffle=True, what="the training data", on_batch=on_training_batch, **shared
+        )
     val_loader = None
     if validation is not None:
         val_loader = epoch_loader(

@@ -102,7 +102,7 @@ def _past_of(folder: RunFolder) -> Past:
 # --- identity ------------------------------------------------------------------------------------------------------
 
 
-def identity_of(config: Config, *, lanes: int, samples: int, device: torch.device) -> dict[str, Any]:
+def identity_of(config: Config, *, lanes: int, samples: int | None, device: torch.device) -> dict[str, Any]:
     """What a checkpoint says of its run: everything that decides what the run computes."""
     plain = {key: _with_text_keys(to_plain(value)) for key, value in config.__dict__.items() if key not in HANDS}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

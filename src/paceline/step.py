@@ -104,7 +104,10 @@ class Stepper:
         self.lane_sum.restart()
         self._is_used = [False] * len(self.parameters)
         totals = torch.zeros(self.lanes_per_rank, 2, device=self.world.device)
-        statistics: list[torch.Tensor] = []
+        # BatchNorm's statistics follow the first lane of a rank; rank 0's, which is lane 0, are the ones that count.
+        # Where it is empty they stay as they are.
+        has_first = lanes[0].samples > 0 and lanes[0].lane % self.lanes_per_rank == 0
+        statistics = [] if has_first else [buffer.clone() for buffer in self.replica.module.buffers()]
         counts_itself = False
         for lane in lanes:
             place = lane.lane % self.lanes_per_rank
@@ -117,9 +120,8 @@ class Stepper:
                 totals[place, 0], totals[place, 1] = total, count
                 if not is_reducing:
                     self.lane_sum.add(place, self._take_gradients())
-            if lane is lanes[0] and len(lanes) > 1:
+            if has_first and lane is lanes[0] and len(lanes) > 1:
                 statistics = [buffer.clone() for buffer in self.replica.module.buffers()]
-        # BatchNorm's statistics follow the first lane of a rank; rank 0's, which is lane 0, are the ones that count.
         for buffer, kept in zip(self.replica.module.buffers(), statistics, strict=bool(statistics)):
             buffer.copy_(kept)
         if self.hook is None:

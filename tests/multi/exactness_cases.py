@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import Trainer
+from paceline import Trainer, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -41,6 +42,30 @@ class Images(Dataset):
         if self.augment:
             image = image + 0.1 * torch.randn_like(image) + 0.1 * np.random.rand() + 0.1 * random.random()
         return image, self.labels[index]
+
+
+class Stream(IterableDataset):
+    """The same images one after the other, in an order of each epoch's own if it shuffles."""
+
+    def __init__(self, size: int = ODD, augment: bool = False, shuffle: bool = False) -> None:
+        self.data, self.shuffle = Images(size, augment), shuffle
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = list(range(len(self.data)))
+        if self.shuffle:
+            random.shuffle(order)
+        return (self.data[index] for index in shard(order))
+
+
+class Uneven(Stream):
+    """Lanes of very different lengths: lane 0, whose statistics BatchNorm keeps, is among the short ones."""
+
+    lengths = (7, 31, 3, 18)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        lane, _ = shard()
+        first = sum(self.lengths[:lane])
+        return (self.data[index] for index in range(first, first + self.lengths[lane]))
 
 
 def conv_net() -> nn.Module:
@@ -168,6 +193,19 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16 that does not fit at first": {
         "precision": "fp16", "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW, "ema": 0.9,
         "loss_fn": lambda output, target: 3e3 * functional.cross_entropy(output, target),
+    },
+    "iterable": {"dataset_fn": Stream},
+    "iterable with two workers": {"dataset_fn": Stream, "workers": 2},
+    "iterable, shuffled and augmented": {
+        "model_fn": conv_net, "dataset_fn": lambda: Stream(augment=True, shuffle=True), "workers": 2, "ema": 0.9,
+    },
+    "iterable with uneven lanes": {"model_fn": conv_net, "dataset_fn": lambda: Uneven(augment=True)},
+    "iterable with uneven lanes, and parameters that some use": {
+        "model_fn": Sometimes, "find_unused_parameters": True, "dataset_fn": Uneven, "loss_fn": weighted_loss,
+    },
+    "iterable up to a step": {
+        "dataset_fn": lambda: Stream(shuffle=True), "lanes": 8, "batch_size": 2, "max_steps": 14,
+        "schedule": {"name": "cosine", "warmup_steps": 2}, "val_dataset_fn": None,
     },
     "everything at once": {
         "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,

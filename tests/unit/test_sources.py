@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from torch.utils.data import IterableDataset
 
 from paceline.config import Config, build
 from paceline.data import sources
 from paceline.data.order import indices_at
-from paceline.data.sources import Part, fetch, make_datasets
+from paceline.data.sources import Part, fetch, make_datasets, size_of
 from paceline.errors import DataError, MissingExtra
 
 MakeConfig = Callable[..., Config]
@@ -36,6 +37,22 @@ class LettersAtOnce(Letters):
     def __getitems__(self, indices: Sequence[int]) -> list[str]:
         self.reads += 1
         return [self.text[index] for index in indices]
+
+
+class Stream(IterableDataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abcdefghij")
+
+
+class OneReading(Stream):
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return "a"
 
 
 class FromTable:
@@ -93,6 +110,14 @@ def test_a_single_sample_is_for_training(make_config: MakeConfig) -> None:
 def test_a_single_sample_is_for_training_at_any_fraction(make_config: MakeConfig) -> None:
     training, validation = make_datasets(make_config(dataset_fn=lambda: Letters("a"), val_fraction=0.9))
     assert (items(training), validation) == (["a"], None)
+
+
+@pytest.mark.parametrize("make", [Stream, lambda: {"a", "b"}], ids=["torch", "any"])
+def test_nothing_is_held_out_of_an_iterable_data_set(make: Callable[[], Any], make_config: MakeConfig) -> None:
+    training, validation = make_datasets(make_config(dataset_fn=make))
+    assert (type(training), size_of(training), validation) == (type(make()), None, None)
+    _, validation = make_datasets(make_config(dataset_fn=make, val_dataset_fn=Letters))
+    assert items(validation) == list("abcdefghij")
 
 
 @pytest.mark.parametrize("limit", [0, 1000], ids=["worked out", "kept"])
@@ -167,11 +192,20 @@ def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
     [
         (
             {"dataset_fn": lambda: (letter for letter in "abc")},
-            "dataset_fn returned a generator, which has no __len__ and __getitem__; return a map-style data set",
+            "dataset_fn returned a generator, which is its own iterator, so there is only one reading of it; return",
         ),
         (
             {"dataset_fn": lambda: None},
             "dataset_fn returned a NoneType, which has no __len__ and __getitem__;",
+        ),
+        ({"dataset_fn": OneReading}, "dataset_fn returned a OneReading, which is its own iterator"),
+        (
+            {"dataset_fn": Letters, "val_dataset_fn": Stream},
+            "val_dataset_fn returned a Stream for validation, which needs a map-style data set",
+        ),
+        (
+            {"dataset_fn": lambda df=None: Letters() if df is None else Stream(), "val_df": pd.DataFrame({"x": [1]})},
+            "dataset_fn returned a Stream for validation, which needs a map-style data set",
         ),
         ({"dataset_fn": lambda: []}, "dataset_fn returned an empty data set"),
         (
@@ -179,7 +213,15 @@ def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
             "val_dataset_fn returned an empty data set",
         ),
     ],
-    ids=["generator", "none", "empty", "empty validation"],
+    ids=[
+        "generator",
+        "none",
+        "one reading",
+        "iterable validation",
+        "iterable validation of a table",
+        "empty",
+        "empty validation",
+    ],
 )
 def test_data_that_cannot_be_trained_on_names_the_function(
     keys: dict[str, Any], problem: str, make_config: MakeConfig

@@ -44,6 +44,8 @@ class Turn:
     epoch: int
     lanes: list[Lane]
     ends_epoch: bool
+    ends_run: bool
+    mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.collate = _collate_of(dataset)
+        self.collate = collate_of(dataset)
 
     def __getitems__(self, batch: Keyed) -> tuple[Keyed, Any]:
         seed_generators(self.seed, *batch.key)
@@ -130,8 +132,9 @@ def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, 
 def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[Turn]:
     """The lanes of this rank, gathered into steps."""
     for step, ridden in groupby(lanes, key=lambda lane: lane.step):
-        ends_epoch = (step + 1) % steps_per_epoch == 0 or step + 1 == total_steps
-        yield Turn(step, step // steps_per_epoch, list(ridden), ends_epoch)
+        ends_run = step + 1 == total_steps
+        ends_epoch = (step + 1) % steps_per_epoch == 0 or ends_run
+        yield Turn(step, step // steps_per_epoch, list(ridden), ends_epoch, ends_run)
 
 
 class DealtSampler(Sampler[Dealt]):
@@ -192,7 +195,7 @@ class EpochLoader(DataLoader[Any]):
     def __init__(
         self, dataset: Any, sampler: EpochSampler, on_batch: Callable[[int, int, int], None], **options: Any
     ) -> None:
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=_collate_of(dataset), **options)
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate_of(dataset), **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
         self.epochs, self.on_batch = sampler, on_batch
@@ -217,7 +220,7 @@ def epoch_loader(
 ) -> EpochLoader:
     """A loader for the user's own loop: every sample once per epoch over all ranks, equally many batches on each."""
     sampler = EpochSampler(seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what)
-    return EpochLoader(dataset, sampler, on_batch, **_options(workers, world, seed))
+    return EpochLoader(dataset, sampler, on_batch, **loader_options(workers, world, seed))
 
 
 # --- what all loaders share ----------------------------------------------------------------------------------------
@@ -238,21 +241,22 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: World) -> DataLoader[Any]:
     keyed = KeyedDataset(dataset, seed)
-    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **_options(workers, world, seed))  # type: ignore[arg-type]
+    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.gather, **loader_options(workers, world, seed))  # type: ignore[arg-type]
 
 
-def _collate_of(dataset: Any) -> Callable[[Any], Any]:
+def collate_of(dataset: Any) -> Callable[[Any], Any]:
     """The data set's own `collate_fn` if it has one, else torch's default."""
     base = dataset.base if isinstance(dataset, Part) else dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", default_collate)
     return collate
 
 
-def _options(workers: int, world: World, seed: int) -> dict[str, Any]:
+def loader_options(workers: int, world: World, seed: int) -> dict[str, Any]:
+    """What every DataLoader is given."""
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": world.device.type == "cuda"}
     if workers:
         options |= {
-            "worker_init_fn": _start_worker,
+            "worker_init_fn": start_worker,
             "persistent_workers": True,
             # Fork, so that data sets defined in a script or notebook need not be pickled again.
             "multiprocessing_context": "fork",
@@ -263,6 +267,7 @@ def _options(workers: int, world: World, seed: int) -> dict[str, Any]:
     return {**options, "generator": generator}
 
 
-def _start_worker(worker: int) -> None:
+def start_worker(worker: int) -> None:
+    """In a DataLoader worker, before it reads anything."""
     ignore_signals()
     die_with_parent()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from paceline.config import Config
 from paceline.data.order import Indices, indices_at
@@ -60,15 +60,28 @@ def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:
     return dataset.originals(indices) if isinstance(dataset, Part) else list(indices)
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set can only be read from its beginning, as torch's IterableDataset."""
+    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # whose one only raises
+    return hasattr(dataset, "__iter__") and not is_indexed
+
+
+def size_of(dataset: Any) -> int | None:
+    """The number of samples, if the data set knows."""
+    return None if is_stream(dataset) else len(dataset)
+
+
 def make_datasets(config: Config) -> tuple[Any, Any | None]:
     """The training data and, if there is any, the validation data, by the user's functions."""
     make = config.function("dataset_fn")
-    dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn")
+    dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn", may_stream=True)
     if config.val_dataset_fn is not None:
         return dataset, _checked(config.function("val_dataset_fn")(*_table(config.val_df)), "val_dataset_fn")
     if config.val_df is not None:
         return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), "dataset_fn")
-    size = len(dataset)
+    size = size_of(dataset)
+    if size is None:  # nothing can be held out of samples that come one by one
+        return dataset, None
     held_out = round(size * config.val_fraction)
     if config.val_fraction > 0 and size > 1:
         held_out = min(max(held_out, 1), size - 1)
@@ -96,11 +109,23 @@ def _table(table: Any) -> tuple[Any, ...]:
     return (pd.read_csv(table),)
 
 
-def _checked(dataset: Any, source: str) -> Any:
+def _checked(dataset: Any, source: str, *, may_stream: bool = False) -> Any:
+    if is_stream(dataset):
+        if hasattr(dataset, "__next__"):
+            raise DataError(
+                f"{source} returned a {type(dataset).__name__}, which is its own iterator, so there is only one reading "
+                "of it; return an object whose __iter__ begins a new one, such as a torch IterableDataset"
+            )
+        if not may_stream:
+            raise DataError(
+                f"{source} returned a {type(dataset).__name__} for validation, which needs a map-style data set: "
+                "one with __len__ and __getitem__"
+            )
+        return dataset
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"{source} returned a {type(dataset).__name__}, which has no __len__ and __getitem__; "
-            "return a map-style data set"
+            "return a map-style or an iterable data set"
         )
     if len(dataset) == 0:
         raise DataError(f"{source} returned an empty data set")
