@@ -113,8 +113,8 @@ def _checked(dataset: Any, source: str, *, may_stream: bool = False) -> Any:
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
             raise DataError(
-                f"{source} returned a {type(dataset).__name__}, which is its own iterator, so there is only one reading "
-                "of it; return an object whose __iter__ begins a new one, such as a torch IterableDataset"
+                f"{source} returned a {type(dataset).__name__}, which is its own iterator, so there is only one "
+                "reading of it; return an object whose __iter__ begins a new one, such as a torch IterableDataset"
             )
         if not may_stream:
             raise DataError(
