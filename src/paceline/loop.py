@@ -28,17 +28,12 @@ from paceline.world import Exchange, World
 class Plan:
     """How long the run is and when it says something."""
 
-    steps_per_epoch: int
-    total_steps: int
+    total_steps: int | None  # None where an iterable data set decides
+    epochs: int  # begun by the end of the run
     log_every_steps: int
     check_replicas_every: int
     log_digests: bool
     best: Best | None
-
-    @property
-    def epochs(self) -> int:
-        """Epochs begun by the end of the run."""
-        return -(-self.total_steps // self.steps_per_epoch)
 
 
 @dataclass
@@ -62,6 +57,7 @@ class Fit:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     sums: Sums = field(default_factory=Sums)
     owes_evaluation: bool = False  # the run was stopped after an epoch's last step and before its evaluation
+    mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Fit:
@@ -119,10 +115,11 @@ class Loop:
         self.losses.add(self.stepper.take(turn.step, turn.lanes), samples=samples)
         fit.step = self.progress.step = turn.step + 1
         fit.samples += samples
+        fit.mark = turn.mark
         self.progress.samples = fit.samples
         if fit.step % plan.log_every_steps == 0 or turn.ends_epoch:
             self._log(turn.epoch)
-        if fit.step % plan.check_replicas_every == 0 or fit.step == plan.total_steps:
+        if fit.step % plan.check_replicas_every == 0 or turn.ends_run:
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
         fit.owes_evaluation = turn.ends_epoch
@@ -181,7 +178,8 @@ class Loop:
         if self.plan.best is None:
             return False
         sign = 1 if self.plan.best.mode == "min" else -1
-        values = [sign * row.get(self.plan.best.metric, math.nan) for row in self.fit.history]
+        measured = [row.get(self.plan.best.metric) for row in self.fit.history]
+        values = [math.nan if value is None else sign * value for value in measured]
         return not math.isnan(values[-1]) and all(math.isnan(v) or values[-1] < v for v in values[:-1])
 
     def _measured(self) -> dict[str, float]:
@@ -231,22 +229,22 @@ class LossRecord:
             sums.epoch += total
             sums.epoch_count += count
 
-    def flush(self) -> tuple[float, float]:
-        """The mean loss and the samples per second since the last flush. All ranks."""
+    def flush(self) -> tuple[float | None, float]:
+        """The mean loss, None if every step was skipped, and the samples per second since the last flush. All ranks."""
         self.collect()
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         speed = self._samples / elapsed
         self.restart_clock()
         sums = self._fit.sums
-        mean = sums.window / sums.window_count if sums.window_count else math.nan
+        mean = sums.window / sums.window_count if sums.window_count else None
         sums.window = sums.window_count = 0.0
         return mean, speed
 
-    def epoch_mean(self) -> float:
-        """The mean loss of this epoch so far."""
+    def epoch_mean(self) -> float | None:
+        """The mean loss of this epoch so far; None if every step was skipped."""
         sums = self._fit.sums
-        return sums.epoch / sums.epoch_count if sums.epoch_count else math.nan
+        return sums.epoch / sums.epoch_count if sums.epoch_count else None
 
     def restart_epoch(self) -> None:
         """Begin an epoch."""

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from paceline.checkpoint.state import State, capture, load, put_optimizer, put_w
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
 from paceline.data import batches
-from paceline.data.loader import LaneSampler, evaluation_loader, lane_loader, turns_of
-from paceline.data.sources import make_datasets, original_indices
+from paceline.data.loader import LaneSampler, Turn, evaluation_loader, lane_loader, turns_of
+from paceline.data.sources import is_stream, make_datasets, original_indices, size_of
+from paceline.data.stream import StreamTurns
 from paceline.errors import ConfigError
 from paceline.evaluate import Evaluator
 from paceline.lifeline import die_with_parent
@@ -44,7 +45,8 @@ from paceline.step import Stepper
 from paceline.stop import Stop, describe
 from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.lines import failed_line, warning_line
-from paceline.world import World, join
+from paceline.watch import watching
+from paceline.world import World, join, world_size
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
     folder, progress = RunFolder(job_path.parent), Progress(began=float(sys.argv[4]))
     try:
         config, task = job.load(job_path)
-        with join(config, store) as world:
+        with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
             task(config, folder, world, progress)
     except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is told
         failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder)
@@ -114,7 +116,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     say_if_bits_differ(config, world, events)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
-    identity = identity_of(config, lanes=lanes, samples=len(training), device=world.device)
+    identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
     fit = Fit()
     if past is not None:
         tell_past(past, identity, world, events)
@@ -267,11 +269,10 @@ def build_stepper(
     config: Config, replica: Replica | Single, training: Any, lanes: int, world: World, events: Events
 ) -> tuple[Stepper, Plan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
-    steps_per_epoch = batches.steps_per_epoch(len(training), config.batch_size, lanes)
-    total = steps_per_epoch * config.num_epochs
+    total, epochs = length_of(config, training, lanes)
     plan = Plan(
-        steps_per_epoch=steps_per_epoch,
-        total_steps=min(total, config.max_steps or total),
+        total_steps=total,
+        epochs=epochs,
         log_every_steps=config.log.every_steps,
         check_replicas_every=config.check_replicas_every,
         log_digests=config.log.digests,
@@ -290,13 +291,32 @@ def build_stepper(
     return stepper, plan
 
 
-def build_loop(
-    config: Config, stepper: Stepper, training: Any, validation: Any | None, plan: Plan, saver: Saver, stop: Stop,
-    fit: Fit, world: World, events: Events, progress: Progress,
-) -> Loop:  # fmt: skip
-    """Wire the loaders and the evaluation into the managed loop. All ranks."""
-    lanes = stepper.lanes_per_rank * world.size
-    shared: dict[str, Any] = {"seed": config.seed, "workers": config.workers, "world": world}
+def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int]:
+    """The steps of the run, if they are known, and the epochs."""
+    size = size_of(training)
+    if size is not None:
+        per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
+        total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
+        return total, -(-total // per_epoch)
+    if config.max_steps is None and config.schedule.name != "constant":
+        raise ConfigError(
+            f"schedule.name={config.schedule.name} must know where the run ends, which an iterable data set does not "
+            "tell; set max_steps, or use schedule.name: constant"
+        )
+    return config.max_steps, config.num_epochs
+
+
+def build_turns(
+    config: Config, training: Any, lanes: int, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
+) -> Iterable[Turn]:
+    """The lanes of this rank, step by step, from where the run is. All ranks."""
+    if is_stream(training):
+        return StreamTurns(
+            training, seed=config.seed, batch_size=config.batch_size, lanes=lanes, workers=config.workers,
+            epochs=config.num_epochs, max_steps=config.max_steps, step=fit.step, mark=fit.mark, world=world,
+            progress=progress, tell=lambda text: events.write("warning", text=text),
+        )  # fmt: skip
+    assert plan.total_steps is not None
     sampler = LaneSampler(
         seed=config.seed,
         size=len(training),
@@ -305,12 +325,25 @@ def build_loop(
         steps=range(fit.step, plan.total_steps),
         ridden=batches.lanes_of(world.rank, world.size, lanes),
     )
-    turns = turns_of(
-        lane_loader(training, sampler, **shared), steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps
+    return turns_of(
+        lane_loader(training, sampler, seed=config.seed, workers=config.workers, world=world),
+        steps_per_epoch=batches.steps_per_epoch(len(training), config.batch_size, lanes),
+        total_steps=plan.total_steps,
     )
+
+
+def build_loop(
+    config: Config, stepper: Stepper, training: Any, validation: Any | None, plan: Plan, saver: Saver, stop: Stop,
+    fit: Fit, world: World, events: Events, progress: Progress,
+) -> Loop:  # fmt: skip
+    """Wire the loaders and the evaluation into the managed loop. All ranks."""
+    lanes = stepper.lanes_per_rank * world.size
+    turns = build_turns(config, training, lanes, plan, fit, world, events, progress)
     evaluator = None
     if validation is not None:
-        loader = evaluation_loader(validation, batch_size=config.batch_size, **shared)
+        loader = evaluation_loader(
+            validation, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=world
+        )
         evaluator = Evaluator(loader, config, world)
     return Loop(
         stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,
