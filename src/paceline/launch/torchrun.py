@@ -34,7 +34,8 @@ def start(config: Config, task: Task) -> Outcome:
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
             follower = Follower(folder, ranks=0, from_now=True, board=config.log.tensorboard)
-            with follower if world.is_main else nullcontext(), watching(config, folder, world.rank, world.size, progress):
+            watch = watching(config, folder, world.rank, world.size, progress)
+            with follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
         except Exception as error:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)
