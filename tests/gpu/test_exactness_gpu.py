@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import Trainer
-from paceline.errors import RankFailed
+from paceline.errors import RankFailed, Stopped
 from paceline.world import World
 
 
@@ -61,6 +64,25 @@ def test_steps_that_are_not_finite_are_skipped_alike(precision: str) -> None:
         assert events.count(" is skipped, it is not finite: rank ") == 2  # once an epoch
         assert "NaN" not in events
         assert all(parameter.isfinite().all() for parameter in result.load_model().state_dict().values())
+
+
+def test_a_stopped_run_goes_on_with_other_ranks_to_the_same_hash(tmp_path: Path) -> None:
+    log = tmp_path / "fetched"
+
+    class Stopping(Images):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5 and not log.exists():
+                log.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__getitem__(index)
+
+    whole = start(1, precision="bf16", backend="nccl", schedule={"name": "cosine"})
+    options: dict[str, Any] = {"precision": "bf16", "schedule": {"name": "cosine"}, "run_dir": "run"}
+    with pytest.raises(Stopped):
+        start(1, backend="nccl", dataset_fn=Stopping, checkpoint={"every_steps": 1}, **options)
+    result = start(2, backend="gloo", resume="auto", **options)
+    for key in ("weights_sha256", "ema_sha256", "optimizer_sha256", "history"):
+        assert getattr(result, key) == getattr(whole, key), key
 
 
 def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
