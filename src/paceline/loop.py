@@ -127,7 +127,9 @@ class Loop:
         if turn.ends_epoch and not reason:
             self._end_epoch(turn.epoch)
             is_better = self._is_better()
-        if not is_busy:
+        if is_better:
+            self.saver.finish()  # these weights are the best, not those of a step to come
+        elif not is_busy:
             self.saver.settle()
         if reason:
             raise StopAgreed(reason)

@@ -105,7 +105,8 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
         (["digitz"], "did you mean digits?"),
         (["missing.yaml"], "neither a file nor a recipe"),
         (["digits", "batch_size"], "is not key=value"),
-        (["digits", "--procs", "none"], "--procs"),
+        (["digits", "--procs", "none"], "procs='none' must be a number of processes, or least:most such as 1:4"),
+        (["digits", "--resume", "nowhere"], "resume=nowhere does not exist"),
         (["digits", "lanes=6", "--procs", "4"], "lanes=6 cannot be ridden by 4 ranks"),
         (["digits", "device=cpu", "backend=nccl"], "backend=nccl cannot work with device=cpu"),
     ],
@@ -146,7 +147,7 @@ def test_help_does_not_import_torch(run, tmp_path: Path) -> None:
     assert run("paceline", "train", "digits", PYTHONPATH=str(tmp_path)).returncode != 0  # the trap works
 
 
-def test_ctrl_c_is_told_with_the_run_folder(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     command = [str(BIN / "paceline"), "train", "digits", "num_epochs=10000", "--run-dir", "here"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -155,8 +156,9 @@ def test_ctrl_c_is_told_with_the_run_folder(tmp_path: Path) -> None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert f"stopped by Ctrl-C; the run folder is {tmp_path / 'here'}" in errors
+    assert process.returncode == 3
+    assert "SIGINT: saving and stopping; Ctrl-C again ends at once" in errors
+    assert f"everything is saved, go on with --resume {tmp_path / 'here'}" in errors
     assert "Traceback" not in errors
 
 

@@ -1,0 +1,64 @@
+"""`paceline checkpoints`, `--resume`, and exit codes, as a job script sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from paceline import Trainer
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self): self.x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        if i == 9 and "stop" in sys.argv and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.x[i], (self.x[i].sum() > 0).long()
+
+result = Trainer(lambda: torch.nn.Linear(4, 2), Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"],
+                 batch_size=4, lanes=2, num_epochs=4, procs=2, run_dir=sys.argv[1], resume="auto",
+                 checkpoint={"every_steps": 3, "keep": 2, "best": {"metric": "accuracy", "mode": "max"}}).start()
+print("done", result.weights_sha256)
+"""
+
+
+def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started_again(run, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(SCRIPT)
+    (tmp_path / "job.py").write_text(SCRIPT.replace('"stop" in sys.argv', "True"))
+    stopped = run("python", "job.py", "job")
+    assert stopped.returncode == 3, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert not (tmp_path / "job" / "result.json").exists()
+    again = run("python", "job.py", "job")
+    assert again.returncode == 0, again.stderr
+    assert "going on from step" in again.stderr
+    whole = run("python", "main.py", "whole")
+    assert again.stdout == whole.stdout
+
+
+def test_checkpoints_are_listed_with_what_is_known_of_them(run, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(SCRIPT)
+    assert run("python", "main.py", "run").returncode == 0
+    listed = run("paceline", "checkpoints", "run")
+    assert listed.returncode == 0
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    assert rows[0] == ["step", "size", "saved", "metrics", "state"]
+    assert rows[1][0] == "32"
+    assert all(row[-1] == "valid" for row in rows[1:])
+    assert "accuracy" in rows[1]
+    history = json.loads((tmp_path / "run" / "result.json").read_text())["history"]
+    best = f"{max(row['accuracy'] for row in history):.4f}"
+    assert best in [row[row.index("accuracy") + 1] for row in rows[1:] if "accuracy" in row]
+
+    weights = tmp_path / "run" / "checkpoints" / "step-00000032" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
+    damaged = run("paceline", "checkpoints", "run").stdout
+    assert "cannot be used: weights.safetensors has another checksum than when it was written" in damaged
+
+    wrong = run("paceline", "checkpoints", "nowhere")
+    assert wrong.returncode == 2
+    assert "nowhere is not a run folder" in wrong.stderr
