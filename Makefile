@@ -16,8 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train digits --procs 2
 
+# Most tests wait for processes to start, so three at a time suit two cores.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 chaos: setup
 	$(BIN)/python tests/multi/chaos.py --hits 20

@@ -108,22 +108,23 @@ def checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
 ) -> None:
     """List the checkpoints of a run: step, size, metrics, and whether each can be used."""
-    from paceline.checkpoint.store import Damaged, Store, step_of, verify
+    from paceline.checkpoint.store import Damaged, Store, verify
     from paceline.run_folder import RunFolder
 
     folder = RunFolder(run_dir)
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
-    table = Table("step", "size", "saved", "metrics", "state", box=None)
-    for path in Store(folder.checkpoints).paths():
+    table = Table("checkpoint", "size", "saved", "metrics", "state", box=None)
+    store = Store(folder.checkpoints)
+    for path in (*store.paths(), *store.damaged_paths()):
         try:
             manifest = verify(path)
         except Damaged as reason:
-            table.add_row(str(step_of(path)), "", "", "", f"cannot be used: {reason}")
+            table.add_row(path.name, "", "", "", f"cannot be used: {reason}")
             continue
         saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
         facts = "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items() if value is not None)
-        table.add_row(str(manifest.step), f"{manifest.size / 1e6:,.1f} MB", saved, facts, "valid")
+        table.add_row(path.name, f"{manifest.size / 1e6:,.1f} MB", saved, facts, "valid")
     if not table.row_count:
         typer.echo(f"{run_dir} has no checkpoints")
         return

@@ -104,6 +104,10 @@ class Store:
         found = [(int(match[1]), path) for path in self._entries() if (match := STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found, reverse=True)]
 
+    def damaged_paths(self) -> list[Path]:
+        """The checkpoints that were set aside."""
+        return sorted((path for path in self._entries() if path.name.startswith(DAMAGED)), reverse=True)
+
     def newest_step(self) -> int:
         """The step of the newest checkpoint, by its name; -1 if there is none."""
         return max((step_of(path) for path in self.paths()), default=-1)
@@ -119,8 +123,7 @@ class Store:
             except Damaged as reason:
                 aside = self._set_aside(path)
                 on_damaged(f"checkpoint {path.name} cannot be used: {reason}; it is now {aside.name}")
-        damaged = sorted(path for path in self._entries() if path.name.startswith(DAMAGED))
-        if damaged:
+        if damaged := self.damaged_paths():
             raise CheckpointsDamaged(
                 f"none of the checkpoints in {self.folder} can be used: {', '.join(path.name for path in damaged)}; "
                 "begin a new run with --resume never, or go on from another checkpoint with --resume PATH"

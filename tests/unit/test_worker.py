@@ -1,0 +1,42 @@
+"""worker.py: what needs no process group."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.run_folder import RunFolder
+from paceline.worker import check_space
+
+WORLD: Any = SimpleNamespace(decide=lambda choose: choose())
+
+
+def stepper(*, has_stepped: bool) -> Any:
+    """1,000 weights, of which AdamW keeps two moments each."""
+    model = torch.nn.Linear(1000, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if has_stepped:
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+    return SimpleNamespace(
+        replica=SimpleNamespace(module=model), optimizer=optimizer, ema=None, parameters=list(model.parameters())
+    )
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_room_for_two_checkpoints_is_asked_for_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_stepped: bool
+) -> None:
+    needed = 2 * 3 * 4000
+    free = {"bytes": needed - 1}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
+    with pytest.raises(ConfigError, match=f"run_dir={tmp_path} has 0 MB free, two checkpoints need 0 MB; make room"):
+        check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
+    free["bytes"] = needed + 100  # the optimizer's own count of steps is a few bytes more
+    check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
