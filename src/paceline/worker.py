@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -23,8 +22,8 @@ import torch
 
 from paceline import failure, job, result
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import State, capture, load, put_optimizer, put_weights
-from paceline.checkpoint.store import Manifest, Store, verify
+from paceline.checkpoint.state import capture, put_weights
+from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
 from paceline.data.loader import LaneSampler, Turn, evaluation_loader, lane_loader, turns_of
@@ -36,14 +35,15 @@ from paceline.lifeline import die_with_parent
 from paceline.loop import Fit, Loop, Plan
 from paceline.optim import lr_at, make_optimizer
 from paceline.own_loop import run_own_loop
+from paceline.past import find_past, restore, tell_past
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single, make_model, replicate
-from paceline.resume import check_fit, checkpoint_in, identity_of
+from paceline.resume import identity_of
 from paceline.run_folder import RunFolder, write_json
 from paceline.step import Stepper
 from paceline.stop import Stop, describe
-from paceline.telemetry.events import Events, rewind
+from paceline.telemetry.events import Events
 from paceline.telemetry.lines import failed_line, warning_line
 from paceline.watch import watching
 from paceline.world import World, join, world_size
@@ -181,59 +181,6 @@ def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
             text=f"{world.size} ranks add up in an order of their own: the weights agree with other numbers of ranks "
             "to rounding, not to the last bit; a power of two keeps the bits",
         )
-
-
-# --- the past of a run -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Found:
-    """The checkpoint that a run goes on from."""
-
-    path: Path
-    manifest: Manifest
-    damaged: list[str]  # what was wrong with newer ones
-    state: State
-
-
-def find_past(config: Config, folder: RunFolder, world: World, progress: Progress) -> Found | None:
-    """The newest valid checkpoint of the run, or the one that `resume` names, read. All ranks."""
-    progress.phase = "reading the checkpoint"
-    store, damaged = Store(folder.checkpoints), list[str]()
-
-    def choose() -> tuple[Path, Manifest, list[str]] | None:
-        store.clean()
-        named = checkpoint_in(config.resume)
-        found = store.newest_valid(damaged.append)
-        if found is None and named is not None:
-            found = named, verify(named)
-        rewind(folder.events, found[1].step if found is not None else -1)
-        return (*found, damaged) if found is not None else None
-
-    chosen = world.decide(choose)
-    return Found(*chosen, load(chosen[0])) if chosen is not None else None
-
-
-def tell_past(past: Found, identity: dict[str, Any], world: World, events: Events) -> None:
-    """Check that the checkpoint belongs to this config, and say what goes on. All ranks."""
-    changes = world.decide(lambda: check_fit(past.manifest.identity, identity, past.path))
-    for text in past.damaged:
-        events.write("warning", text=text)
-    events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
-
-
-def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
-    """Give the optimizer, the averages and the counters what the checkpoint holds."""
-    put_optimizer(past.state, stepper.optimizer, past.path)
-    if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
-        for group in stepper.optimizer.param_groups:
-            group.update(config.optimizer.model_extra or {})
-    if stepper.ema is not None:
-        for name, average in stepper.ema.averages().items():
-            average.copy_(past.state.groups["ema"][name])
-    counters = past.state.rest["counters"]
-    stepper.set_counters(counters["stepper"])
-    return Fit.from_dict(counters["loop"])
 
 
 def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:

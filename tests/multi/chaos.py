@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.telemetry.events import read
+
 RUN = """
 import sys, time
 import torch
@@ -43,7 +45,8 @@ def model():
                          nn.Linear(288, 2))
 
 result = Trainer(
-    model, Slow, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=3, lanes=4, num_epochs=10,
+    model, Slow, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=3, lanes=4,
+    num_epochs=int(sys.argv[4]),
     optimizer={"name": "adamw", "lr": 3e-3}, schedule={"name": "cosine", "warmup_steps": 5}, ema=0.9, threads=1,
     checkpoint={"every_steps": 5, "keep": 3}, log={"every_steps": 10}, workers=int(sys.argv[3]), max_restarts=3,
     run_dir=sys.argv[1], procs=int(sys.argv[2]), resume="auto", device="cpu",
@@ -92,8 +95,8 @@ class Disk:
 class Chaos:
     """The run, and what is done to it."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, folder: Path, seed: int, epochs: int) -> None:
+        self.random, self.epochs = random.Random(seed), epochs
         self.script = folder / "run.py"
         self.script.write_text(RUN)
         self.disk = Disk(folder / "disk")
@@ -103,7 +106,7 @@ class Chaos:
 
     def start(self, run_dir: Path) -> subprocess.Popen[str]:
         procs, workers = self.random.choice([1, 2, 4]), self.random.choice([0, 0, 1])
-        command = [sys.executable, str(self.script), str(run_dir), str(procs), str(workers)]
+        command = [sys.executable, str(self.script), str(run_dir), str(procs), str(workers), str(self.epochs)]
         return subprocess.Popen(command, cwd=self.script.parent, stdout=self.log, stderr=self.log, text=True)
 
     def hit(self, number: int) -> str:
@@ -115,6 +118,7 @@ class Chaos:
         while self.newest() <= before and launcher.poll() is None and time.monotonic() < limit:
             time.sleep(0.02)
         time.sleep(self.random.uniform(0, 0.7))
+        assert launcher.poll() is None, "the run has ended before it could be hit; give it more epochs"
         deed = self.deeds[number % len(self.deeds)] if number < len(self.deeds) else self.random.choice(self.deeds)
         words = deed(launcher)
         try:
@@ -173,7 +177,7 @@ class Chaos:
 
 def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
     """Hits a run `hits` times, lets it end, and compares; raises AssertionError where they differ."""
-    chaos = Chaos(folder, seed)
+    chaos = Chaos(folder, seed, epochs=3 * hits)
     try:
         code = chaos.start(folder / "undisturbed").wait(timeout=300)
         assert code == 0, f"the undisturbed run ended with exit code {code}"
@@ -186,10 +190,10 @@ def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
         same = ("weights_sha256", "ema_sha256", "optimizer_sha256", "history", "metrics", "step", "samples")
         for key in same:
             assert results[0][key] == results[1][key], key
-        lines = (chaos.run_dir / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        steps = [event["step"] for event in events if event["event"] == "step"]
-        assert len(steps) == len(set(steps)) == 36, steps
+        events = list(read(chaos.run_dir / "events.jsonl"))
+        both = (read(folder / "undisturbed/events.jsonl"), events)
+        told = [[event["step"] for event in of_one if event["event"] == "step"] for of_one in both]
+        assert told[0] == told[1], told[1]
         left = [p for p in psutil.process_iter(["cmdline"]) if str(chaos.run_dir) in " ".join(p.info["cmdline"] or [])]
         assert not left, left
         return {"lives": sum(event["event"] == "run_started" for event in events), **results[1]}

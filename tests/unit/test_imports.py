@@ -30,6 +30,7 @@ LAYERS = [
     ["apply", "worker"],
     ["watch"],
     ["hang"],
+    ["past"],
     ["loop", "own_loop"],
     ["evaluate"],
     ["step"],
