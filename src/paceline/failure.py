@@ -87,20 +87,27 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
     )
 
 
-def write(failure: Failure, folder: RunFolder) -> None:
-    """Leave the failure where the launcher looks for it."""
-    write_json(folder.failure(failure.rank), asdict(failure))
+def write(failure: Failure, folder: RunFolder, spare: Path | None = None) -> None:
+    """Leave the failure where the launcher looks for it; in the folder `spare` if the run folder's disk is full."""
+    try:
+        write_json(folder.failure(failure.rank), asdict(failure))
+    except OSError:
+        if spare is None:
+            raise
+        write_json(spare / folder.failure(failure.rank).name, asdict(failure))
 
 
-def written(folder: RunFolder, ranks: Iterable[int]) -> dict[int, Failure]:
+def written(folder: RunFolder, ranks: Iterable[int], spare: Path | None = None) -> dict[int, Failure]:
     """What ranks have written of their failures."""
     paths = {rank: folder.failure(rank) for rank in ranks}
+    if spare is not None:
+        paths |= {rank: spare / path.name for rank, path in paths.items() if not path.exists()}
     return {r: Failure(**json.loads(p.read_text(encoding="utf-8"))) for r, p in paths.items() if p.exists()}
 
 
-def first(folder: RunFolder, exit_codes: Mapping[int, int]) -> Failure:
+def first(folder: RunFolder, exit_codes: Mapping[int, int], spare: Path | None = None) -> Failure:
     """The failure that came first and caused the others, from what the ranks wrote and how they ended."""
-    told = written(folder, exit_codes)
+    told = written(folder, exit_codes, spare)
     ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in told and code]
     candidates = sorted(told.values(), key=lambda failure: failure.time)
     own = [failure for failure in candidates if not failure.is_echo]

@@ -57,6 +57,7 @@ class Fit:
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     sums: Sums = field(default_factory=Sums)
     owes_evaluation: bool = False  # the run was stopped after an epoch's last step and before its evaluation
+    is_broken_off: bool = False  # the last row is of an epoch that `max_steps` has cut short
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
     @classmethod
@@ -109,6 +110,9 @@ class Loop:
     def _take(self, turn: Turn) -> None:
         """One step, and whatever is due after it. All ranks."""
         fit, plan = self.fit, self.plan
+        if fit.is_broken_off:  # this step goes on with that epoch
+            fit.history.pop()
+        fit.is_broken_off = turn.breaks_off
         self.progress.epoch, self.progress.step = turn.epoch, turn.step
         self.exchange.begin(self.stop.reason, self.saver.is_time, self.saver.is_busy)
         samples = turn.lanes[0].step_samples
@@ -152,7 +156,8 @@ class Loop:
         if self.evaluator is not None:
             self.fit.metrics = self._evaluate(self.evaluator)
             row |= self.fit.metrics
-        self.losses.restart_epoch()
+        if not self.fit.is_broken_off:
+            self.losses.restart_epoch()
         self.fit.owes_evaluation = False
         self.fit.history.append(row)
         self.events.write("epoch", **row)

@@ -124,5 +124,6 @@ def collect(folder: RunFolder) -> Outcome:
 def _save_weights(model: torch.nn.Module, path: Path) -> str:
     partial = path.with_name(f".{path.name}")
     safetensors.torch.save_model(model, str(partial))
+    partial.chmod(path.parent.stat().st_mode & 0o666)  # the library leaves it to its owner alone
     partial.replace(path)
     return sha256_of(model.state_dict())

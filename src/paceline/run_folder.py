@@ -48,8 +48,7 @@ class RunFolder:
         return folder
 
     def reopen(self, config: Config) -> None:
-        """Make the folder ready for a run that goes on, with the config as it is now."""
-        self.logs.mkdir(exist_ok=True)
+        """Take up a run that goes on, with the config as it is now; only once it is sure that the two fit."""
         write_text(self.config, config.to_yaml())
         self.result.unlink(missing_ok=True)  # it comes again at the end
 
@@ -93,14 +92,13 @@ def opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
     """A new run folder, or that of a run that goes on, for this process alone until it is done."""
     folder = RunFolder(run_dir) if run_dir is not None else RunFolder.create(config)
     with folder.locked():
-        if run_dir is not None:
-            folder.reopen(config)
+        folder.logs.mkdir(exist_ok=True)
         yield folder
 
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, and that is seen whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial_of(path)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
     partial.replace(path)
@@ -113,9 +111,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_text(path: Path, content: str) -> None:
     """Write a text file that is seen whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial_of(path)
     partial.write_text(content, encoding="utf-8")
     partial.replace(path)
+
+
+def _partial_of(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved the folder away meanwhile
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def new_folder(wanted: Path | None, parent: Path) -> Path:

@@ -61,7 +61,7 @@ def main() -> None:
         with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
             task(config, folder, world, progress)
     except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is told
-        failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder)
+        failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder, spare=store.parent)
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
@@ -126,6 +126,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         fit = restore(past, config, stepper)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events)
     check_space(folder, stepper, world)
+    if world.is_main:
+        folder.reopen(config)
     loop = build_loop(config, stepper, training, validation, plan, saver, stop, fit, world, events, progress)
     del past, model
 

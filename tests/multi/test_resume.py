@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_a_finished_run_goes_on_when_there_is_more_to_do() -> None:
     assert events("resumed")[0]["changes"] == ["num_epochs 2 → 3"]
     again = start(**steady, num_epochs=3, resume="auto")  # nothing is left to do
     assert outcome(again) == outcome(whole)
+
+
+def test_a_run_that_max_steps_cut_short_goes_on_in_the_middle_of_its_epoch() -> None:
+    steady = {"schedule": {"name": "constant"}}
+    whole = start(**steady, run_dir="whole", num_epochs=2)
+    start(**steady, num_epochs=2, max_steps=10)
+    longer = start(**steady, num_epochs=2, resume="auto", procs=2)
+    assert longer.history == whole.history
+    assert longer.weights_sha256 == whole.weights_sha256
+
+
+def test_a_config_that_is_refused_changes_nothing_of_a_finished_run() -> None:
+    start(num_epochs=1)
+    before = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+    with pytest.raises(RankFailed, match=r"seed=5 but .* was made with seed=0"):
+        start(num_epochs=1, seed=5, resume="auto")
+    after = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= {"events.jsonl"}
+    assert json.loads(after["result.json"])["step"] == 7
 
 
 def test_lanes_and_threads_stay_those_of_the_first_launch() -> None:

@@ -371,7 +371,11 @@ def misfits(then: nn.Module, now: nn.Module) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         put_weights(kept, now, SOURCE)
     assert sha256_of(now.state_dict()) == before
-    return [problem.removeprefix(f"{SOURCE} does not fit the model: ") for problem in caught.value.problems]
+    [text] = caught.value.problems
+    start, end = f"{SOURCE} does not fit the model: ", "; keep the model, or begin a new run with --resume never"
+    assert text.startswith(start)
+    assert text.endswith(end)
+    return text.removeprefix(start).removesuffix(end).split("; ")
 
 
 def test_a_layer_of_another_width_shows_both_shapes() -> None:

@@ -206,7 +206,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again_by_itself(st
             store.newest_valid(told.append if told is not None else pytest.fail)
         text = str(caught.value)
         assert text.startswith(f"none of the checkpoints in {store.folder} can be used: ")
-        assert "damaged-step-00000001, damaged-step-00000002; " in text
+        assert "damaged-step-00000002, damaged-step-00000001; " in text
         assert "--resume never" in text
 
 

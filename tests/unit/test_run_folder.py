@@ -174,6 +174,8 @@ def test_a_run_that_goes_on_keeps_its_folder_and_takes_the_config_of_now(make_co
         folder.events.write_text("said\n")
     with opened(make_config(num_epochs=5), folder.path) as again:
         assert again.path == folder.path
+        assert again.result.exists()  # until it is sure that the config fits
+        again.reopen(make_config(num_epochs=5))
         assert read_yaml(again.config)["num_epochs"] == 5
         assert not again.result.exists()  # or it would be taken for that of this life
         assert again.checkpoints.is_dir()
@@ -193,8 +195,8 @@ def test_a_run_that_is_being_trained_is_not_touched(make_config: MakeConfig) -> 
 def test_a_folder_without_logs_is_made_ready(make_config: MakeConfig) -> None:
     folder = RunFolder.create(make_config(run_dir="run"))
     folder.logs.rmdir()
-    folder.reopen(make_config())
-    assert folder.logs.is_dir()
+    with opened(make_config(), folder.path):
+        assert folder.logs.is_dir()
 
 
 def test_how_the_last_life_ended_is_forgotten_and_its_logs_are_kept(make_config: MakeConfig) -> None:

@@ -48,6 +48,7 @@ class Saver:
         self._reserved: Future[None] | None = None
         self._last_time = time.monotonic()
         self._owes = False
+        self._has_warned = False
         self.saved_step = -1  # the last one that this rank knows to be published
 
     # --- what the loop asks and is told ------------------------------------------------------------------------
@@ -148,10 +149,11 @@ class Saver:
 
     def _conclude(self, flight: Flight, error: BaseException | None) -> None:
         if error is None:
-            self.saved_step = flight.step
+            self.saved_step, self._has_warned = flight.step, False
             seconds = round(time.perf_counter() - flight.began, 3)
             self._events.write("checkpoint", step=flight.step, bytes=flight.size, seconds=seconds)
-        else:
+        elif not self._has_warned:  # once, until a save works again
+            self._has_warned = True
             text = f"the checkpoint of step {flight.step} could not be saved: {error}; the run goes on without it"
             self._events.write("warning", text=text, step=flight.step)
 

@@ -161,7 +161,10 @@ def put_weights(state: State, model: torch.nn.Module, source: Path) -> None:
     weights = _put_back(state.rest["weights"], state.groups.get("weights", {}))
     weights |= {name: weights[kept] for name, kept in state.rest["aliases"].items()}
     if problems := _misfits(model.state_dict(), weights):
-        raise ConfigError([f"{source} does not fit the model: {problem}" for problem in problems])
+        raise ConfigError(
+            f"{source} does not fit the model: {'; '.join(problems)}; "
+            "keep the model, or begin a new run with --resume never"
+        )
     model.load_state_dict(weights)
 
 
@@ -171,8 +174,9 @@ def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) 
     for there, here in zip(loaded["param_groups"], optimizer.state_dict()["param_groups"], strict=False):
         if there.keys() != here.keys() or len(there["params"]) != len(here["params"]):
             raise ConfigError(
-                f"{source} holds an optimizer with {', '.join(sorted(there))} over {len(there['params'])} parameters; "
-                f"the config's has {', '.join(sorted(here))} over {len(here['params'])}"
+                f"{source} holds an optimizer with {_unlike(there, here)} over {len(there['params'])} parameters; "
+                f"the config's has {_unlike(here, there)} over {len(here['params'])}; "
+                "keep the optimizer, or begin a new run with --resume never"
             )
     if len(loaded["param_groups"]) != len(optimizer.param_groups):
         raise ConfigError(
@@ -180,6 +184,10 @@ def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) 
             f"the config's has {len(optimizer.param_groups)}"
         )
     optimizer.load_state_dict(loaded)
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(one.keys() - other.keys())) or "the same settings"
 
 
 def _misfits(model: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:

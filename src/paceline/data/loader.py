@@ -43,8 +43,9 @@ class Turn:
     step: int
     epoch: int
     lanes: list[Lane]
-    ends_epoch: bool
+    ends_epoch: bool  # or the run
     ends_run: bool
+    breaks_off: bool = False  # the run ends in the middle of the epoch
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
 
@@ -132,9 +133,15 @@ def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, 
 def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[Turn]:
     """The lanes of this rank, gathered into steps."""
     for step, ridden in groupby(lanes, key=lambda lane: lane.step):
-        ends_run = step + 1 == total_steps
-        ends_epoch = (step + 1) % steps_per_epoch == 0 or ends_run
-        yield Turn(step, step // steps_per_epoch, list(ridden), ends_epoch, ends_run)
+        ends_epoch, ends_run = (step + 1) % steps_per_epoch == 0, step + 1 == total_steps
+        yield Turn(
+            step=step,
+            epoch=step // steps_per_epoch,
+            lanes=list(ridden),
+            ends_epoch=ends_epoch or ends_run,
+            ends_run=ends_run,
+            breaks_off=ends_run and not ends_epoch,
+        )
 
 
 class DealtSampler(Sampler[Dealt]):

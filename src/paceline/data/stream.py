@@ -238,6 +238,7 @@ class StreamTurns:
                 lanes=[lane for lane in lanes if lane.samples] or lanes[:1],
                 ends_epoch=ends_epoch or ends_run,
                 ends_run=ends_run,
+                breaks_off=ends_run and not ends_epoch,
                 mark=(epoch, began),
             )
             step += 1

@@ -30,7 +30,8 @@ from paceline import failure, hang, job, result, resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.errors import Interrupted, RankFailed
+from paceline.errors import ConfigError, Interrupted, RankFailed
+from paceline.failure import Failure
 from paceline.job import Task
 from paceline.launch.environment import chosen_threads, usable_cores
 from paceline.launch.restarts import Restarts
@@ -70,12 +71,21 @@ def start(config: Config, task: Task) -> Outcome:
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
-        folder.job.unlink(missing_ok=True)  # of a launcher that was killed
-        job.save(packed, folder.job)
+        try:
+            folder.job.unlink(missing_ok=True)  # of a launcher that was killed
+            job.save(packed, folder.job)
+            folder.forget_last_life()
+        except OSError as error:
+            with suppress(OSError):
+                folder.job.unlink(missing_ok=True)
+            raise ConfigError(
+                f"run_dir={folder.path} cannot be written to: {error.strerror}; make room, or choose another folder"
+            ) from None
         try:
             _run_to_end(config, folder, began)
         finally:
-            folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+            with suppress(OSError):
+                folder.job.unlink(missing_ok=True)  # it holds a copy of the data
         return result.collect(folder)
 
 
@@ -103,13 +113,11 @@ def _run_to_end(config: Config, folder: RunFolder, began: float) -> None:
     news = ""
     while True:
         ranks = pick_ranks(config, config.lanes)
-        outcome = _live(config, folder, ranks, began, request, news)
-        if not outcome.is_failed():
+        first = _live(config, folder, ranks, began, request, news)
+        if first is None:
             break
         if story := hang.explain(folder, ranks, config.hang_timeout_s):
             raise RankFailed(story)
-        codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
-        first = failure.first(folder, codes)
         saved = store.newest_step()
         if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise RankFailed(first.describe())
@@ -121,8 +129,10 @@ def _run_to_end(config: Config, folder: RunFolder, began: float) -> None:
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
 
-def _live(config: Config, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str) -> RunResult:
-    """One life of the ranks, shown on the screen."""
+def _live(
+    config: Config, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str
+) -> Failure | None:
+    """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
     folder.forget_last_life()
     shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
     with tempfile.TemporaryDirectory(prefix="paceline-") as private, shown:
@@ -131,7 +141,11 @@ def _live(config: Config, folder: RunFolder, ranks: int, began: float, request: 
                 events.write("restarted", text=news)
         if request is not None:
             request.say = shown.screen.note
-        return _run_agent(folder, ranks, _worker_command(folder, Path(private) / "store", began), request)
+        outcome = _run_agent(folder, ranks, _worker_command(folder, Path(private) / "store", began), request)
+        if not outcome.is_failed():
+            return None
+        codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
+        return failure.first(folder, codes, spare=Path(private))
 
 
 class LocalRendezvous(RendezvousHandler):  # type: ignore[misc]

@@ -25,8 +25,8 @@ class Restarts:
             this = (failure.error, failure.text, failure.place)
             repeats, self._last = this == self._last, this
             is_ours = hasattr(errors, failure.error) and failure.error != WORTH_ANOTHER_TRY
-            # Before the first checkpoint an error is most likely the user's own, who wants to see it now.
-            if repeats or is_ours or saved_step < 0:
+            # Before the first step an error is most likely the user's own, who wants to see it now.
+            if repeats or is_ours or saved_step < 0 or failure.place.startswith("building"):
                 return False
         if self.used >= self.limit:
             return False

@@ -17,6 +17,7 @@ class Events:
     """The writer. Ranks other than 0 hold one without a file, so that nobody branches on the rank."""
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0) if path is not None else None
         self._last: dict[str, float] = {}
         # The last line of a killed writer may have no end.
@@ -26,7 +27,8 @@ class Events:
         """Add one event, at once. While the disk is full, events wait; the run does not."""
         if self._file is None:
             return
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
+        self._follow_path()
+        line = _line(event, fields)
         if len(self._waiting) + len(line) <= WAITING_LIMIT:
             self._waiting += line
         with suppress(OSError):
@@ -44,6 +46,20 @@ class Events:
         """End of the run."""
         if self._file is not None:
             self._file.close()
+
+    def _follow_path(self) -> None:
+        """If somebody has moved the run folder away, go on where it was."""
+        assert self._path is not None
+        if not self._path.exists():
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+                text = f"{self._path.parent} has vanished; the run goes on in a new folder of that name"
+                self._waiting += _line("warning", {"text": text})
+
+
+def _line(event: str, fields: dict[str, Any]) -> bytes:
+    return json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
