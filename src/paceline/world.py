@@ -146,8 +146,12 @@ def _meeting_place(rank: int, size: int) -> dist.Store:
 
 
 def _next_meeting(rank: int, size: int) -> dist.Store:
-    """A part of the store that no earlier run of this program has used: what lies there would be taken for ours."""
-    return dist.PrefixStore(f"paceline-{next(_joins)}", _meeting_place(rank, size))
+    """A part of the store that nobody has used: not an earlier run of this program, not an earlier life under torchrun.
+
+    What lies there, such as the address of a rank that is gone, would be taken for ours.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _meeting_place(rank, size))
 
 
 def _settle(config: Config, device: torch.device) -> None:

@@ -14,9 +14,9 @@ class Data(torch.utils.data.Dataset):
     def __init__(self): self.x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     def __len__(self): return 64
     def __getitem__(self, i):
-        if i == 9 and len(sys.argv) > 2 and not os.path.exists("hit"):
+        if i == 9 and "HIT" in os.environ and not os.path.exists("hit"):
             open("hit", "w").close()
-            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+            os.kill(os.getpid(), getattr(signal, os.environ["HIT"]))
         return self.x[i], (self.x[i].sum() > 0).long()
 
 result = Trainer(lambda: torch.nn.Linear(4, 2), Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"],
@@ -28,11 +28,11 @@ print("done", result.weights_sha256)
 
 def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started_again(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
-    stopped = run("python", "main.py", "job", "SIGTERM")
+    stopped = run("python", "main.py", "job", HIT="SIGTERM")
     assert stopped.returncode == 3, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert not (tmp_path / "job" / "result.json").exists()
-    again = run("python", "main.py", "job", "SIGTERM")
+    again = run("python", "main.py", "job", HIT="SIGTERM")
     assert again.returncode == 0, again.stderr
     assert "going on from step" in again.stderr
     whole = run("python", "main.py", "whole")
@@ -42,7 +42,7 @@ def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started
 def test_torchrun_starts_ranks_again_and_they_go_on_from_their_checkpoint(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SCRIPT.replace('resume="auto",', ""))
     launch = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "main.py"]
-    killed = run(*launch, "job", "SIGKILL")
+    killed = run(*launch, "job", HIT="SIGKILL")
     assert killed.returncode == 0, killed.stderr
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "run_started" for event in events) == 2
@@ -51,12 +51,12 @@ def test_torchrun_starts_ranks_again_and_they_go_on_from_their_checkpoint(run, t
 
 def test_under_torchrun_one_signal_stops_all_ranks_and_the_next_launch_goes_on(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
-    launch = ["torchrun", "--standalone", "--nproc_per_node=2", "main.py", "job", "SIGUSR1"]
-    stopped = run(*launch)
+    launch = ["torchrun", "--standalone", "--nproc_per_node=2", "main.py", "job"]
+    stopped = run(*launch, HIT="SIGUSR1")
     assert stopped.returncode != 0
     assert json.loads((tmp_path / "job" / "logs" / "stopped.json").read_text())["is_saved"]
     assert "exitcode  : 3" in stopped.stderr
-    again = run(*launch)
+    again = run(*launch, HIT="SIGUSR1")
     assert again.returncode == 0, again.stderr
     assert run("python", "main.py", "whole").stdout in again.stdout
 
