@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,24 @@ def test_without_numbers_there_is_no_file(tmp_path: Path) -> None:
     board.look()
     board.close()
     assert not (tmp_path / "board").exists()
+
+
+def test_a_full_disk_costs_the_file_and_nothing_else(events: Path, tmp_path: Path) -> None:
+    class Full:
+        def write(self, *record: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        flush = close = write
+
+    board = Board(events, tmp_path / "board")
+    board._writer = Full()
+    board.look()  # a new file: nothing is lost
+    board.close()
+    board._writer = Full()
+    add(events, range(4, 6))
+    board.look()
+    board.look()  # there is room again: the file is made anew
+    assert [step for step, _ in losses(tmp_path / "board")] == [1, 2, 3, 4, 5]
+    board.close()
+    board._writer = Full()
+    board.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ class Board:
 
     def close(self) -> None:
         """End of this life of the run."""
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):  # what the disk has no room for
+                writer.close()
 
     def _restart(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self.close()
         for path in self._folder.glob("events.out.tfevents.*.paceline"):
             path.unlink()
 
