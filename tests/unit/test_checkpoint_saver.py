@@ -389,3 +389,18 @@ def test_files_of_other_ranks_are_in_the_manifest(run: Run, monkeypatch: pytest.
     names = {path.name for path in run.store.path(4).iterdir()}
     assert names == {file.name for file in manifest.files} | {"manifest.json"}
     assert step_of(run.store.paths()[0]) == 4
+
+
+def test_a_disk_that_stays_full_is_told_once_until_a_save_works_again(make_run: MakeRun) -> None:
+    run = make_run(keep=1)
+    told: list[int] = []
+    run.saver._events.write = lambda kind, **fields: told.append(fields["step"]) if kind == "warning" else None  # type: ignore[method-assign]
+    with no_room_for_the_manifest(run):
+        for step in (2, 3, 4):
+            run.save(step)
+    assert told == [2]
+    run.save(5)
+    with no_room_for_the_manifest(run):
+        run.save(6)
+    assert told == [2, 6]
+    assert run.steps() == [5]

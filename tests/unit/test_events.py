@@ -204,3 +204,17 @@ def test_rewinding_leaves_whole_lines_and_no_other_file(path: Path, open_events:
 def test_a_run_without_events_has_nothing_to_rewind(path: Path) -> None:
     rewind(path, 3)
     assert not path.exists()
+
+
+def test_a_run_folder_that_vanishes_is_said_once_and_the_events_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    events = Events(path)
+    events.write("before")
+    path.parent.rename(tmp_path / "moved")
+    events.write("after", n=1)
+    events.write("after", n=2)
+    events.close()
+    told = list(read(path))
+    assert [event["event"] for event in told] == ["warning", "after", "after"]
+    assert told[0]["text"] == f"{path.parent} has vanished; the run goes on in a new folder of that name"

@@ -244,3 +244,16 @@ class TestWorkers:
         told = from_worker("silent", folder)
         assert (told.error, told.text) == ("LookupError", "")
         assert told.location == line_of("raise LookupError")
+
+
+def test_a_failure_is_told_although_the_run_folder_cannot_be_written_to(tmp_path: Path) -> None:
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("a file where a folder belongs: nothing can be written below it")
+    folder = RunFolder(tmp_path / "run")
+    failed = failure.capture(OSError(28, "No space left on device"), rank=0, progress=Progress(), folder=folder)
+    failure.write(failed, folder, spare=spare)
+    assert failure.first(folder, {0: 1}, spare=spare).text == "[Errno 28] No space left on device"
+    with pytest.raises(OSError, match="logs"):
+        failure.write(failed, folder)

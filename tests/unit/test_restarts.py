@@ -86,3 +86,9 @@ def test_a_device_that_computed_wrongly_is_worth_another_try() -> None:
     restarts = Restarts(3)
     assert restarts.allow(failed("ReplicasDiffer"), 5)
     assert not restarts.allow(failed("ReplicasDiffer"), 5)
+
+
+@pytest.mark.parametrize("place", ["building the data set", "building the model"])
+def test_an_error_while_building_is_shown_at_once(place: str) -> None:
+    assert not Restarts(3).allow(failed("TypeError", place=place), 5)
+    assert Restarts(3).allow(failed("TypeError"), 5)

@@ -50,10 +50,12 @@ class Events:
     def _follow_path(self) -> None:
         """If somebody has moved the run folder away, go on where it was."""
         assert self._path is not None
+        assert self._file is not None
         if not self._path.exists():
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
+                vanished, self._file = self._file, self._path.open("ab", buffering=0)
+                vanished.close()
                 text = f"{self._path.parent} has vanished; the run goes on in a new folder of that name"
                 self._waiting += _line("warning", {"text": text})
 
