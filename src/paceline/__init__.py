@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Trainer", "errors", "indices_at", "shard"]
+__all__ = ["Muon", "Result", "Trainer", "errors", "indices_at", "shard"]
 
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.data.order import indices_at
     from paceline.data.shard import shard
+    from paceline.muon import Muon
     from paceline.result import Result
     from paceline.trainer import Trainer
 
 _HOMES = {
     "Trainer": "paceline.trainer",
     "Result": "paceline.result",
+    "Muon": "paceline.muon",
     "indices_at": "paceline.data.order",
     "shard": "paceline.data.shard",
 }

@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paceline.config import Config, Schedule
 from paceline.errors import ConfigError
+from paceline.muon import Muon
+
+KERNELS = ("fused", "foreach", "capturable", "differentiable")  # who gives one of these has chosen
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -19,18 +23,91 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
         optimizer = config.function("optimizer_fn")(model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
-        return optimizer
+        return _kept_on_device(optimizer)
     options = dict(config.optimizer.model_extra or {})
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make: Any = optimizers()[config.optimizer.name.lower()]
+    if make is Muon:
+        return _kept_on_device(Muon(Muon.groups_of(model), lr=config.optimizer.lr, **options))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if _can_fuse(make, trainable, model) and not any(key in options for key in KERNELS):
+        options["fused"] = True
     made: torch.optim.Optimizer = make(trainable, lr=config.optimizer.lr, **options)
-    return made
+    return _kept_on_device(made)
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer of torch.optim, by its name in small letters."""
+    """Every optimizer of torch.optim, by its name in small letters; `muon` is ours, which takes any parameters."""
     found = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    return {n: v for n, v in found.items() if issubclass(v, torch.optim.Optimizer) and n != "optimizer"}
+    known = {n: v for n, v in found.items() if issubclass(v, torch.optim.Optimizer) and n != "optimizer"}
+    return {**known, "muon": Muon}
+
+
+def _can_fuse(make: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], model: torch.nn.Module) -> bool:
+    """Whether one kernel can update these parameters: not where they are complex or their gradients sparse."""
+    has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    devices = ("cpu",) if make is torch.optim.Adagrad else ("cpu", "cuda")
+    fits = all(p.is_floating_point() and p.device.type in devices for p in parameters)
+    return "fused" in inspect.signature(make).parameters and fits and not has_sparse
+
+
+# --- what a CUDA graph can read -------------------------------------------------------------------------------------
+
+
+def _kept_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Fused on a GPU, the rate is a tensor there: a recorded step reads it, and gives the bits of one that is not."""
+    if not _is_fused_on_gpu(optimizer):
+        return optimizer
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        group["lr"] = _filled(torch.empty((), dtype=torch.float32, device=device), float(group["lr"]))
+        if "capturable" in group:
+            group["capturable"] = True
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:  # torch would leave them unset if the first step were skipped
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # steps of both kinds are meant
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -> None:
+    """The learning rate of each group for the next step; on a GPU nothing is sent where it has not changed."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = lr
+        elif getattr(group["lr"], "filled_with", None) != lr:
+            _filled(group["lr"], lr)
+
+
+def lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group; waits for the device only where somebody else has set a tensor."""
+    return [float(getattr(group["lr"], "filled_with", group["lr"])) for group in optimizer.param_groups]
+
+
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step with `found_inf` set to 1 changes nothing, without anybody waiting for the device."""
+    if not _is_fused_on_gpu(optimizer):
+        return False
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    # The first step of SGD makes its momentum; skipped, it would leave there whatever the memory held.
+    parameters = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
+    return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in parameters)
+
+
+def _is_fused_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") and parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+def _filled(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """The tensor with this value, which is remembered beside it: asking the device would wait for it."""
+    tensor.fill_(value)
+    tensor.filled_with = value  # type: ignore[attr-defined]
+    return tensor
+
+
+# --- names and rates ------------------------------------------------------------------------------------------------
 
 
 def problems_with(name: str, options: dict[str, Any]) -> list[str]:
@@ -47,6 +124,11 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
             problems.append(f"optimizer.{key} is not an argument of {known[name.lower()].__name__}; {hint}")
+    if known[name.lower()] is Muon and not problems:
+        try:
+            Muon([torch.zeros(2, 2)], **options)
+        except (TypeError, ValueError) as error:
+            problems.append(f"optimizer={{name: {name}, …}} {error}")
     return problems
 
 

@@ -1,9 +1,10 @@
-"""Number formats of the forward pass, and the loss scale that fp16 needs."""
+"""Number formats of the forward pass, the loss scale that fp16 needs, and how images lie in memory."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,8 +12,17 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROW_AFTER = 2000  # good steps in a row
 
 
+def resolve(precision: str, device: torch.device) -> str:
+    """What `auto` means on a device: bf16 where a GPU has it in hardware, else fp32."""
+    if precision != "auto":
+        return precision
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "fp32"
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context in which a model runs: fp32 as it is, bf16 and fp16 through torch's autocast."""
+    precision = resolve(precision, device)
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=HALF[precision])
@@ -37,3 +47,18 @@ class Scaler:
     def shrink(self) -> None:
         """After a step whose gradients were too large for fp16."""
         self.scale, self.good_steps = self.scale / 2, 0
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def to_channels_last(batch: Any) -> Any:
+    """A batch whose images (four dimensions of floats) lie by channels; the rest is as it was."""
+    if isinstance(batch, torch.Tensor):
+        is_images = batch.ndim == 4 and batch.is_floating_point()
+        return batch.contiguous(memory_format=torch.channels_last) if is_images else batch
+    if isinstance(batch, dict):
+        return {key: to_channels_last(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(to_channels_last, batch))
+    return type(batch)(map(to_channels_last, batch)) if isinstance(batch, (list, tuple)) else batch

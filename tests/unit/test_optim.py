@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import Muon, optim
 from paceline.config import Config, Schedule
 from paceline.errors import ConfigError
-from paceline.optim import lr_at, make_optimizer, optimizers, problems_with
+from paceline.optim import can_skip, lr_at, lrs_of, make_optimizer, optimizers, problems_with, set_lr
 
 MakeConfig = Callable[..., Config]
 
@@ -113,3 +114,104 @@ def test_an_unknown_optimizer_near_to_nothing_lists_the_known_ones() -> None:
     [problem] = problems_with("zzzz", {})
     assert "known: " in problem
     assert "adamw" in problem
+
+
+# --- kernels, and the rate as a tensor ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
+def test_optimizers_that_can_are_fused(name: str, make_config: MakeConfig) -> None:
+    [group] = make_optimizer(make_config(optimizer={"name": name}), torch.nn.Linear(2, 1)).param_groups
+    assert group["fused"] is True
+
+
+@pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"differentiable": True}])
+def test_who_chooses_a_kernel_gets_it(choice: dict[str, bool], make_config: MakeConfig) -> None:
+    [group] = make_optimizer(make_config(optimizer={"name": "adamw", **choice}), torch.nn.Linear(2, 1)).param_groups
+    assert not group["fused"]
+    assert choice.items() <= group.items()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1, dtype=torch.complex64)],
+    ids=["sparse", "complex"],
+)
+def test_what_no_fused_kernel_takes_is_not_fused(model: torch.nn.Module, make_config: MakeConfig) -> None:
+    config = make_config(optimizer={"name": "sgd", "lr": 0.1})
+    optimizer = make_optimizer(config, model)
+    dtype = torch.long if isinstance(model, torch.nn.Embedding) else torch.complex64
+    model(torch.ones(2, dtype=dtype)).abs().sum().backward()
+    optimizer.step()
+
+
+def test_optimizers_without_fused_kernels_are_as_they_were(make_config: MakeConfig) -> None:
+    make_optimizer(make_config(optimizer={"name": "rmsprop"}), torch.nn.Linear(2, 1))
+
+
+def test_muon_by_name_is_ours_with_its_own_rate(make_config: MakeConfig) -> None:
+    config = make_config(optimizer={"name": "Muon", "rest": {"name": "sgd", "lr": 0.3}})
+    optimizer = make_optimizer(config, torch.nn.Linear(2, 1))
+    assert type(optimizer) is Muon
+    assert lrs_of(optimizer) == [0.02, 0.3]
+    assert config.optimizer.lr == 0.02
+    assert make_config(optimizer={"name": "muon", "lr": 0.5}).optimizer.lr == 0.5
+
+
+def test_wrong_settings_of_muon_are_config_mistakes() -> None:
+    [problem] = problems_with("muon", {"rest": {"name": "lion"}})
+    assert problem == "optimizer={name: muon, …} rest.name='lion' is not known; use adamw or sgd"
+    [problem] = problems_with("muon", {"momentun": 0.9})
+    assert problem == "optimizer.momentun is not an argument of Muon; did you mean optimizer.momentum?"
+
+
+def test_rates_are_set_where_they_are_numbers_and_filled_where_they_are_tensors() -> None:
+    one, two = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW([{"params": one.parameters()}, {"params": two.parameters()}], fused=True)
+    tensor = torch.tensor(0.0)
+    optimizer.param_groups[1]["lr"] = tensor
+    set_lr(optimizer, [0.1, 0.2])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[1]["lr"] is tensor
+    assert tensor.item() == pytest.approx(0.2)
+    assert lrs_of(optimizer) == [0.1, 0.2]  # not what 32 bits make of it
+
+
+def test_a_rate_that_has_not_changed_is_not_sent_again() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), fused=True)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0)
+    set_lr(optimizer, [0.2])
+    before = optimizer.param_groups[0]["lr"]._version
+    set_lr(optimizer, [0.2])
+    assert optimizer.param_groups[0]["lr"]._version == before
+    set_lr(optimizer, [0.3])
+    assert optimizer.param_groups[0]["lr"]._version > before
+
+
+def test_an_optimizer_on_the_cpu_is_skipped_by_its_caller() -> None:
+    assert not can_skip(torch.optim.AdamW(torch.nn.Linear(2, 1).parameters(), fused=True))
+    assert not can_skip(torch.optim.RMSprop(torch.nn.Linear(2, 1).parameters()))
+
+
+def test_sgd_on_a_gpu_can_skip_once_its_momentum_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "_is_fused_on_gpu", lambda optimizer: True)
+    layer = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9, dampening=0.5, fused=True)
+    assert not can_skip(optimizer)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert can_skip(optimizer)
+    assert can_skip(torch.optim.SGD(layer.parameters(), fused=True))
+
+
+def test_on_a_gpu_the_rate_is_a_tensor_and_momentum_is_there_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig
+) -> None:
+    monkeypatch.setattr(optim, "_is_fused_on_gpu", lambda optimizer: True)
+    layer = torch.nn.Linear(2, 1)
+    optimizer = make_optimizer(make_config(optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9}), layer)
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert lrs_of(optimizer) == [0.1]
+    assert can_skip(optimizer)
+    adamw = make_optimizer(make_config(), layer)
+    assert adamw.param_groups[0]["capturable"] is True
