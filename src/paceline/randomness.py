@@ -15,10 +15,13 @@ def seed_for(*key: int | str) -> int:
 
 
 def seed_generators(*key: int | str) -> None:
-    """Key the global generators of torch (every device), numpy and `random`."""
+    """Key the global generators of torch (the CPU's and the present GPU's), numpy and `random`."""
     import torch
 
     seed = seed_for(*key)
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: before CUDA is in use it keeps each call, with its stack, for the day that it will be.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

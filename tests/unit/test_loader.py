@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.data import batches
+from paceline.data.feed import to_device
 from paceline.data.loader import (
     EpochSampler,
     KeyedDataset,
@@ -20,7 +21,6 @@ from paceline.data.loader import (
     epoch_loader,
     evaluation_loader,
     lane_loader,
-    to_device,
 )
 from paceline.data.order import indices_at
 from paceline.data.sources import Part

@@ -30,6 +30,8 @@ def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -
 def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, lanes: int) -> range:
     """The positions of one micro-batch; empty where a short last step has too few samples for all lanes."""
     step = step_positions(step_in_epoch, size, batch_size, lanes)
+    if len(step) == batch_size * lanes:
+        return step[lane * batch_size : (lane + 1) * batch_size]
     # A short step is spread evenly, but over no more lanes than have two samples each: BatchNorm needs two.
     ridden = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
     if lane >= ridden:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, tee
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.data import batches
-from paceline.data.order import indices_of
+from paceline.data.order import Indices, indices_of
 from paceline.data.sources import Part, fetch
 from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
@@ -27,7 +28,7 @@ class Lane:
     lane: int
     samples: int
     step_samples: int
-    indices: list[int]
+    indices: Any  # a list, or a tensor on the device where rows are gathered there (rows.py)
     data: Any = None
 
     @property
@@ -54,7 +55,7 @@ class Dealt:
     """One batch of an evaluation, before and after it has been fetched."""
 
     batch: int
-    indices: list[int]
+    indices: Any  # as a lane's
     data: Any = None
 
     @property
@@ -67,7 +68,7 @@ Keyed = TypeVar("Keyed", Lane, Dealt)
 
 
 class KeyedDataset(Dataset[Any]):
-    """Fetches a batch with the generators keyed by what it is, so that augmentation does not know its rank."""
+    """Fetches a batch with the generators keyed by what it is, so that random samples do not know their rank."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -78,10 +79,15 @@ class KeyedDataset(Dataset[Any]):
         seed_generators(self.seed, *batch.key)
         return batch, fetch(self.dataset, batch.indices)
 
+    def whole(self, batch: Keyed) -> Keyed:
+        """A batch, fetched here."""
+        return self.gather(self.__getitems__(batch))
+
     def gather(self, fetched: tuple[Keyed, Any]) -> Keyed:
-        """Collate, in the DataLoader's worker."""
+        """Collate, in the DataLoader's worker; what `__getitems__` gave as a tuple or a dict is a batch already."""
         batch, samples = fetched
-        return replace(batch, data=self.collate(samples))
+        is_batch = isinstance(samples, (tuple, Mapping))
+        return replace(batch, data=samples if is_batch else self.collate(samples))
 
 
 # --- the managed loop ----------------------------------------------------------------------------------------------
@@ -90,36 +96,48 @@ class KeyedDataset(Dataset[Any]):
 class LaneSampler(Sampler[Lane]):
     """The lanes of one rank, step after step, over all epochs of the run."""
 
-    def __init__(self, *, seed: int, size: int, batch_size: int, lanes: int, steps: range, ridden: range) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        size: int,
+        batch_size: int,
+        lanes: int,
+        steps: range,
+        ridden: range,
+        form: Callable[[Indices], Any] = np.ndarray.tolist,
+    ) -> None:
+        """`form` makes the indices of many lanes into what each lane's are cut from."""
         self.seed, self.size, self.batch_size, self.lanes = seed, size, batch_size, lanes
-        self.steps, self.ridden = steps, ridden
+        self.steps, self.ridden, self.form = steps, ridden, form
 
     def __iter__(self) -> Iterator[Lane]:
         per_epoch = batches.steps_per_epoch(self.size, self.batch_size, self.lanes)
         for epoch in range(self.steps.start // per_epoch, -(-self.steps.stop // per_epoch)):
             first = max(self.steps.start - epoch * per_epoch, 0)
             last = min(self.steps.stop - epoch * per_epoch, per_epoch)
-            steps = range(first, last)
-            spans = (self._positions(step, lane) for step, lane in self._rides(steps))
-            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size)
-            for (step, lane), indices in zip(self._rides(steps), chosen, strict=True):
+            rides, ahead = tee(self._rides(range(first, last)))
+            spans = (positions for _, _, positions in ahead)
+            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, form=self.form)
+            for (step, lane, positions), indices in zip(rides, chosen, strict=True):
+                taken = batches.step_positions(step, self.size, self.batch_size, self.lanes)
+                # An empty lane has borrowed the samples of lane 0; its weight is zero.
+                is_empty = lane > 0 and positions.start == taken.start
                 yield Lane(
                     step=epoch * per_epoch + step,
                     lane=lane,
-                    samples=len(self._lane(step, lane)),
-                    step_samples=len(batches.step_positions(step, self.size, self.batch_size, self.lanes)),
+                    samples=0 if is_empty else len(positions),
+                    step_samples=len(taken),
                     indices=indices,
                 )
 
-    def _rides(self, steps: range) -> Iterator[tuple[int, int]]:
+    def _rides(self, steps: range) -> Iterator[tuple[int, int, range]]:
+        """Each step's lanes and their positions."""
         for step in steps:
+            ridden = [(lane, self._lane(step, lane)) for lane in self.ridden]
+            taken = [(step, lane, positions) for lane, positions in ridden if positions]
             # A rank whose lanes are all empty still takes part in the reduction of the step: with its first lane.
-            lanes = [lane for lane in self.ridden if self._lane(step, lane)] or [self.ridden[0]]
-            yield from ((step, lane) for lane in lanes)
-
-    def _positions(self, step: int, lane: int) -> range:
-        # An empty lane borrows the samples of lane 0; its weight is zero.
-        return self._lane(step, lane) or self._lane(step, 0)
+            yield from taken or [(step, self.ridden[0], self._lane(step, 0))]
 
     def _lane(self, step: int, lane: int) -> range:
         return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)
@@ -147,8 +165,10 @@ def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -
 class DealtSampler(Sampler[Dealt]):
     """The batches of a data set in its own order, dealt to the ranks in turn: every sample is on exactly one rank."""
 
-    def __init__(self, *, size: int, batch_size: int, world: World) -> None:
-        self.size, self.batch_size, self.world = size, batch_size, world
+    def __init__(
+        self, *, size: int, batch_size: int, world: World, form: Callable[[Indices], Any] = np.ndarray.tolist
+    ) -> None:
+        self.size, self.batch_size, self.world, self.form = size, batch_size, world, form
         self.batches = -(-size // batch_size)
         self.rounds = -(-self.batches // world.size)
 
@@ -157,7 +177,8 @@ class DealtSampler(Sampler[Dealt]):
 
     def __iter__(self) -> Iterator[Dealt]:
         for batch in range(self.world.rank, self.batches, self.world.size):
-            yield Dealt(batch, list(range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size))))
+            positions = np.arange(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size))
+            yield Dealt(batch, self.form(positions))
 
 
 def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
@@ -231,19 +252,6 @@ def epoch_loader(
 
 
 # --- what all loaders share ----------------------------------------------------------------------------------------
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor in a batch of tuples, lists and dicts, on the device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
 
 
 def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: World) -> DataLoader[Any]:

@@ -8,13 +8,15 @@ of them, so a walk is rare. No table is built, so any position of any epoch cost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import shake_128
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 ROUNDS = 16  # even; with 12, sizes of 5 and 6 still show a bias over 30,000 epochs
 CHUNK = 8192  # positions worked out at once: numpy's cost per call is then spread over many batches
@@ -39,8 +41,13 @@ def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) ->
     return cells.astype(np.int64).reshape(where.shape)
 
 
-def indices_of(spans: Iterable[range], *, seed: int, epoch: int, size: int) -> Iterator[list[int]]:
-    """The indices of each span of positions in turn; they are worked out for many spans at once."""
+def indices_of(
+    spans: Iterable[range], *, seed: int, epoch: int, size: int, form: Callable[[Indices], Any] = np.ndarray.tolist
+) -> Iterator[Any]:
+    """The indices of each span of positions in turn; they are worked out for many spans at once.
+
+    `form` makes of many what the spans are cut from: a list, or a tensor on a device.
+    """
     remaining = iter(spans)
     while True:
         chunk: list[range] = []
@@ -51,38 +58,43 @@ def indices_of(spans: Iterable[range], *, seed: int, epoch: int, size: int) -> I
         if not chunk:
             return
         positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-        indices = indices_at(seed=seed, epoch=epoch, size=size, positions=positions).tolist()
+        indices = form(indices_at(seed=seed, epoch=epoch, size=size, positions=positions))
         first = 0
         for span in chunk:
             yield indices[first : first + len(span)]
             first += len(span)
 
 
-def _permute(cells: npt.NDArray[np.uint64], rows: int, columns: int, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
+def _permute(cells: Words, rows: int, columns: int, keys: list[np.uint64]) -> Words:
     row, column = np.divmod(cells, np.uint64(columns))
+    room = np.empty_like(row), np.empty_like(row)  # no memory is asked for in between: that would take most of the time
     for even_key, odd_key in zip(keys[::2], keys[1::2], strict=True):
-        row = _shift(row, by=column, key=even_key, modulus=rows)
-        column = _shift(column, by=row, key=odd_key, modulus=columns)
-    moved: npt.NDArray[np.uint64] = row * np.uint64(columns) + column
+        _shift(row, by=column, key=even_key, modulus=np.uint64(rows), room=room)
+        _shift(column, by=row, key=odd_key, modulus=np.uint64(columns), room=room)
+    moved: Words = row * np.uint64(columns) + column
     return moved
 
 
-def _shift(
-    value: npt.NDArray[np.uint64], *, by: npt.NDArray[np.uint64], key: np.uint64, modulus: int
-) -> npt.NDArray[np.uint64]:
+def _shift(value: Words, *, by: Words, key: np.uint64, modulus: np.uint64, room: tuple[Words, Words]) -> None:
+    """Shift `value`, in place, by a keyed hash of `by`."""
+    offset, other = room
+    np.add(by, key, out=offset)
+    _mix(offset, other)
     # The hash's upper 32 bits, scaled to 0..modulus-1: a multiplication where `%` would cost five times as much.
-    offset = ((_mix(by + key) >> np.uint64(32)) * np.uint64(modulus)) >> np.uint64(32)
-    shifted = value + offset
-    wrapped: npt.NDArray[np.uint64] = np.where(shifted >= modulus, shifted - np.uint64(modulus), shifted)
-    return wrapped
+    np.right_shift(offset, np.uint64(32), out=offset)
+    np.multiply(offset, modulus, out=offset)
+    np.right_shift(offset, np.uint64(32), out=offset)
+    np.add(value, offset, out=value)
+    # What has not reached the modulus becomes a huge number when it is subtracted.
+    np.minimum(value, np.subtract(value, modulus, out=other), out=value)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64: every input bit reaches every output bit. Overflow is meant."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+def _mix(x: Words, other: Words) -> None:
+    """The finaliser of SplitMix64, in place: every input bit reaches every output bit. Overflow is meant."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        np.bitwise_xor(x, np.right_shift(x, np.uint64(shift), out=other), out=x)
+        if factor != 1:
+            np.multiply(x, np.uint64(factor), out=x)
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:

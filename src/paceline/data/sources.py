@@ -39,9 +39,11 @@ class Part(Dataset[Any]):
 
     def originals(self, indices: Sequence[int]) -> list[int]:
         """The same samples' indices in the whole data set."""
-        where = np.asarray(indices)
-        chosen = self._look_up(where) if self._table is None else self._table[where]
-        return chosen.tolist()  # type: ignore[no-any-return]
+        return self.originals_of(np.asarray(indices)).tolist()  # type: ignore[no-any-return]
+
+    def originals_of(self, indices: Indices) -> Indices:
+        """The same, of many at once."""
+        return self._look_up(indices) if self._table is None else self._table[indices]
 
     def _look_up(self, where: Indices) -> Indices:
         size = len(self.base)

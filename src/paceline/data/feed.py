@@ -1,0 +1,182 @@
+"""What the model is given for a lane: a batch from the DataLoader or rows gathered on the device, then augmented.
+
+`inputs` brings to the device what changes from lane to lane. `batch` makes the model's batch of it on the device
+alone, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.config import Config
+from paceline.data.augment import Augment
+from paceline.data.loader import (
+    Dealt,
+    DealtSampler,
+    KeyedDataset,
+    Lane,
+    LaneSampler,
+    evaluation_loader,
+    lane_loader,
+)
+from paceline.data.rows import Rows, rows_of
+from paceline.data.sources import Part, original_indices
+from paceline.precision import to_channels_last
+from paceline.world import World
+
+
+class Inputs(NamedTuple):
+    """What a lane brings, on the device."""
+
+    data: Any  # a batch; None where rows are gathered
+    indices: torch.Tensor | None  # of the samples, where somebody wants to know them
+    epoch: torch.Tensor | None
+
+
+class Feed:
+    """Feeds a data set, or a part of one, to the model of this rank."""
+
+    def __init__(self, dataset: Any, config: Config, world: World, rows: Rows | None = None) -> None:
+        """`rows` are the data set's samples on the device."""
+        self.dataset, self.config, self.world, self.rows = dataset, config, world, rows
+        self.by_channels = False  # how images lie in memory
+        self.augment = Augment(config.augment, config.seed) if config.augment is not None else None
+        self._epoch = -1, torch.tensor(-1)
+
+    def lanes(self, sampler: Callable[..., LaneSampler]) -> Iterable[Lane]:
+        """The lanes that a sampler chooses, in order; `sampler` is made here, in the form that suits the rows."""
+        if self.rows is not None:
+            return sampler(form=self.rows.finder(self.dataset))
+        config = self.config
+        lanes = lane_loader(self.dataset, sampler(), seed=config.seed, workers=config.workers, world=self.world)
+        return one_ahead(lanes, self.world.device) if self.world.device.type == "cuda" else lanes
+
+    def dealt(self) -> tuple[Iterable[Dealt], DealtSampler]:
+        """This rank's batches of the whole data set in its own order, and how they were dealt."""
+        config = self.config
+        if self.rows is not None:
+            form = self.rows.finder(self.dataset)
+            sampler = DealtSampler(size=len(self.dataset), batch_size=config.batch_size, world=self.world, form=form)
+            return sampler, sampler
+        loader = evaluation_loader(
+            self.dataset, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=self.world
+        )
+        return loader, loader.batch_sampler  # type: ignore[return-value]
+
+    def inputs(self, lane: Lane, epoch: int) -> Inputs:
+        """What a lane brings, on the device or on its way there."""
+        data = None if self.rows is not None else to_device(lane.data, self.world.device)
+        if self.augment is None:
+            return Inputs(data, lane.indices if self.rows is not None else None, None)
+        indices = lane.indices
+        if self.rows is None:
+            indices = torch.tensor(self.originals(indices)).to(self.world.device, non_blocking=True)
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, torch.tensor(epoch, device=self.world.device)
+        return Inputs(data, indices, self._epoch[1])
+
+    def batch(self, inputs: Inputs) -> Any:
+        """The batch that the model trains on; the host has no part in it."""
+        data, indices, epoch = inputs
+        if self.rows is not None and indices is not None:
+            data = self.rows.gather(indices)
+        augment = self.augment
+        if augment is not None and indices is not None and epoch is not None:
+            data = _with_images(data, lambda images: augment.train(images, indices, epoch))
+        return to_channels_last(data) if self.by_channels else data
+
+    def evaluation_batch(self, dealt: Dealt) -> Any:
+        """The batch that the model is measured on."""
+        rows = self.rows
+        batch = to_device(dealt.data, self.world.device) if rows is None else rows.gather(dealt.indices)
+        if self.augment is not None:
+            batch = _with_images(batch, self.augment.evaluate)
+        return to_channels_last(batch) if self.by_channels else batch
+
+    def sample(self) -> Any:
+        """A batch of two samples, as the model is measured on, to try something out."""
+        indices = np.arange(min(2, len(self.dataset)))
+        if self.rows is not None:
+            return self.evaluation_batch(Dealt(0, self.rows.finder(self.dataset)(indices)))
+        return self.evaluation_batch(KeyedDataset(self.dataset, self.config.seed).whole(Dealt(0, indices.tolist())))
+
+    def originals(self, indices: Any) -> list[int]:
+        """The indices that the user knows, in the data set that dataset_fn gave."""
+        if isinstance(indices, torch.Tensor):  # of rows
+            return indices.tolist()  # type: ignore[no-any-return]
+        return original_indices(self.dataset, indices)
+
+
+def make_feeds(training: Any, validation: Any | None, config: Config, world: World) -> tuple[Feed, Feed | None]:
+    """The feeds of training and validation; parts of one data set have its rows in common. All ranks."""
+    rows = rows_of(training, config.data_on_device, world)
+    feed = Feed(training, config, world, rows)
+    if validation is None:
+        return feed, None
+    if not (isinstance(training, Part) and isinstance(validation, Part) and training.base is validation.base):
+        rows = rows_of(validation, config.data_on_device, world)
+    return feed, Feed(validation, config, world, rows)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor in a batch of tuples, lists and dicts, on the device."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tree of tuples, lists and dicts with every tensor changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, change) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return tree
+
+
+def one_ahead(lanes: Iterable[Lane], device: torch.device) -> Iterator[Lane]:
+    """The lanes with their data on the GPU; the next one's is copied on a stream of its own while one is ridden."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: tuple[Lane, torch.cuda.Event] | None = None
+    for lane in lanes:
+        with torch.cuda.stream(stream):
+            ahead = replace(lane, data=to_device(lane.data, device))
+            arrived = stream.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting)
+        waiting = ahead, arrived
+    if waiting is not None:
+        yield _arrived(*waiting)
+
+
+def _arrived(lane: Lane, copied: torch.cuda.Event) -> Lane:
+    present = torch.cuda.current_stream()
+    present.wait_event(copied)
+    for tensor in tensors_in(lane.data):
+        tensor.record_stream(present)  # whose memory must not be used again before this stream has read it
+    return lane
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in a batch of tuples, lists and dicts, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [tensor for value in tree if value is not None for tensor in tensors_in(value)]
+    return tensors_in(list(tree.values())) if isinstance(tree, Mapping) else []
+
+
+def _with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with its first tensor changed."""
+    if isinstance(batch, Mapping):
+        first = next(iter(batch))
+        return {**batch, first: change(batch[first])}
+    first, *others = batch
+    return (change(first), *others)

@@ -1,0 +1,88 @@
+"""Data sets that are tensors, one row a sample: batches are gathered where the model reads them, without collating.
+
+A `TensorDataset` is one; any other data set may offer its tensors with a method `as_tensors()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from paceline.data.order import Indices
+from paceline.data.sources import Part
+from paceline.errors import DataError
+from paceline.world import World
+
+
+class Rows:
+    """The samples of a data set as rows of tensors."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], device: torch.device) -> None:
+        """The tensors are moved to the device; on a CPU they stay where they lie."""
+        self.device = device
+        self.tensors: Any = (
+            {key: tensor.to(device) for key, tensor in tensors.items()}
+            if isinstance(tensors, dict)
+            else tuple(tensor.to(device) for tensor in tensors)
+        )
+
+    def gather(self, indices: torch.Tensor) -> Any:
+        """The batch of these samples, as collating them one by one would give it."""
+        if isinstance(self.tensors, dict):
+            return {key: tensor.index_select(0, indices) for key, tensor in self.tensors.items()}
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+    def finder(self, dataset: Any) -> Callable[[Indices], torch.Tensor]:
+        """How indices of `dataset`, which may be a part of the whole, become indices of rows on the device."""
+        originals = dataset.originals_of if isinstance(dataset, Part) else lambda indices: indices
+
+        def find(indices: Indices) -> torch.Tensor:
+            return torch.from_numpy(originals(indices)).to(self.device, non_blocking=True)
+
+        return find
+
+
+def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
+    """The data set as rows on the rank's device, if it offers them and they fit in `part` of its free memory.
+
+    All ranks: either all of them have rows, or none.
+    """
+    tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
+    if tensors is None or not part:
+        return None
+    if world.device.type != "cuda":
+        return Rows(tensors, world.device)
+    values = list(tensors.values()) if isinstance(tensors, dict) else tensors
+    needed = sum(tensor.nbytes for tensor in values if tensor.device != world.device)
+    free, _ = torch.cuda.mem_get_info(world.device)
+    fits = all(world.gather_objects(needed <= part * free))
+    return Rows(tensors, world.device) if fits else None
+
+
+def _offered_by(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
+    """The tensors whose rows are the samples; None where only the data set itself can make its samples."""
+    if hasattr(dataset, "collate_fn"):
+        return None
+    if hasattr(dataset, "as_tensors"):
+        return _checked(dataset)
+    kind = type(dataset)
+    is_plain = all(
+        getattr(kind, name, None) is getattr(TensorDataset, name, None) for name in ("__getitem__", "__getitems__")
+    )
+    return dataset.tensors if is_plain and isinstance(dataset, TensorDataset) else None
+
+
+def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+    offered = dataset.as_tensors()
+    tensors = dict(offered) if isinstance(offered, Mapping) else tuple(offered)
+    for tensor in tensors.values() if isinstance(tensors, dict) else tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(dataset):
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise DataError(
+                f"as_tensors() of {type(dataset).__name__} gave {shape} for {len(dataset)} samples; "
+                "each tensor must have one row a sample"
+            )
+    return tensors
