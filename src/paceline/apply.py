@@ -9,13 +9,13 @@ import safetensors.torch
 
 from paceline import result
 from paceline.config import Config
-from paceline.data.loader import evaluation_loader
+from paceline.data.feed import make_feeds
 from paceline.data.sources import is_stream, make_datasets
 from paceline.errors import DataError
 from paceline.evaluate import Evaluator
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
-from paceline.replica import make_model
+from paceline.replica import make_model, place, settle_layout
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
 from paceline.world import World
@@ -54,12 +54,12 @@ def _apply(
     progress.phase = "loading the model"
     model = make_model(config)
     safetensors.torch.load_model(model, weights)
-    model.to(world.device)
     progress.phase = "evaluating"
-    loader = evaluation_loader(
-        dataset, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=world
-    )
-    method: Any = getattr(Evaluator(loader, config, world), what)
+    feed, _ = make_feeds(dataset, None, config, world)
+    config = settle_layout(config, model, feed, world)
+    feed.by_channels = config.channels_last is True
+    model = place(model, config, world.device)
+    method: Any = getattr(Evaluator(feed, config, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
     if world.is_main:
         result.write_value(folder, value)

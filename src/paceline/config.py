@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from paceline.errors import ConfigError
@@ -25,7 +25,9 @@ FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_f
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
-    "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit",
+    "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
+    "step_mode", "data_on_device",
+    "compression",
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
@@ -43,6 +45,12 @@ class Optimizer(BaseModel):
     name: str = "adamw"
     lr: float = Field(1e-3, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _know_muon(cls, values: Any) -> Any:
+        is_muon = isinstance(values, dict) and str(values.get("name")).lower() == "muon"
+        return {"lr": 0.02, **values} if is_muon else values
+
 
 class Schedule(_Section):
     """How the learning rate moves: a warm-up from zero, then `name` down to `final` × lr."""
@@ -50,6 +58,28 @@ class Schedule(_Section):
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     final: float = Field(0.0, ge=0, le=1)
+
+
+class Normalize(_Section):
+    """What pixels between 0 and 1 are shifted and divided by: one number, or one for each channel."""
+
+    mean: list[float]
+    std: list[Annotated[float, Field(gt=0)]]
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Normalize:
+        if not self.mean or len(self.mean) != len(self.std):
+            raise ValueError("must have as many numbers in mean as in std, and at least one; give one for each channel")
+        return self
+
+
+class Augmentation(_Section):
+    """What is done to batches of images on the device before a step."""
+
+    normalize: Normalize | None = None
+    flip: Literal["random", "alternating", "none"] = "none"
+    translate: int = Field(0, ge=0)
+    cutout: int = Field(0, ge=0)
 
 
 class Log(_Section):
@@ -124,6 +154,7 @@ class Config(_Section):
     schedule: Schedule = Schedule()
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
+    augment: Augmentation | None = None
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)
@@ -131,13 +162,21 @@ class Config(_Section):
     max_steps: int | None = Field(None, ge=1)
     workers: int = Field(0, ge=0)
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    tf32: bool = True
+    channels_last: bool | Literal["auto"] = "auto"
+    step_mode: Literal["auto", "eager", "compile", "graph"] = "auto"
+    data_on_device: float = Field(0.5, ge=0, le=1)
     exact: bool = True
     check_replicas_every: int = Field(100, ge=1)
     ddp: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_mb: float = Field(25, gt=0)
+    compression: Annotated[
+        Literal["none", "bf16", "fp16", "powersgd"], BeforeValidator(lambda v: "none" if v is False else v)
+    ] = "none"
+    sync_batchnorm: bool = False
 
     checkpoint: Checkpoint = Checkpoint()
     resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = "never"
@@ -327,8 +366,25 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
         problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
     if not config.ddp and (config.procs_range or (1, 1))[0] > 1:
         problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
+    problems += _inexact(config)
+    if config.device == "cpu" and config.step_mode == "graph":
+        problems.append("step_mode=graph needs a GPU, but device=cpu; use step_mode: auto")
     if config.device == "cpu" and config.backend == "nccl":
         problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
+    return problems
+
+
+def _inexact(config: Config) -> list[str]:
+    """Keys whose numbers depend on the number of ranks, and what they cannot be used with."""
+    problems = []
+    if config.compression != "none" and config.exact and config.train_fn is None:
+        problems.append(f"compression={config.compression} rounds the sums by the number of ranks; set exact: false")
+    if config.compression == "powersgd" and config.find_unused_parameters:
+        problems.append("compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16")
+    if config.sync_batchnorm and config.exact and config.train_fn is None:
+        problems.append("sync_batchnorm=true takes its statistics over all ranks; set exact: false")
+    if config.sync_batchnorm and config.device == "cpu":
+        problems.append("sync_batchnorm=true cannot work with device=cpu, torch has it for GPUs; remove one of them")
     return problems
 
 

@@ -23,9 +23,14 @@ class Ema:
         return dict(zip(self._names, self._average, strict=True))
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights of this step in."""
-        torch._foreach_lerp_(self._average, self._weights, 1 - self.decay)
+    def update(self, is_bad: torch.Tensor | None = None) -> None:
+        """Take the weights of this step in; not where the device says 1.0, that the step does not count."""
+        if is_bad is None:
+            torch._foreach_lerp_(self._average, self._weights, 1 - self.decay)
+            return
+        steps = torch._foreach_sub(self._weights, self._average)
+        torch._foreach_mul_(steps, (1 - is_bad) * (1 - self.decay))
+        torch._foreach_add_(self._average, steps)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from paceline.config import Config
-from paceline.data.loader import to_device
+from paceline.data.feed import Feed, to_device
 from paceline.errors import DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
-from paceline.step import run_model
+from paceline.replica import run_model
 from paceline.world import World
 
 OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
@@ -28,8 +28,9 @@ OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a 
 class Evaluator:
     """Measures a model on a data set whose batches are dealt to the ranks."""
 
-    def __init__(self, loader: DataLoader[Any], config: Config, world: World) -> None:
-        self.loader, self.config, self.world = loader, config, world
+    def __init__(self, feed: Feed, config: Config, world: World) -> None:
+        self.feed, self.config, self.world = feed, config, world
+        self.batches, self.sampler = feed.dealt()
         metrics = make_metrics(config.metrics)
         losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
@@ -71,19 +72,23 @@ class Evaluator:
         """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
         was_training = model.training
         model.eval()
-        sampler: Any = self.loader.batch_sampler
+        rounds = self.sampler.rounds
         try:
-            for done, dealt in enumerate(self.loader):
+            for done, dealt in enumerate(self.batches):
                 seed_generators(self.config.seed, "evaluation", dealt.batch)
-                with autocast(self.config.precision, self.world.device):
-                    output, target = run_model(model, to_device(dealt.data, self.world.device))
+                with self._stance(), autocast(self.config.precision, self.world.device):
+                    output, target = run_model(model, self.feed.evaluation_batch(dealt))
                 yield _in_full(output), target, len(dealt.indices)
-                on_round(done + 1, sampler.rounds)
-            if len(sampler) < sampler.rounds:
+                on_round(done + 1, rounds)
+            if len(self.sampler) < rounds:
                 yield None
-                on_round(sampler.rounds, sampler.rounds)
+                on_round(rounds, rounds)
         finally:
             model.train(was_training)
+
+    def _stance(self) -> AbstractContextManager[Any]:
+        """Compiled code is for training: its batches have one size."""
+        return torch.compiler.set_stance("force_eager") if self.config.step_mode == "compile" else nullcontext()
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)

@@ -2,25 +2,31 @@
 
 A good step costs no message between ranks. A rank with a bad loss votes inside the sums of the gradients: NaN stays NaN
 in any sum, so after the reduction every rank finds it there and decides the same by itself.
+
+Where the optimizer can leave a step out by itself, the decision never leaves the device (`is_deferred`): the host
+learns of a skipped step when it reads the losses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.config import Config
 from paceline.data.loader import Lane
 from paceline.errors import NotFinite
+from paceline.metrics import number_on
 from paceline.precision import Scaler
 from paceline.world import World
 
 LISTED_SAMPLES, LISTED_LANES = 8, 4
+WHAT_TO_DO = "look at these samples, lower the learning rate, or set clip_norm"
 
 RideAgain = Callable[[Lane], list[torch.Tensor]]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class Culprit(NamedTuple):
@@ -37,6 +43,15 @@ class Culprit(NamedTuple):
         return f"rank {self.rank}, lane {self.lane}: {self.what}, samples {listed}{f' and {more} more' * (more > 0)}"
 
 
+class Past(NamedTuple):
+    """A step that the device has decided on: its lanes on this rank, and the (sum, count) of the loss of all lanes."""
+
+    step: int
+    lanes: Sequence[tuple[int, Any]]  # their numbers and indices
+    totals: Sequence[Sequence[float]]
+    is_skipped: bool
+
+
 class Guard:
     """Decides after each reduction whether the step counts, and undoes one that does not."""
 
@@ -47,11 +62,13 @@ class Guard:
         world: World,
         *,
         on_bad: Callable[[str], None],
-        original: Callable[[Sequence[int]], list[int]],
+        original: Callable[[Any], list[int]],
+        is_deferred: bool = False,
     ) -> None:
         """`on_bad` takes the warning; `original` gives the indices that users know for those of a lane."""
         self.model, self.config, self.world, self.on_bad, self.original = model, config, world, on_bad, original
         self.scaler = Scaler() if config.precision == "fp16" else None
+        self.is_deferred = is_deferred
         self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
         self.skipped_in_a_row = 0
         self._kept: list[torch.Tensor] = []
@@ -85,11 +102,11 @@ class Guard:
 
     def see(self, loss: torch.Tensor) -> None:
         """Take in the loss of a lane, before its backward; no synchronisation."""
-        self.vote.masked_fill_(~loss.detach().isfinite().all(), math.nan)
+        self.vote.sub_(loss.detach().abs(), alpha=0.0)  # −0.0 − 0 × loss: −0.0 again, or NaN
 
-    def allows(self, gradients: list[torch.Tensor]) -> bool:
+    def allows(self, sums: Iterable[torch.Tensor]) -> bool:
         """Whether the sums of the step are finite, the same on all ranks; fp16's are divided by their scale, too."""
-        if not are_finite(gradients, 1 / self.scale):
+        if not are_finite(sums, 1 / self.scale):
             return False
         self.skipped_in_a_row = 0
         if self.scaler is not None:
@@ -109,8 +126,53 @@ class Guard:
         if is_overflow:
             last = f"the loss scale fell to {self.scale:g}; use precision: bf16"
         else:
-            self._tell(step, _listed(culprits))
-            last = f"{_listed(culprits)}; look at these samples, lower the learning rate, or set clip_norm"
+            who = _listed(culprits) or "no lane by itself, only the sum of their gradients"
+            self._tell(step, who)
+            last = f"{who}; {WHAT_TO_DO}"
+        self._check_limit(step, last)
+
+    @torch.no_grad()
+    def undo_if(self, is_bad: torch.Tensor) -> None:
+        """Give the buffers back what they held before the step if it is bad; decided on the device."""
+        if [buffer.shape for buffer in self.model.buffers()] != [kept.shape for kept in self._kept]:
+            if is_bad.item():  # only the host can give a tensor another shape
+                self._restore()
+            return
+        by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for buffer, kept in zip(map(_words, self.model.buffers()), map(_words, self._kept), strict=True):
+            live, before = by_size.setdefault(buffer.element_size(), ([], []))
+            live.append(buffer)
+            before.append(kept)
+        # As whole numbers, because 0 × NaN is NaN; one kernel for many buffers.
+        for size, (live, before) in by_size.items():
+            differences = torch._foreach_sub(before, live)
+            torch._foreach_mul_(differences, is_bad.to(WORDS[size]))
+            torch._foreach_add_(live, differences)
+
+    def review(self, steps: Iterable[Past]) -> None:
+        """Count and tell the steps that the device has skipped, in their order; raises NotFinite as `skip` does.
+
+        All ranks, with the same steps.
+        """
+        for past in steps:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if past.is_skipped else 0
+            if past.is_skipped:
+                who = _listed(self._at_fault(past)) or "their losses are finite, their gradients are not"
+                self.on_bad(f"step {past.step + 1} is skipped, it is not finite: {who}")
+                self._check_limit(past.step, f"{who}; {WHAT_TO_DO}")
+
+    def _at_fault(self, past: Past) -> list[Culprit]:
+        """The lanes of all ranks whose loss is not finite. All ranks."""
+        losses = {
+            lane: f"loss {total / count if count else math.nan}"
+            for lane, (total, count) in enumerate(past.totals)
+            if not math.isfinite(total) or not math.isfinite(count)
+        }
+        mine = [(lane, indices) for lane, indices in past.lanes if lane in losses]
+        found = [Culprit(self.world.rank, lane, losses[lane], self.original(indices)) for lane, indices in mine]
+        return [culprit for of_rank in self.world.gather_objects(found) for culprit in of_rank]
+
+    def _check_limit(self, step: int, last: str) -> None:
         limit = self.config.nan_limit
         if self.skipped_in_a_row >= limit:
             raise NotFinite(f"nan_limit={limit} steps in a row were not finite, the last was step {step + 1}: {last}")
@@ -149,24 +211,33 @@ class Guard:
         return [culprit for of_rank in self.world.gather_objects(found) for culprit in of_rank]
 
 
-def are_finite(gradients: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
-    """Whether all gradients are finite; they are multiplied by `factor` in the same pass."""
+def are_finite(sums: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
+    """Whether all numbers are finite; they are multiplied by `factor` in the same pass."""
+    return not found_bad(sums, factor).item()  # waits for the device
+
+
+def found_bad(sums: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    """1.0 if a number is not finite, else 0.0, on the device; they are multiplied by `factor`."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
+    for gradient in sums:
         values = gradient._values() if gradient.is_sparse else gradient
         values = torch.view_as_real(values) if values.is_complex() else values
         by_dtype.setdefault(values.dtype, []).append(values)
     if not by_dtype:
-        return True
+        return torch.zeros(())
     device = next(iter(by_dtype.values()))[0].device
-    is_bad, multiplier = torch.zeros(1, device=device), torch.full((), factor, device=device)
+    is_bad, multiplier = torch.zeros((), device=device), number_on(factor, device)
     for same in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same, is_bad, multiplier)
-    return not is_bad.item()  # waits for the device: on a GPU the one such wait of a step
+    return is_bad
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(WORDS[real.element_size()])
 
 
 def _listed(culprits: Sequence[Culprit]) -> str:
-    if not culprits:
-        return "no lane by itself, only the sum of their gradients"
     more = len(culprits) - LISTED_LANES
     return "; ".join(map(str, culprits[:LISTED_LANES])) + f"; and {more} more lanes" * (more > 0)

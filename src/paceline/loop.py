@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,14 @@ from paceline.config import Best
 from paceline.data.loader import Turn
 from paceline.digest import check_replicas, digests_of
 from paceline.evaluate import Evaluator
+from paceline.guard import Past
 from paceline.progress import Progress
 from paceline.step import Stepper
 from paceline.stop import Stop, StopAgreed
 from paceline.telemetry.events import Events
 from paceline.world import Exchange, World
+
+LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,13 @@ class Sums:
     window_count: float = 0.0
     epoch: float = 0.0
     epoch_count: float = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        """Take in one step."""
+        self.window += total
+        self.window_count += count
+        self.epoch += total
+        self.epoch_count += count
 
 
 @dataclass
@@ -84,7 +94,10 @@ class Loop:
     def run(self) -> int:
         """Train. Returns 0, or the reason why it was stopped. All ranks."""
         self.exchange = Exchange(self.world)
-        self.losses = LossRecord(self.world, self.fit)
+        guard = self.stepper.guard
+        review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
+        # It must not know this loop: workers of DataLoaders do not end if they are left to the garbage collector.
+        self.losses = LossRecord(self.world, self.fit, self.plan, self.events, review)
         self.progress.step, self.progress.samples = self.fit.step, self.fit.samples
         try:
             if self.fit.owes_evaluation:
@@ -115,14 +128,15 @@ class Loop:
         fit.is_broken_off = turn.breaks_off
         self.progress.epoch, self.progress.step = turn.epoch, turn.step
         self.exchange.begin(self.stop.reason, self.saver.is_time, self.saver.is_busy)
-        samples = turn.lanes[0].step_samples
-        self.losses.add(self.stepper.take(turn.step, turn.lanes), samples=samples)
+        self.losses.add(turn, self.stepper.take(turn))
         fit.step = self.progress.step = turn.step + 1
-        fit.samples += samples
+        fit.samples += turn.lanes[0].step_samples
         fit.mark = turn.mark
         self.progress.samples = fit.samples
         if fit.step % plan.log_every_steps == 0 or turn.ends_epoch:
-            self._log(turn.epoch)
+            self._log(turn)
+        elif self.losses.is_overdue(fit.step):
+            self.losses.settle()
         if fit.step % plan.check_replicas_every == 0 or turn.ends_run:
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
@@ -140,12 +154,11 @@ class Loop:
         if self.saver.is_due(fit.step, is_time=bool(is_time), is_asked=is_better):
             self.saver.start(fit.step, self._state(), self._measured())
 
-    def _log(self, epoch: int) -> None:
-        loss, samples_per_s = self.losses.flush()
-        self.events.write(
-            "step", step=self.fit.step, steps=self.plan.total_steps, epoch=epoch, epochs=self.plan.epochs,
-            loss=loss, lr=self.stepper.lr, samples_per_s=round(samples_per_s, 1),
-        )  # fmt: skip
+    def _log(self, turn: Turn) -> None:
+        """Have this step told: at once, or on a GPU when its losses have arrived. All ranks."""
+        self.losses.send(Log(self.fit.step, turn.epoch, self.stepper.lr))
+        if self.world.device.type != "cuda" or turn.ends_epoch or self.plan.log_digests:
+            self.losses.settle()
         if self.plan.log_digests:
             digests = digests_of(self.stepper.replica.module).tolist()
             self.events.write("digests", step=self.fit.step, digests=digests)
@@ -206,47 +219,93 @@ class Loop:
         return capture(self.stepper.replica.module, self.stepper.optimizer, self.stepper.ema, counters)
 
 
-class LossRecord:
-    """The loss of each lane of each step, kept on the device until somebody wants to see it."""
+class Sent(NamedTuple):
+    """The rows of some steps on their way to the host, and what the host knows of those steps."""
 
-    def __init__(self, world: World, fit: Fit) -> None:
-        self._world, self._fit = world, fit
-        self._kept: list[torch.Tensor] = []
-        self._samples = 0
+    rows: torch.Tensor  # steps × ranks × (sum and count for each lane of the rank, whether the step was skipped)
+    arrived: torch.cuda.Event | None
+    steps: list[tuple[int, list[tuple[int, Any]]]]  # each step's number, and its lanes on this rank with their indices
+    log: Log | None
+
+
+class Log(NamedTuple):
+    """A point at which the run says how it is doing."""
+
+    step: int
+    epoch: int
+    lr: float
+
+
+class LossRecord:
+    """The losses of steps, kept on the device until somebody wants to see them."""
+
+    def __init__(
+        self, world: World, fit: Fit, plan: Plan, events: Events, review: Callable[[Sequence[Past]], None]
+    ) -> None:
+        """`review` is told of every step whose losses have arrived."""
+        self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
+        self._rows: list[torch.Tensor] = []
+        self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
+        self._sent: Sent | None = None
         self.restart_clock()
 
-    def add(self, lanes: torch.Tensor, samples: int) -> None:
-        """Keep one step's (lanes of this rank × sum and count); no synchronisation."""
-        self._kept.append(lanes)
-        self._samples += samples
+    def add(self, turn: Turn, row: torch.Tensor) -> None:
+        """Keep the row of a step; no synchronisation."""
+        self._rows.append(row)
+        self._steps.append((turn.step, [(lane.lane, lane.indices) for lane in turn.lanes]))
+        self._samples += turn.lanes[0].step_samples
+
+    def is_overdue(self, step: int) -> bool:
+        """Whether a log point has been on its way for so long that waiting for it costs nothing."""
+        return self._sent is not None and self._sent.log is not None and step >= self._sent.log.step + LAG
+
+    def send(self, log: Log | None = None) -> None:
+        """Let the rows set out for the host, which goes on meanwhile. All ranks."""
+        self.settle()
+        rows = torch.stack(self._world.gather_equal(torch.stack(self._rows).double()), dim=1)
+        arrived = None
+        if rows.device.type == "cuda":
+            rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+        self._sent = Sent(rows, arrived, self._steps, log)
+        self._rows, self._steps = [], []
+
+    def settle(self) -> None:
+        """Wait for the rows that were sent, and take them in. All ranks."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        if sent.arrived is not None:
+            sent.arrived.synchronize()
+        skipped = [bool(flag) for flag in sent.rows[:, 0, -1].tolist()]
+        # Steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
+        totals = sent.rows[:, :, :-1].reshape(len(skipped), -1, 2)
+        # One step after the other, so that it does not matter when this is called.
+        for (total, count), is_skipped in zip(totals.sum(dim=1).tolist(), skipped, strict=True):
+            self._fit.sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
+        if sent.log is not None:
+            self._close_window(sent.log)
+        facts = zip(sent.steps, totals.tolist(), skipped, strict=True)
+        self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in facts])
 
     def collect(self) -> None:
-        """Add what is kept to the sums. All ranks."""
-        if not self._kept:
-            return
-        mine = torch.stack(self._kept).double()
-        self._kept.clear()
-        # steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
-        steps = torch.cat(self._world.gather_equal(mine), dim=1)
-        sums = self._fit.sums
-        # One step after the other, so that it does not matter when this is called.
-        for total, count in steps.sum(dim=1).tolist():
-            sums.window += total
-            sums.window_count += count
-            sums.epoch += total
-            sums.epoch_count += count
+        """Take in everything there is. All ranks."""
+        self.settle()
+        if self._rows:
+            self.send()
+            self.settle()
 
-    def flush(self) -> tuple[float | None, float]:
-        """The mean loss, None if every step was skipped, and the samples per second since the last flush. All ranks."""
-        self.collect()
+    def _close_window(self, log: Log) -> None:
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
-        speed = self._samples / elapsed
-        self.restart_clock()
         sums = self._fit.sums
-        mean = sums.window / sums.window_count if sums.window_count else None
+        self._events.write(
+            "step", step=log.step, steps=self._plan.total_steps, epoch=log.epoch, epochs=self._plan.epochs,
+            loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
+            lr=log.lr, samples_per_s=round(self._samples / elapsed, 1),
+        )  # fmt: skip
         sums.window = sums.window_count = 0.0
-        return mean, speed
+        self.restart_clock()
 
     def epoch_mean(self) -> float | None:
         """The mean loss of this epoch so far; None if every step was skipped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,24 @@ NAMED: dict[str, Metric] = {"accuracy": accuracy, "mse": mse, "mae": mae}
 def make_metrics(metrics: Sequence[str] | dict[str, Any]) -> dict[str, Metric]:
     """Metrics by name: built in, or the user's function(output, target)."""
     return dict(metrics) if isinstance(metrics, dict) else {name: NAMED[name] for name in metrics}
+
+
+def number_on(number: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A number as a tensor on the device; the tensors of plain numbers are kept, so they cost a copy only once."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device).reshape(())
+    constant = _constant(float(number), device, dtype)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _recorded.add(constant)  # a graph will read it where it lies, long after it has left the cache
+    return constant
+
+
+_recorded: set[torch.Tensor] = set()
+
+
+@lru_cache(64)
+def _constant(number: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(number, device=device, dtype=dtype)
 
 
 def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:

@@ -56,10 +56,11 @@ def tell_past(past: Found, identity: dict[str, Any], world: World, events: Event
 
 def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
     """Give the optimizer, the averages and the counters what the checkpoint holds."""
+    settings = [{**group} for group in stepper.optimizer.param_groups]
     put_optimizer(past.state, stepper.optimizer, past.path)
     if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
-        for group in stepper.optimizer.param_groups:
-            group.update(config.optimizer.model_extra or {})
+        for group, here in zip(stepper.optimizer.param_groups, settings, strict=True):
+            group.update({key: value for key, value in here.items() if key not in ("params", "lr")})
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
             average.copy_(past.state.groups["ema"][name])

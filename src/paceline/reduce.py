@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from paceline.precision import HALF
 from paceline.world import PATIENCE, World
 
 # DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
 
 PARTS = 2  # Gloo sums with one core a tensor; cut in two, two cores do it
 WORTH_CUTTING = 1 << 18  # bytes
+POWER_RANK = 2  # of the matrices that PowerSGD sends
+POWER_AFTER = 100  # steps: the first gradients change most, and all that follows rests on them
 
 Gradients = list[torch.Tensor]
 Future = torch.futures.Future[torch.Tensor]
@@ -77,9 +80,9 @@ def _added(left: Gradients | None, right: Gradients | None) -> Gradients | None:
 class Reduction:
     """Sums tensors across ranks. Every rank must reduce the same tensors in the same order."""
 
-    def __init__(self, world: World, exact: bool, parts: int = PARTS) -> None:
-        """All ranks: process groups are made here."""
-        self.world = world
+    def __init__(self, world: World, exact: bool, compression: str = "none", parts: int = PARTS) -> None:
+        """All ranks: process groups are made here. With `powersgd` it is DDP's hook that compresses, not this."""
+        self.world, self.compression = world, compression if world.size > 1 else "none"
         # Two ranks make a sum of two terms, which has only one order: torch's own all-reduce does it.
         climbs = exact and world.size > 2 and _is_power_of_two(world.size)
         if climbs and world.backend == "gloo":
@@ -91,6 +94,11 @@ class Reduction:
         """Begin to sum a tensor in place. All ranks."""
         if self.world.size == 1:
             return _done(tensor)
+        if self.compression in HALF and tensor.dtype == torch.float32:
+            return self._start(tensor.to(HALF[self.compression])).then(lambda half: tensor.copy_(half.value()))
+        return self._start(tensor)
+
+    def _start(self, tensor: torch.Tensor) -> Future:
         if not self._ladders:
             return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
         if len(self._ladders) == 1 or tensor.nbytes < WORTH_CUTTING:
@@ -163,11 +171,14 @@ class BucketHook:
         """`vote`, a single number, is added to the sums of every step, as it is when the first bucket is ready."""
         self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
         self._reduction, self._vote = reduction, vote
+        self._power = PowerSum(reduction.world) if reduction.compression == "powersgd" else None
         self.begin([], is_empty=False)
 
     def begin(self, branches: list[Gradients], *, is_empty: bool) -> None:
         """Before the last lane's backward: what its gradients are added to, and whether it has no samples."""
         self._branches, self._is_empty = branches, is_empty
+        if self._power is not None:
+            self._power.begin()
         self.reduced = 0  # gradient elements that have gone through since then
 
     def take(self, bucket: dist.GradBucket) -> Future:
@@ -177,14 +188,41 @@ class BucketHook:
         self.reduced += buffer.numel()
         if self._is_empty:
             buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
-        else:
+        elif self._branches:
             gradients = bucket.gradients()
             places = [self._place[parameter] for parameter in bucket.parameters()]
             for branch in self._branches:
                 torch._foreach_add_(gradients, [branch[place] for place in places])
         if self._vote is not None and is_first:
             cast(self._vote, buffer)
-        return self._reduction.start(buffer)
+        return self._reduction.start(buffer) if self._power is None else self._power.start(bucket)
+
+
+class PowerSum:
+    """Sums buckets across ranks as matrices of low rank; what a rank could not send, it adds to its next gradients."""
+
+    def __init__(self, world: World) -> None:
+        # Only here: it takes a part of a second to load, and few need it.
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        self._world, self._hook = world, powerSGD_hook.powerSGD_hook
+        self._state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=POWER_AFTER
+        )
+
+    def begin(self) -> None:
+        """Before a step: what is remembered of a step that was not finite is forgotten, by all ranks alike."""
+        memory = self._state.error_dict
+        if memory and not torch.stack([left.isfinite().all() for left in memory.values()]).all():
+            for kept in (memory, self._state.p_memory_dict, self._state.q_memory_dict):
+                kept.clear()
+
+    def start(self, bucket: dist.GradBucket) -> Future:
+        """Begin to sum a bucket. All ranks."""
+        started: Future = self._hook(self._state, bucket)
+        if self._world.backend == "gloo":
+            started.wait()  # the parts of two buckets could meet in another order on another rank
+        return started.then(lambda mean: mean.value().mul_(self._world.size))
 
 
 def cast(vote: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -215,8 +253,13 @@ def reduce_after_backward(
         # Zeros that stand for nothing may have turned a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
         flat = reduction.start(flat).wait() + 0.0
         for place, part in zip(places, torch.split(flat, [like[place].numel() for place in places]), strict=True):
-            summed[place] = part.view_as(like[place])
+            summed[place] = _like(part.view_as(like[place]), like[place])
     return summed
+
+
+def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The values in the layout of another tensor: fused optimizers take gradients as they lie in memory."""
+    return values if values.stride() == other.stride() else torch.empty_like(other).copy_(values)
 
 
 def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> list[list[int]]:

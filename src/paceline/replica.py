@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,9 +13,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import Config
-from paceline.errors import ConfigError, UnusedParameters
+from paceline.data.feed import Feed, tensors_in
+from paceline.data.sources import is_stream
+from paceline.errors import ConfigError, DataError, UnusedParameters
+from paceline.precision import to_channels_last
 from paceline.world import World
 
+NO_VIEW = "view size is not compatible with input tensor's size and stride"
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -36,7 +42,10 @@ class Replica(DistributedDataParallel):
     def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics, before they are used. All ranks."""
         for buffer in self.module.buffers():
-            dist.broadcast(buffer, src=0)
+            sent = buffer.contiguous()  # some backends send nothing else
+            dist.broadcast(sent, src=0)
+            if sent is not buffer:
+                buffer.copy_(sent)
 
     def _names_in(self, message: str) -> list[str]:
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
@@ -76,11 +85,86 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
     """Wrap the model in DDP, with rank 0's weights on every rank; or do without where the config says so. All ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
-    model = model.to(world.device)
-    if not config.ddp:
-        if world.size > 1:
-            raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
-        return Single(model)
+    model = place(model, config, world.device)
+    if config.sync_batchnorm:
+        model = _with_shared_statistics(model, config, world)
+    if not config.ddp and world.size > 1:
+        raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
+    if config.channels_last is True and config.compression == "powersgd" and world.size > 1:
+        raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
+    return _in_ddp(model, config, world) if config.ddp else Single(model)
+
+
+def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch.nn.Module:
+    """The model on its device, in the layout that the config asks for; what is left to `auto` is as it comes."""
+    model = model.to(device)
+    if config.channels_last is True:
+        _lay(model, torch.channels_last)
+    return model
+
+
+def _lay(model: torch.nn.Module, layout: torch.memory_format) -> None:
+    for module in model.modules():  # filters alone: a model may take its other parameters to lie row by row
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.ConvTranspose2d)):
+            # Not `contiguous(…)`, which leaves 1 × 1 filters with strides that their gradients do not have.
+            module.weight.data = module.weight.data.to(memory_format=layout)
+
+
+def _with_shared_statistics(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
+    if world.device.type != "cuda":
+        raise ConfigError("sync_batchnorm=true but the ranks run on the CPU, torch has it for GPUs; remove it")
+    if config.train_fn is None and config.lanes not in (None, world.size):
+        # A rank whose lanes are empty in a short step would not meet the others there.
+        raise ConfigError(
+            f"sync_batchnorm=true needs one lane for each rank, but lanes={config.lanes} and there are {world.size} "
+            "ranks; leave lanes out, or use as many processes"
+        )
+    converted: torch.nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def settle_layout(config: Config, model: torch.nn.Module, feed: Feed, world: World) -> Config:
+    """The config with `channels_last` decided, alike on all ranks. All ranks."""
+    by_channels = config.channels_last
+    if by_channels == "auto":
+        by_channels = all(world.gather_objects(_suits_channels(model, feed, world.device)))
+    return config.model_copy(update={"channels_last": by_channels})
+
+
+def _suits_channels(model: torch.nn.Module, feed: Feed, device: torch.device) -> bool:
+    """Yes on a GPU if the model has filters and takes images that lie by channels."""
+    has_filters = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
+    is_possible = device.type == "cuda" and has_filters and not is_stream(feed.dataset)
+    return is_possible and takes_channels(model, feed.sample())
+
+
+def takes_channels(model: torch.nn.Module, batch: Any) -> bool:
+    """Whether a model takes images that lie by channels, tried on a copy: many call `view`, which does not."""
+    device = next(iter(tensors_in(batch))).device
+    try:
+        trial = copy.deepcopy(model).to(device).eval()
+        _lay(trial, torch.channels_last)
+        with torch.no_grad():
+            run_model(trial, to_channels_last(batch))
+    except Exception as error:  # noqa: BLE001 - all else will be said when the model trains
+        return NO_VIEW not in str(error)
+    return True
+
+
+def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
+    """The model's output and the target: `(*inputs, target)` of a tuple, `labels` of a dict."""
+    if isinstance(batch, Mapping):
+        named = {key: value for key, value in batch.items() if key != "labels"}
+        return model(**named), batch.get("labels")
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+        )
+    *inputs, target = batch
+    return model(*inputs), target
+
+
+def _in_ddp(model: torch.nn.Module, config: Config, world: World) -> Replica:
     return Replica(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

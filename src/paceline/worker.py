@@ -26,8 +26,9 @@ from paceline.checkpoint.state import capture, put_weights
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.data.loader import LaneSampler, Turn, evaluation_loader, lane_loader, turns_of
-from paceline.data.sources import is_stream, make_datasets, original_indices, size_of
+from paceline.data.feed import Feed, make_feeds
+from paceline.data.loader import LaneSampler, Turn, turns_of
+from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream import StreamTurns
 from paceline.errors import ConfigError
 from paceline.evaluate import Evaluator
@@ -36,9 +37,10 @@ from paceline.loop import Fit, Loop, Plan
 from paceline.optim import lr_at, make_optimizer
 from paceline.own_loop import run_own_loop
 from paceline.past import find_past, restore, tell_past
+from paceline.precision import resolve
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
-from paceline.replica import Replica, Single, make_model, replicate
+from paceline.replica import Replica, Single, make_model, replicate, settle_layout
 from paceline.resume import identity_of
 from paceline.run_folder import RunFolder, write_json
 from paceline.step import Stepper
@@ -111,6 +113,9 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
 def train_managed(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
     """Go on from the last checkpoint, if there is one, to the end or to an agreed stop. All ranks."""
     lanes = config.lanes or world.size
+    asked, config = config, config.model_copy(update={"precision": resolve(config.precision, world.device)})
+    if world.device.type == "cuda":  # a CUDA graph cannot be recorded on the stream that a process begins with
+        torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
     past = find_past(config, folder, world, progress)
     events = open_events(config, folder, world)
     say_if_bits_differ(config, world, events)
@@ -121,14 +126,19 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     if past is not None:
         tell_past(past, identity, world, events)
         put_weights(past.state, model, past.path)
-    stepper, plan = build_stepper(config, replicate(model, config, world), training, lanes, world, events)
+    feed, evaluation = make_feeds(training, validation, config, world)
+    config = settle_layout(config, model, feed, world)
+    for each in (feed, evaluation):
+        if each is not None:
+            each.by_channels = config.channels_last is True
+    stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events)
     if past is not None:
         fit = restore(past, config, stepper)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events)
     check_space(folder, stepper, world)
     if world.is_main:
-        folder.reopen(config)
-    loop = build_loop(config, stepper, training, validation, plan, saver, stop, fit, world, events, progress)
+        folder.reopen(asked)
+    loop = build_loop(config, stepper, evaluation, plan, saver, stop, fit, world, events, progress)
     del past, model
 
     reason = loop.run()
@@ -215,10 +225,10 @@ def leave_stop(folder: RunFolder, fit: Fit, reason: int, is_saved: bool, world: 
 
 
 def build_stepper(
-    config: Config, replica: Replica | Single, training: Any, lanes: int, world: World, events: Events
+    config: Config, replica: Replica | Single, feed: Feed, lanes: int, world: World, events: Events
 ) -> tuple[Stepper, Plan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
-    total, epochs = length_of(config, training, lanes)
+    total, epochs = length_of(config, feed.dataset, lanes)
     plan = Plan(
         total_steps=total,
         epochs=epochs,
@@ -231,11 +241,11 @@ def build_stepper(
         replica,
         make_optimizer(config, replica.module),
         config,
+        feed,
         lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
         lanes_per_rank=lanes // world.size,
         world=world,
-        on_bad=lambda text: events.write("warning", text=text),
-        original=partial(original_indices, training),
+        say=lambda text: events.write("warning", text=text),
     )
     return stepper, plan
 
@@ -256,9 +266,10 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
 
 
 def build_turns(
-    config: Config, training: Any, lanes: int, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
+    config: Config, feed: Feed, lanes: int, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
 ) -> Iterable[Turn]:
     """The lanes of this rank, step by step, from where the run is. All ranks."""
+    training = feed.dataset
     if is_stream(training):
         return StreamTurns(
             training, seed=config.seed, batch_size=config.batch_size, lanes=lanes, workers=config.workers,
@@ -266,7 +277,8 @@ def build_turns(
             progress=progress, tell=lambda text: events.write("warning", text=text),
         )  # fmt: skip
     assert plan.total_steps is not None
-    sampler = LaneSampler(
+    sampler = partial(
+        LaneSampler,
         seed=config.seed,
         size=len(training),
         batch_size=config.batch_size,
@@ -275,25 +287,20 @@ def build_turns(
         ridden=batches.lanes_of(world.rank, world.size, lanes),
     )
     return turns_of(
-        lane_loader(training, sampler, seed=config.seed, workers=config.workers, world=world),
+        feed.lanes(sampler),
         steps_per_epoch=batches.steps_per_epoch(len(training), config.batch_size, lanes),
         total_steps=plan.total_steps,
     )
 
 
 def build_loop(
-    config: Config, stepper: Stepper, training: Any, validation: Any | None, plan: Plan, saver: Saver, stop: Stop,
-    fit: Fit, world: World, events: Events, progress: Progress,
+    config: Config, stepper: Stepper, evaluation: Feed | None, plan: Plan, saver: Saver, stop: Stop, fit: Fit,
+    world: World, events: Events, progress: Progress,
 ) -> Loop:  # fmt: skip
-    """Wire the loaders and the evaluation into the managed loop. All ranks."""
+    """Wire the data and the evaluation into the managed loop. All ranks."""
     lanes = stepper.lanes_per_rank * world.size
-    turns = build_turns(config, training, lanes, plan, fit, world, events, progress)
-    evaluator = None
-    if validation is not None:
-        loader = evaluation_loader(
-            validation, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=world
-        )
-        evaluator = Evaluator(loader, config, world)
+    turns = build_turns(config, stepper.feed, lanes, plan, fit, world, events, progress)
+    evaluator = Evaluator(evaluation, config, world) if evaluation is not None else None
     return Loop(
         stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,
         events=events, progress=progress,

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,20 +88,23 @@ class Exchange:
     def __init__(self, world: World) -> None:
         """All ranks."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        self._mine: tuple[int, ...] = ()
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def begin(self, *numbers: int) -> None:
         """Send this rank's numbers. All ranks."""
-        self._sent = torch.tensor(numbers, dtype=torch.int64)
+        self._mine = numbers
         if self._group is not None:
+            self._sent = torch.tensor(numbers, dtype=torch.int64)
             self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self) -> list[int]:
         """The largest of each number that any rank has sent. All ranks."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._work is None:
+            return list(self._mine)
+        self._work.wait()
+        self._work = None
         return self._sent.tolist()  # type: ignore[no-any-return]
 
 
@@ -164,7 +168,18 @@ def _settle(config: Config, device: torch.device) -> None:
             torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(is_exact)  # with warn_only, attention would quietly stay as it is
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        use_tf32(config.tf32)
         torch.cuda.set_device(device)
+
+
+def use_tf32(wanted: bool) -> None:
+    """Products and convolutions of 32 bits on tensor cores, or not."""
+    # Not by `fp32_precision`: once it is set, torch.compile raises where it reads the older settings (up to 2.13).
+    # Some versions warn of these.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        torch.set_float32_matmul_precision("high" if wanted else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted
 
 
 def use_threads(config: Config) -> None:

@@ -170,6 +170,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a size that is a multiple of nothing": {"dataset_fn": lambda: Images(ODD)},
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
     "AdamW": {"optimizer": ADAMW},
+    "Muon": {"model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5},
     "warm-up and cosine": {"schedule": {"name": "cosine", "warmup_steps": 3, "final": 0.1}, "optimizer": ADAMW},
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},

@@ -28,6 +28,7 @@ from paceline.checkpoint.state import (
 from paceline.digest import sha256_of, sha256_of_optimizer
 from paceline.ema import Ema
 from paceline.errors import ConfigError
+from paceline.muon import Muon
 
 SOURCE = Path("runs/a/checkpoints/step-00000003")
 
@@ -127,6 +128,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         [{"params": [first], "lr": 0.5} if not n else {"params": [first]} for n, first in enumerate(parameters)]
     ),
     "lists": ListKeeper,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "fused momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "muon": Muon,
 }
 
 
@@ -217,6 +221,64 @@ def test_memory_layout_of_the_model_survives(tmp_path: Path) -> None:
     put_weights(load(tmp_path / "c"), other, SOURCE)
     assert other[1].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
     assert torch.equal(other[1].weight, model[1].weight)  # type: ignore[index, arg-type]
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """With gradients that are the same in every layout."""
+    for parameter in model.parameters():
+        gradient = torch.arange(float(parameter.numel())).reshape(parameter.shape)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    optimizer.step()
+
+
+def test_the_layout_of_the_model_changes_no_byte_of_a_checkpoint(tmp_path: Path) -> None:
+    written = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(1)
+        model = channels_last().to(memory_format=layout)
+        # A rate of zero: the ends of rows are rounded otherwise, and a layout has ends of its own.
+        optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True), Ema(model, 0.9)
+        take_step(model, optimizer)
+        written.append(write(capture(model, optimizer, ema, {}), tmp_path / str(layout)))
+    assert len(written[0]) == 4
+    assert written[0] == written[1]
+
+
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
+    before = channels_last().to(memory_format=torch.contiguous_format)
+    optimizer = torch.optim.AdamW(before.parameters(), fused=True)
+    take_step(before, optimizer)
+    write(capture(before, optimizer, None, {}), tmp_path / "c")
+    after = channels_last()
+    fresh = torch.optim.AdamW(after.parameters(), fused=True)
+    read = load(tmp_path / "c")
+    put_weights(read, after, SOURCE)
+    put_optimizer(read, fresh, SOURCE)
+    take_step(before, optimizer)
+    take_step(after, fresh)
+    states = [made.state_dict()["state"] for made in (optimizer, fresh)]
+    torch.testing.assert_close([dict(before.state_dict()), states[0]], [dict(after.state_dict()), states[1]])
+
+
+def test_a_rate_that_is_a_tensor_is_kept_as_a_number_and_comes_back_as_a_tensor(tmp_path: Path) -> None:
+    def make(lr: Any, **kernels: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = normed()
+        return model, torch.optim.AdamW(model.parameters(), lr=lr, **kernels)
+
+    model, optimizer = make(torch.tensor(0.25), fused=True, capturable=True)
+    train(model, optimizer)
+    kept = capture(model, optimizer, None, {})
+    assert type(kept.rest["optimizer"]["param_groups"][0]["lr"]) is float
+    write(kept, tmp_path / "c")
+    for lr, kernels in ((torch.tensor(0.5), {"fused": True}), (0.5, {"foreach": True}), (0.5, {})):
+        _, fresh = make(lr, **kernels)
+        put_optimizer(load(tmp_path / "c"), fresh, SOURCE)
+        [group] = fresh.param_groups
+        assert type(group["lr"]) is type(lr)
+        assert group["lr"] == 0.25
+        # Which kernel computes is this machine's affair, not the checkpoint's.
+        assert (group["fused"], group["foreach"]) == (kernels.get("fused"), kernels.get("foreach"))
+        assert group["capturable"] is False
 
 
 def test_the_average_of_the_weights_is_kept(tmp_path: Path) -> None:

@@ -183,8 +183,18 @@ def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) 
             "val_dataset_fn and val_fraction are both given; keep one of them",
         ),
         ({"device": "cpu", "backend": "nccl"}, "backend=nccl cannot work with device=cpu; use backend: gloo"),
+        ({"compression": "bf16"}, "compression=bf16 rounds the sums by the number of ranks; set exact: false"),
+        (
+            {"compression": "powersgd", "exact": False, "find_unused_parameters": True},
+            "compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16",
+        ),
+        ({"sync_batchnorm": True}, "sync_batchnorm=true takes its statistics over all ranks; set exact: false"),
+        (
+            {"sync_batchnorm": True, "exact": False, "device": "cpu"},
+            "sync_batchnorm=true cannot work with device=cpu, torch has it for GPUs; remove one of them",
+        ),
     ],
-    ids=["optimizer", "val_df", "val_dataset_fn", "backend"],
+    ids=["optimizer", "val_df", "val_dataset_fn", "backend", "compression", "powersgd", "sync_batchnorm", "statistics"],
 )
 def test_keys_that_exclude_each_other_are_a_mistake(raw: dict[str, Any], problem: str) -> None:
     assert problems({**MANAGED, **raw}) == [problem]

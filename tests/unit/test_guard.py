@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from paceline.config import build
-from paceline.data.loader import Lane
+from paceline.data.feed import Feed
+from paceline.data.loader import Lane, Turn
 from paceline.digest import sha256_of_optimizer
 from paceline.errors import ConfigError, NotFinite
 from paceline.guard import are_finite
@@ -40,6 +41,13 @@ def batch(seed: int, poison: float | None = None) -> Batch:
     return x, y
 
 
+class Renumbered(Feed):
+    """What the user knows the samples by."""
+
+    def originals(self, indices: Any) -> list[int]:
+        return [1000 + index for index in indices]
+
+
 class Run:
     """A Stepper without processes, fed by hand; `said` are its warnings."""
 
@@ -49,8 +57,8 @@ class Run:
         self.model, self.lanes, self.said = model, lanes, list[str]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.stepper = Stepper(
-            Single(model), optimizer, config, lr_factor=lambda step: 1 / (1 + step), lanes_per_rank=lanes, world=HERE,
-            on_bad=self.said.append, original=lambda indices: [1000 + index for index in indices],
+            Single(model), optimizer, config, Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step),
+            lanes_per_rank=lanes, world=HERE, say=self.said.append,
         )  # fmt: skip
 
     def take(self, step: int, *batches: Batch) -> torch.Tensor:
@@ -59,7 +67,9 @@ class Run:
         for lane, data in enumerate(batches):
             indices = list(range(lane * BATCH, lane * BATCH + len(data[1])))
             taken.append(Lane(step, lane, len(data[1]), samples, indices, data))
-        return self.stepper.take(step, taken)
+        row = self.stepper.take(Turn(step, 0, taken, ends_epoch=False, ends_run=False))
+        assert row[-1] == 0  # the host has decided
+        return row[:-1].view(-1, 2)
 
     def state(self) -> dict[str, Any]:
         """All that a step may change, to the last bit."""
@@ -213,9 +223,9 @@ def test_a_count_that_is_no_number_is_a_bad_loss() -> None:
 
 
 def test_a_lane_without_samples_has_no_say() -> None:
-    run = Run(normed(), lanes=2)
+    run = Run(normed(), lanes=2, find_unused_parameters=True)
     lanes = [Lane(0, 0, BATCH, BATCH, [0, 1, 2, 3], batch(0)), Lane(0, 1, 0, BATCH, [0, 1, 2, 3], batch(1, torch.nan))]
-    assert run.stepper.take(0, lanes)[0, 1] == BATCH
+    assert run.stepper.take(Turn(0, 0, lanes, ends_epoch=False, ends_run=False))[1] == BATCH
     assert run.said == []
 
 

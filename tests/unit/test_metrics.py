@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import metrics
 from paceline.errors import ConfigError
-from paceline.metrics import accuracy, mae, make_metrics, mse, sum_and_count
+from paceline.metrics import accuracy, mae, make_metrics, mse, number_on, sum_and_count
 
 
 def values(pair: tuple[Any, Any]) -> tuple[float, float]:
@@ -90,3 +91,29 @@ def test_metrics_are_found_by_name_or_taken_as_given() -> None:
     assert make_metrics(["mse", "accuracy"]) == {"mse": mse, "accuracy": accuracy}
     assert make_metrics({"mine": mae}) == {"mine": mae}
     assert make_metrics([]) == {}
+
+
+CPU = torch.device("cpu")
+
+
+def test_plain_numbers_are_made_once_and_tensors_are_taken_as_they_are() -> None:
+    assert number_on(3, CPU) is number_on(3.0, CPU)
+    assert number_on(3, CPU).item() == 3.0
+    assert number_on(3, CPU) is not number_on(3, torch.device("meta"))
+    assert number_on(1 / 3, CPU, torch.float64).item() == 1 / 3 != number_on(1 / 3, CPU).item()
+    count = torch.tensor([5], requires_grad=False)
+    assert number_on(count, CPU).shape == ()
+    assert number_on(count, CPU).dtype == torch.int64
+    assert not number_on(torch.tensor(2.0, requires_grad=True), CPU).requires_grad
+
+
+def test_numbers_that_a_graph_reads_stay_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when so many others were asked for since that they have left the cache."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(metrics, "_constant", lambda number, device, dtype: torch.tensor(number))
+    monkeypatch.setattr(metrics, "_recorded", set())
+    recorded = number_on(7, torch.device("cuda"))
+    assert recorded in metrics._recorded
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    number_on(8, torch.device("cuda"))
+    assert len(metrics._recorded) == 1

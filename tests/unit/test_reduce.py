@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.reduce import LaneSum, Reduction, merges_after
+from paceline.reduce import LaneSum, Reduction, merges_after, reduce_after_backward
 from paceline.world import World
 
 
@@ -86,3 +88,61 @@ def test_a_single_rank_reduces_nothing() -> None:
     world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     tensor = torch.randn(3)
     assert Reduction(world, exact=True).start(tensor).wait() is tensor
+
+
+# --- compression --------------------------------------------------------------------------------------------
+
+
+class Pair(Reduction):
+    """Sums with a partner that holds the same, without a process group."""
+
+    def _start(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        self.sent = tensor.dtype
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(tensor.add_(tensor.clone()))
+        return done
+
+
+def pair(compression: str) -> Pair:
+    world = World(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
+    return Pair(world, exact=False, compression=compression)
+
+
+@pytest.mark.parametrize(("compression", "sent"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_compressed_sums_travel_in_half_the_bytes_and_land_in_their_tensor(compression: str, sent: torch.dtype) -> None:
+    reduction, tensor = pair(compression), torch.tensor([1.0, 1 / 3, -0.0])
+    assert reduction.start(tensor).wait() is tensor
+    assert reduction.sent == sent
+    assert tensor.tolist() == [2.0, 2 * torch.tensor(1 / 3).to(sent).item(), 0.0]
+    assert torch.signbit(tensor[2])
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+def test_votes_survive_compression(compression: str) -> None:
+    tensor = torch.tensor([math.nan, 1.0, math.inf])
+    pair(compression).start(tensor).wait()
+    assert tensor.isfinite().tolist() == [False, True, False]
+
+
+def test_other_formats_are_not_compressed() -> None:
+    reduction, tensor = pair("bf16"), torch.tensor([1 / 3], dtype=torch.float64)
+    reduction.start(tensor).wait()
+    assert reduction.sent == torch.float64
+
+
+def test_a_single_rank_compresses_nothing() -> None:
+    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    tensor = torch.tensor([1 / 3])
+    assert Reduction(world, exact=False, compression="bf16").start(tensor).wait().item() == torch.tensor(1 / 3).item()
+    assert Reduction(world, exact=False, compression="powersgd").compression == "none"
+
+
+def test_sums_after_backward_lie_as_their_parameters_do() -> None:
+    """A fused optimizer takes both as they lie in memory."""
+    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    gradient = torch.randn_like(like)
+    [summed] = reduce_after_backward([gradient], [like], Reduction(world, exact=True), bucket_bytes=1e6)
+    assert summed is not None
+    assert summed.stride() == like.stride()
+    assert torch.equal(summed, gradient)

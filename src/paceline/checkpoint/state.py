@@ -23,6 +23,7 @@ from paceline.errors import ConfigError
 SHARD_BYTES = 128 << 20  # small enough to be shared out among ranks, large enough for a disk
 REST = "state.pt"
 TENSOR = "tensor of"  # what stands in the rest where a tensor was
+KERNELS = ("fused", "foreach", "capturable")  # settings of an optimizer that belong to the device, not to the run
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,7 +62,7 @@ def capture(
     kept: dict[str, Any] = {"aliases": aliases, "counters": counters}
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
     kept["weights"] = _take_out(weights, "", groups["weights"])
-    kept["optimizer"] = _take_out(optimizer.state_dict(), "", groups["optimizer"])
+    kept["optimizer"] = _take_out(_with_plain_rates(optimizer.state_dict()), "", groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
     return State(groups, kept)
@@ -183,7 +184,31 @@ def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) 
             f"{source} holds an optimizer with {len(loaded['param_groups'])} groups of parameters; "
             f"the config's has {len(optimizer.param_groups)}"
         )
+    settings = [{key: group[key] for key in ("lr", *KERNELS) if key in group} for group in optimizer.param_groups]
+    for there, here in zip(loaded["param_groups"], settings, strict=True):
+        there.update({key: here[key] for key in KERNELS if key in here})
     optimizer.load_state_dict(loaded)
+    for group, here in zip(optimizer.param_groups, settings, strict=True):
+        if isinstance(here.get("lr"), torch.Tensor):  # a new one: who remembers what the old one held must look again
+            group["lr"] = torch.full_like(here["lr"], group["lr"])
+        for parameter in group["params"]:
+            _lay_out(optimizer.state.get(parameter, {}), parameter)
+
+
+def _lay_out(kept: dict[str, Any], parameter: torch.Tensor) -> None:
+    """State in the layout of its parameter: files know none, and fused optimizers take both as they lie in memory."""
+    for key, value in kept.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict whose learning rates are numbers, as on any device; waits for a GPU that has them."""
+    groups = [
+        {**group, "lr": group["lr"].item()} if isinstance(group.get("lr"), torch.Tensor) else group
+        for group in state["param_groups"]
+    ]
+    return {**state, "param_groups": groups}
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

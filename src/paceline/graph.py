@@ -1,0 +1,210 @@
+"""A step as CUDA graphs: recorded once, then replayed, so that a step costs one launch for each lane.
+
+There is one graph for each lane of this rank, because generators are keyed between lanes; the last one holds reduction
+and update. All that changes from step to step is copied into the tensors that were recorded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config import Config
+from paceline.data.feed import Inputs, map_tensors, tensors_in
+from paceline.data.loader import Lane
+from paceline.failure import user_location
+from paceline.randomness import seed_for, seed_generators
+from paceline.world import World
+
+# Steps before the recording: kernels are chosen and states made by then. DDP times its first ten.
+WARM_UP, WARM_UP_IN_DDP = 3, 11
+
+Work = Callable[..., torch.Tensor]
+
+
+class CannotRecord(Exception):
+    """Why a replay would not do what the step does."""
+
+
+class StepGraph:
+    """Records a step of full lanes when it is warm, and replays it for all others like it."""
+
+    def __init__(
+        self,
+        work: Work,
+        model: torch.nn.Module,
+        config: Config,
+        world: World,
+        *,
+        full_step: int,
+        obstacle: str | None,
+        is_in_ddp: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """`full_step` counts the samples of a step whose lanes are all full, over all ranks.
+
+        `obstacle` is why it cannot work, if that is known already; `say` takes the one line about it.
+        """
+        self.work, self.model, self.config, self.world, self.say = work, model, config, world, say
+        self.full_step = full_step
+        self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
+        self.is_given_up = False
+        if obstacle is not None:
+            self._give_up(obstacle)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._inputs: list[Inputs] = []
+        self._row = torch.empty(0)
+        self._form: Any = None
+
+    def take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
+        """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
+        # Not this rank's lanes alone: in a short step they may be full on one rank and not on another.
+        if self.is_given_up or lanes[0].step_samples != self.full_step:
+            return None
+        if self.steps_to_wait:
+            self.steps_to_wait -= 1
+            return None
+        if not self._graphs and not self._record(lanes, inputs):
+            return None
+        return self._replay(lanes, inputs) if form_of(inputs) == self._form else None
+
+    def _replay(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+        for recorded, brought in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
+            recorded.copy_(brought, non_blocking=True)
+        generator = torch.cuda.default_generators[self.world.device.index]
+        for lane, graph in zip(lanes, self._graphs, strict=True):
+            generator.manual_seed(seed_for(self.config.seed, "forward", lane.step, lane.lane))
+            graph.replay()
+        return self._row.clone()
+
+    # --- recording ---------------------------------------------------------------------------------------------
+
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> bool:
+        """Record a step, on all ranks or on none. Nothing is computed by it. All ranks."""
+        host = HostState(self.model)
+        reason = None
+        # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
+        generator = torch.cuda.default_generators[self.world.device.index]
+        kept = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(generator.clone_state())
+        try:
+            _check_inputs(inputs)
+            self._form = form_of(inputs)
+            self._inputs = [map_tensors(one, torch.clone) for one in inputs]
+            self._pool = torch.cuda.graph_pool_handle()
+            self._row = self.work(lanes, self._inputs, self._recording)
+            if change := host.first_change():
+                raise CannotRecord(f"the model changes {change} on the host, which a replay would not do again")
+        except Exception as error:  # noqa: BLE001 - whatever a model does that a recording does not allow
+            reason = _first_cause(error)
+        reasons = [reason for reason in self.world.gather_objects(reason) if reason is not None]
+        if reasons:
+            self._graphs.clear()
+            self._inputs.clear()
+            generator.graphsafe_set_state(kept)
+            host.restore()
+            self._give_up(reasons[0])
+        return not reasons
+
+    @contextmanager
+    def _recording(self, lane: Lane) -> Iterator[None]:
+        seed_generators(self.config.seed, "forward", lane.step, lane.lane)
+        before = _host_generators()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as those that pin memory or write a checkpoint, go on meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            yield
+        if _host_generators() != before:
+            raise CannotRecord("the model draws random numbers on the host, which a replay would not draw again")
+        self._graphs.append(graph)
+
+    def _give_up(self, reason: str) -> None:
+        self.is_given_up = True
+        self.say(f"steps are not CUDA graphs but go kernel by kernel: {reason}")
+
+
+def form_of(tree: Any) -> Any:
+    """What a recorded step depends on in its inputs: their nesting, shapes and types."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.dtype, tree.device
+    if isinstance(tree, (tuple, list)):
+        return [form_of(value) for value in tree]
+    return {key: form_of(value) for key, value in tree.items()} if isinstance(tree, dict) else type(tree)
+
+
+def _check_inputs(tree: Any) -> None:
+    """A recording can be given other tensors, but nothing else."""
+    if isinstance(tree, (tuple, list, dict)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            _check_inputs(value)
+    elif tree is not None and not isinstance(tree, torch.Tensor):
+        raise CannotRecord(f"a batch holds a {type(tree).__name__}, which is not a tensor")
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first, and where in the user's code: leaving a recording that has failed fails again."""
+    while error.__context__ is not None and not error.__suppress_context__:  # `raise … from` has the better words
+        error = error.__context__
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    place = user_location(error)
+    return f"{text} ({place})" if place is not None and not isinstance(error, CannotRecord) else text
+
+
+def _host_generators() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return torch.default_generator.get_state().tolist(), numpy[1].tolist(), numpy[2:], random.getstate()
+
+
+class HostState:
+    """What a model keeps on the host: plain values, and which tensors it holds."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._kept = [self._of(module) for _, module in self._modules]
+        self._tables = [(table, dict(table)) for _, module in self._modules for table in _tables(module)]
+
+    def first_change(self) -> str | None:
+        """The name of something that is not as it was."""
+        for (path, module), kept in zip(self._modules, self._kept, strict=True):
+            now = self._of(module)
+            changed = [name for name in {**kept, **now} if name not in kept or not _is_same(now.get(name), kept[name])]
+            if changed:
+                return f"{path}.{changed[0]}".lstrip(".")
+        return None
+
+    def restore(self) -> None:
+        """Put everything back, and take away what is new: no recorded tensor has ever been computed."""
+        for table, kept in self._tables:
+            for name in table.keys() - kept.keys():
+                del table[name]
+            table.update(kept)
+
+    @staticmethod
+    def _of(module: torch.nn.Module) -> dict[str, Any]:
+        # A tensor with a history belongs to its own step; one without may be what the next step reads.
+        kinds = (bool, int, float, str)
+        attributes = {
+            name: value
+            for name, value in vars(module).items()
+            if value is None or isinstance(value, kinds) or (isinstance(value, torch.Tensor) and value.is_leaf)
+        }
+        return {**attributes, **module._parameters, **module._buffers}
+
+
+def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Where a module keeps what it holds."""
+    return [vars(module), module._parameters, module._buffers, module._modules]  # type: ignore[list-item]
+
+
+def _is_same(now: Any, kept: Any) -> bool:
+    """Tensors by identity, because a replay writes where the recorded ones lie; other values by value."""
+    if now is kept or isinstance(kept, torch.Tensor) or isinstance(now, torch.Tensor):
+        return now is kept
+    return type(now) is type(kept) and bool(now == kept)

@@ -1,0 +1,236 @@
+"""Steps as CUDA graphs, and data on the device: the same bits as kernel by kernel and through a DataLoader."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline import Trainer
+
+Start = Callable[..., Any]
+NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
+
+
+def images(size: int = 203) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    pixels = torch.randn(size, 3, 8, 8, generator=generator)
+    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).long())
+
+
+class OneByOne(Dataset[Any]):
+    """The same samples, through a DataLoader."""
+
+    def __init__(self) -> None:
+        self.tensors = images().tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(256, 2),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Start]:
+    """Trains in this process, as a world of one that torchrun has started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+
+    def run(model_fn: Any = conv_net, dataset_fn: Any = images, **options: Any) -> Any:
+        defaults: dict[str, Any] = {
+            "batch_size": 8, "lanes": 2, "num_epochs": 2, "optimizer": {"name": "adamw", "lr": 1e-2}, "device": "cuda",
+            "metrics": ["accuracy"], "log": {"every_steps": 3}, "launcher": "torchrun",
+            "loss_fn": nn.functional.cross_entropy,
+        }  # fmt: skip
+        return Trainer(model_fn, dataset_fn, **{**defaults, **options}).start()
+
+    yield run
+    if dist.is_initialized():  # after an error
+        dist.destroy_process_group()
+
+
+def all_of(result: Any) -> tuple[Any, ...]:
+    return result.weights_sha256, result.ema_sha256, result.optimizer_sha256, result.history
+
+
+def warnings_of(result: Any) -> list[str]:
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["event"] == "warning"]
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_graph_gives_the_bits_of_single_kernels(start: Start, precision: str, lanes: int) -> None:
+    options: dict[str, Any] = {
+        "precision": precision, "lanes": lanes, "ema": 0.9, "clip_norm": 0.5,
+        "schedule": {"name": "cosine", "warmup_steps": 3},
+    }  # fmt: skip
+    replayed, again = start(**options), start(**options)
+    eager = start(**options, step_mode="eager")
+    assert all_of(replayed) == all_of(again) == all_of(eager)
+    assert warnings_of(replayed) == []
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True}, {"name": "adam"}, {"name": "muon", "lr": 0.02}],
+    ids=lambda optimizer: optimizer["name"],
+)
+def test_other_optimizers_can_be_recorded_too(start: Start, optimizer: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "schedule": {"name": "linear"}}
+    replayed, eager = start(**options), start(**options, step_mode="eager")
+    assert all_of(replayed) == all_of(eager)
+    assert warnings_of(replayed) == []
+
+
+def test_rows_on_the_device_and_a_dataloader_give_the_same_bits(start: Start) -> None:
+    rows, loader = start(), start(dataset_fn=OneByOne)
+    without, workers = start(data_on_device=0), start(dataset_fn=OneByOne, workers=2)
+    assert all_of(rows) == all_of(loader) == all_of(without) == all_of(workers)
+
+
+def test_augmentation_on_the_device_is_recorded(start: Start) -> None:
+    augment = {"flip": "random", "translate": 2, "cutout": 2, "normalize": {"mean": [0.1] * 3, "std": [0.9] * 3}}
+    rows, eager = start(augment=augment), start(augment=augment, step_mode="eager")
+    assert all_of(rows) == all_of(eager) == all_of(start(augment=augment, dataset_fn=OneByOne))
+    assert all_of(rows) != all_of(start())
+
+
+def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
+    def tokens(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
+
+    assert all_of(start(loss_fn=tokens)) == all_of(start(loss_fn=tokens, step_mode="eager"))
+
+
+# --- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+def test_the_device_skips_bad_steps_as_the_host_does(start: Start) -> None:
+    def spoilt() -> TensorDataset:
+        samples = images()
+        samples.tensors[0][17] = torch.nan
+        return samples
+
+    options: dict[str, Any] = {"dataset_fn": spoilt, "val_fraction": 0, "batch_size": 4, "num_epochs": 3}
+    replayed, eager = start(**options), start(**options, step_mode="eager")
+    by_host = start(**options, optimizer={"name": "adamw", "lr": 1e-2, "foreach": True})
+    assert all_of(replayed) == all_of(eager)
+    told = [text for text in warnings_of(replayed) if "is skipped" in text]
+    assert told == [text for text in warnings_of(eager) if "is skipped" in text]
+    assert [text for text in warnings_of(by_host) if "is skipped" in text] == told
+    assert len(told) == 3
+    assert "17" in told[0]
+    assert all(value.isfinite().all() for value in replayed.load_model().state_dict().values())
+
+
+# --- models that cannot be recorded ----------------------------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """Looks at a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.dropout = conv_net(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.dropout(x)) * (2 if x.mean().item() > 100 else 1)
+
+
+class Draws(Asks):
+    """Draws a random number on the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.dropout(x)) * (0.9 + 0.2 * random.random())
+
+
+class Counts(Asks):
+    """Counts its calls, and does something else in every fifth."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.net(self.dropout(x)) * (0.5 if self.calls % 5 == 0 else 1)
+
+
+class Replaces(Asks):
+    """Puts another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.net(self.dropout(x - self.mean))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Asks, "operation not permitted when stream is capturing"),
+        (Draws, "the model draws random numbers on the host"),
+        (Counts, "the model changes calls on the host"),
+        (Replaces, "the model changes mean on the host"),
+    ],
+)
+def test_a_model_that_cannot_be_recorded_trains_kernel_by_kernel_and_says_why(
+    start: Start, model: type[nn.Module], reason: str
+) -> None:
+    tried, eager = start(model, lanes=1), start(model, lanes=1, step_mode="eager")
+    [told] = warnings_of(tried)
+    assert told.startswith(NOT_A_GRAPH)
+    assert reason in told
+    assert all_of(tried) == all_of(eager)
+    assert warnings_of(eager) == []
+
+
+def test_a_model_that_flattens_with_view_trains(start: Start) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filters, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(256, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.filters(x).view(-1, 256))
+
+    assert all_of(start(Views)) == all_of(start(Views, channels_last=False))
+
+
+def test_fp16_and_optimizers_of_the_host_say_why_there_is_no_graph(start: Start) -> None:
+    assert "precision=fp16" in warnings_of(start(precision="fp16"))[0]
+    assert "Adam, as it is set, cannot skip" in warnings_of(start(optimizer={"name": "adam", "foreach": True}))[0]
+    assert "Adagrad, as it is set" in warnings_of(start(optimizer={"name": "adagrad"}))[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch's own compiler
+def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
+    compiled = start(step_mode="compile")
+    assert all_of(compiled) == all_of(start(step_mode="compile"))
+    assert warnings_of(compiled) == []

@@ -1,0 +1,301 @@
+"""Steps as CUDA graphs: what needs no GPU. When a step is recorded, what cannot be, and what is put back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config import Config
+from paceline.data.feed import Inputs
+from paceline.data.loader import Lane
+from paceline.graph import (
+    WARM_UP,
+    WARM_UP_IN_DDP,
+    CannotRecord,
+    HostState,
+    StepGraph,
+    _check_inputs,
+    _first_cause,
+    form_of,
+)
+from paceline.world import World
+
+BATCH, LANES = 4, 2
+MakeConfig = Callable[..., Config]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+# --- the form of inputs ---------------------------------------------------------------------------------------------
+
+
+def nested(x: torch.Tensor, y: Any) -> list[Inputs]:
+    return [Inputs({"x": x, "more": (y, None)}, torch.arange(4), torch.tensor(0))]
+
+
+def test_other_values_have_the_same_form() -> None:
+    assert form_of(nested(torch.zeros(4, 2), torch.ones(4))) == form_of(nested(torch.ones(4, 2), torch.zeros(4)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nested(torch.zeros(4, 3), torch.ones(4)),
+        nested(torch.zeros(4, 2, dtype=torch.float64), torch.ones(4)),
+        nested(torch.zeros(4, 2, device="meta"), torch.ones(4)),
+        nested(torch.zeros(4, 2), None),
+        nested(torch.zeros(4, 2), [torch.ones(4)]),
+        nested(torch.zeros(4, 2), {"y": torch.ones(4)}),
+        nested(torch.zeros(4, 2), torch.ones(4)) * 2,
+        [Inputs({"z": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), torch.tensor(0))],
+        [Inputs({"x": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), None)],
+    ],
+    ids=["shape", "dtype", "device", "none", "list", "dict", "lanes", "key", "epoch"],
+)
+def test_other_shapes_types_and_nestings_are_another_form(other: Any) -> None:
+    assert form_of(other) != form_of(nested(torch.zeros(4, 2), torch.ones(4)))
+
+
+def test_only_tensors_can_be_given_to_a_recording() -> None:
+    _check_inputs([Inputs({"x": [torch.zeros(1)], "y": Pair(torch.zeros(1), None)}, None, None)])
+    for thing, name in (("text", "str"), (3, "int"), (1.5, "float")):
+        with pytest.raises(CannotRecord, match=rf"a batch holds a {name}, which is not a tensor"):
+            _check_inputs([Inputs({"x": [torch.zeros(1), (thing,)]}, None, None)])
+
+
+# --- what a model keeps on the host ---------------------------------------------------------------------------------
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.calls, self.length, self.scale, self.mode = 0, 5000, 0.1, "plain"
+        self.limit = math.inf
+        self.cache: Any = None
+        self.seen: Any = [1]
+        self.hidden = torch.zeros(2)
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def change_call(model: Keeping) -> None:
+    model.calls += 1
+
+
+def change_mode(model: Keeping) -> None:
+    model.mode = "other"
+
+
+def change_inner(model: Keeping) -> None:
+    model.net[1].momentum = 0.5
+
+
+def change_truth(model: Keeping) -> None:
+    model.calls = False
+
+
+def change_buffer(model: Keeping) -> None:
+    model.mean = model.mean + 1
+
+
+def change_new(model: Keeping) -> None:
+    model.fresh = 3
+
+
+def change_cache(model: Keeping) -> None:
+    model.cache = torch.zeros(3)
+
+
+def change_hidden(model: Keeping) -> None:
+    model.hidden = model.hidden + 1
+
+
+def change_parameter(model: Keeping) -> None:
+    model.net[0].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (change_call, "calls"), (change_mode, "mode"), (change_inner, "net.1.momentum"), (change_truth, "calls"),
+        (change_buffer, "mean"), (change_new, "fresh"), (change_cache, "cache"), (change_hidden, "hidden"),
+        (change_parameter, "net.0.weight"),
+    ],
+)  # fmt: skip
+def test_what_a_model_changes_on_the_host_is_named_and_put_back(change: Callable[[Keeping], None], name: str) -> None:
+    model = Keeping()
+    holds = [dict(vars(module)) | dict(module._buffers) | dict(module._parameters) for module in model.modules()]
+    host = HostState(model)
+    assert host.first_change() is None
+    change(model)
+    assert host.first_change() == name
+    host.restore()
+    assert host.first_change() is None
+    after = [dict(vars(module)) | dict(module._buffers) | dict(module._parameters) for module in model.modules()]
+    assert [list(table) for table in after] == [list(table) for table in holds]
+    assert all(now[key] is kept[key] for now, kept in zip(after, holds, strict=True) for key in kept)
+
+
+def test_values_that_are_set_again_and_tensors_that_change_in_place_are_no_change() -> None:
+    model = Keeping()
+    host = HostState(model)
+    model.length, model.scale = int("5000"), float("0.1")  # equal, but other objects
+    model.limit = float("inf")
+    model.mean.add_(1)
+    model.hidden.add_(1)
+    model.mode = "".join(["pl", "ain"])
+    assert host.first_change() is None
+
+
+def test_a_tensor_with_a_history_belongs_to_its_step() -> None:
+    """As old weight_norm sets its weight before each forward pass, and as models keep a part of their loss."""
+    model = Keeping()
+    model.part_of_loss = model.net[0].weight.sum()
+    host = HostState(model)
+    model.part_of_loss = model.net[0].weight.sum()
+    assert host.first_change() is None
+
+
+def test_what_a_failed_recording_has_left_behind_is_gone() -> None:
+    model = Keeping()
+    host = HostState(model)
+    model.seen = [torch.zeros(1)]
+    model.memo = {"x": torch.zeros(1)}
+    model.late = nn.Linear(2, 2)
+    model.register_buffer("count", torch.zeros(1))
+    host.restore()
+    assert model.seen == [1]
+    assert not any(hasattr(model, name) for name in ("memo", "late", "count"))
+    assert list(model.state_dict()) == list(Keeping().state_dict())
+
+
+# --- the first cause ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_cause_is_told_with_the_users_line() -> None:
+    def user() -> None:
+        json.loads("nothing")
+
+    def leave() -> None:
+        try:
+            user()
+        finally:
+            raise RuntimeError("capturing has failed")  # as leaving a recording does
+
+    with pytest.raises(RuntimeError) as caught:
+        leave()
+    line = user.__code__.co_firstlineno + 1  # neither json's own line nor what json itself came across
+    assert _first_cause(caught.value) == f"Expecting value: line 1 column 1 (char 0) ({__file__}:{line})"
+
+
+def test_torchs_own_lines_are_not_the_users() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros(2, 2))
+    line = caught.tb.tb_lineno
+    assert _first_cause(caught.value).endswith(f"({__file__}:{line})")
+
+
+def test_what_we_say_ourselves_needs_no_line() -> None:
+    with pytest.raises(CannotRecord) as caught:
+        _check_inputs("text")
+    assert _first_cause(caught.value) == "a batch holds a str, which is not a tensor"
+    assert _first_cause(KeyError()) == "KeyError"
+    assert _first_cause(ValueError("one\ntwo")) == "one"
+
+
+# --- when a step is recorded and replayed ---------------------------------------------------------------------------
+
+
+class Fake(StepGraph):
+    """Records and replays nothing, but says when."""
+
+    def __init__(self, config: Config, *, obstacle: str | None = None, is_in_ddp: bool = False, ranks: int = 1) -> None:
+        self.said, self.done, self.reason = list[str](), list[str](), None
+        world = World(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
+        super().__init__(
+            lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world,
+            full_step=BATCH * LANES * ranks, obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
+        )  # fmt: skip
+
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> bool:
+        self.done.append("record")
+        if self.reason is not None:
+            self._give_up(self.reason)
+            return False
+        self._form, self._graphs = form_of(inputs), [None] * len(lanes)  # type: ignore[list-item]
+        return True
+
+    def _replay(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+        self.done.append("replay")
+        return torch.ones(1)
+
+    def ride(self, *, samples: int = BATCH, width: int = 3, step_samples: int | None = None) -> bool:
+        """Whether the step was replayed."""
+        total = step_samples if step_samples is not None else samples * LANES
+        lanes = [Lane(0, lane, samples, total, list(range(samples))) for lane in range(LANES)]
+        return self.take(lanes, [Inputs((torch.zeros(samples, width),), None, None)] * LANES) is not None
+
+
+@pytest.mark.parametrize(("is_in_ddp", "steps"), [(False, WARM_UP), (True, WARM_UP_IN_DDP)])
+def test_a_step_is_recorded_once_after_those_that_warm_up(make_config: MakeConfig, is_in_ddp: bool, steps: int) -> None:
+    graph = Fake(make_config(batch_size=BATCH), is_in_ddp=is_in_ddp)
+    assert [graph.ride() for _ in range(steps + 3)] == [False] * steps + [True] * 3
+    assert graph.done == ["record", "replay", "replay", "replay"]
+    assert graph.said == []
+
+
+def test_short_steps_are_taken_eagerly_and_do_not_count(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
+    for _ in range(WARM_UP):
+        assert not graph.ride(samples=BATCH - 1)
+        assert not graph.ride()
+    assert not graph.ride(samples=BATCH - 1)
+    assert graph.done == []
+    assert graph.ride()
+    assert not graph.ride(samples=BATCH - 1)
+    assert graph.ride()
+
+
+def test_a_step_that_is_short_on_another_rank_is_short_here(make_config: MakeConfig) -> None:
+    """Or one rank would wait for the others in a recording that they do not make."""
+    graph = Fake(make_config(batch_size=BATCH), ranks=2)
+    full = BATCH * LANES * 2
+    for _ in range(WARM_UP + 2):
+        assert not graph.ride(step_samples=full - 1)  # this rank's lanes are full
+    assert graph.steps_to_wait == WARM_UP
+    assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
+
+
+def test_batches_of_another_form_are_taken_eagerly(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
+    steps = [graph.ride() for _ in range(WARM_UP + 1)]
+    assert steps[-1]
+    assert not graph.ride(width=5)
+    assert graph.ride()
+    assert graph.done == ["record", "replay", "replay"]
+
+
+def test_a_recording_that_fails_is_told_once_and_not_tried_again(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
+    graph.reason = "the model is shy"
+    assert not any(graph.ride() for _ in range(WARM_UP + 4))
+    assert graph.done == ["record"]
+    assert graph.said == ["steps are not CUDA graphs but go kernel by kernel: the model is shy"]
+
+
+def test_an_obstacle_is_told_at_once_and_nothing_is_tried(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH), obstacle="gloo sends gradients through the host")
+    assert graph.said == ["steps are not CUDA graphs but go kernel by kernel: gloo sends gradients through the host"]
+    assert not any(graph.ride() for _ in range(WARM_UP + 2))
+    assert graph.done == []
+    assert len(graph.said) == 1

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import replica
+from paceline.config import Config
+from paceline.digest import digests_of, sha256_of
+from paceline.errors import ConfigError
+from paceline.replica import Single, place, replicate, takes_channels
+from paceline.world import World, use_tf32
+
+MakeConfig = Callable[..., Config]
+CPU = torch.device("cpu")
+
+
+def alone(size: int = 1) -> World:
+    return World(rank=0, local_rank=0, size=size, device=CPU, backend="gloo")
+
+
+def filters() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 1), nn.ConvTranspose2d(8, 2, 2), nn.Conv2d(2, 1, 1))
+
+
+def test_filters_lie_by_channels_with_the_strides_that_their_gradients_have(make_config: MakeConfig) -> None:
+    model = place(filters(), make_config(channels_last=True), CPU)
+    for module in model:
+        expected = torch.empty(module.weight.shape, memory_format=torch.channels_last)
+        assert module.weight.stride() == expected.stride()
+
+
+def test_no_fingerprint_depends_on_the_layout(make_config: MakeConfig) -> None:
+    rows, channels = filters(), place(filters(), make_config(channels_last=True), CPU)
+    assert rows[0].weight.stride() != channels[0].weight.stride()
+    assert sha256_of(rows.state_dict()) == sha256_of(channels.state_dict())
+    assert torch.equal(digests_of(rows), digests_of(channels))
+
+
+def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_config: MakeConfig) -> None:
+    model = filters()
+    before = [parameter.stride() for parameter in model.parameters()]
+    assert [parameter.stride() for parameter in place(model, make_config(), CPU).parameters()] == before
+
+
+class Old(nn.Module):
+    """Flattens as many examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.filters(x).view(len(x), -1)
+
+
+class New(Old):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.filters(x).flatten(1)
+
+
+def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_left_alone() -> None:
+    batch, old = (torch.randn(2, 3, 8, 8), torch.zeros(2)), Old()
+    before = sha256_of(old.state_dict())
+    assert not takes_channels(old, batch)
+    assert takes_channels(New(), batch)
+    assert takes_channels(nn.Linear(3, 3), batch)  # fails in any layout: that is for the first step to say
+    assert (old.calls, old.training, sha256_of(old.state_dict())) == (0, True, before)
+    assert old.filters[0].weight.is_contiguous()
+
+
+def test_shared_statistics_need_a_gpu(make_config: MakeConfig) -> None:
+    config = make_config(sync_batchnorm=True, exact=False, ddp=False)
+    with pytest.raises(ConfigError, match=r"sync_batchnorm=true but the ranks run on the CPU.*; remove it"):
+        replicate(nn.BatchNorm1d(2), config, alone())
+
+
+def test_matrices_of_low_rank_need_filters_that_lie_row_by_row(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
+    config = make_config(compression="powersgd", exact=False, channels_last=True)
+    with pytest.raises(ConfigError, match=r"compression=powersgd cannot .*; set channels_last: false"):
+        replicate(filters(), config, alone(size=2))
+    replicate(filters(), config, alone(size=1))  # where nothing is sent
+
+
+@pytest.fixture
+def _settings() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("_settings")
+def test_tf32_is_set_so_that_old_and_new_settings_agree() -> None:
+    for wanted in (True, False):
+        use_tf32(wanted)
+        assert torch.backends.cuda.matmul.allow_tf32 is wanted  # raises where the two disagree, as torch.compile would
+        assert torch.backends.cudnn.allow_tf32 is wanted
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is wanted
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is wanted

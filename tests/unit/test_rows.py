@@ -1,0 +1,176 @@
+"""Which data sets are rows of tensors, and that gathered rows are what collating their samples gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from paceline.data.rows import Rows, rows_of
+from paceline.data.sources import Part
+from paceline.errors import DataError
+from paceline.world import World
+
+HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+SIZE = 12
+PIXELS = torch.randn(SIZE, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+PIXELS[3, 0, 0, 0], PIXELS[4, 0, 0, 0] = torch.nan, -0.0
+CLASSES = torch.arange(SIZE) % 5
+SCALARS = torch.rand(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Offering(Dataset[Any]):
+    """Samples that somebody else makes; `as_tensors` gives what it was told to."""
+
+    def __init__(self, offered: Any, size: int = SIZE) -> None:
+        self.offered, self.size = offered, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.offered, dict):
+            return {name: tensor[index] for name, tensor in self.offered.items()}
+        return tuple(tensor[index] for tensor in self.offered)
+
+    def as_tensors(self) -> Any:
+        return self.offered
+
+
+class Named(TensorDataset):
+    """Adds nothing to what its samples are."""
+
+
+class OwnItem(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+class OwnItems(TensorDataset):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class OwnCollate(TensorDataset):
+    def collate_fn(self, samples: Any) -> Any:
+        return default_collate(samples)
+
+
+class OfferingAnyway(OwnItem):
+    def as_tensors(self) -> Any:
+        return tuple(2 * tensor for tensor in self.tensors)
+
+
+def rows(dataset: Any, part: float = 0.5) -> Rows | None:
+    return rows_of(dataset, part, HERE)
+
+
+def bits_of(batch: Any) -> list[tuple[torch.dtype, tuple[int, ...], bytes]]:
+    tensors = batch.values() if isinstance(batch, dict) else batch
+    return [(tensor.dtype, tuple(tensor.shape), tensor.contiguous().numpy().tobytes()) for tensor in tensors]
+
+
+# --- who has rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Named])
+def test_a_tensor_dataset_is_rows_where_it_lies(kind: type[TensorDataset]) -> None:
+    found = rows(kind(PIXELS, CLASSES))
+    assert found is not None
+    assert [tensor.data_ptr() for tensor in found.tensors] == [PIXELS.data_ptr(), CLASSES.data_ptr()]
+
+
+@pytest.mark.parametrize("kind", [OwnItem, OwnItems, OwnCollate])
+def test_who_makes_samples_or_batches_in_a_way_of_its_own_is_not(kind: type[TensorDataset]) -> None:
+    assert rows(kind(PIXELS, CLASSES)) is None
+    assert rows(Part(kind(PIXELS, CLASSES), 0, range(4))) is None
+
+
+def test_a_collate_fn_of_the_object_alone_counts_too() -> None:
+    dataset = TensorDataset(PIXELS)
+    dataset.collate_fn = default_collate  # type: ignore[attr-defined]
+    assert rows(dataset) is None
+
+
+def test_other_data_sets_are_not() -> None:
+    assert rows([(PIXELS[0], 1)]) is None
+    assert rows(np.zeros(3)) is None
+
+
+def test_who_offers_its_tensors_is_taken_at_its_word() -> None:
+    found = rows(OfferingAnyway(PIXELS, CLASSES))
+    assert found is not None
+    assert torch.equal(found.tensors[1], 2 * CLASSES)
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda tensors: dict(zip("xy", tensors, strict=True))])
+def test_offered_tensors_may_be_a_tuple_a_list_or_a_dict(wrap: Any) -> None:
+    found = rows(Offering(wrap((PIXELS, CLASSES))))
+    assert found is not None
+    tensors = found.tensors.values() if isinstance(found.tensors, dict) else found.tensors
+    assert [tensor.data_ptr() for tensor in tensors] == [PIXELS.data_ptr(), CLASSES.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("offered", "gave"),
+    [
+        ((PIXELS, CLASSES[:-1]), "(11,)"),
+        ({"x": PIXELS, "y": CLASSES[:1]}, "(1,)"),
+        ((PIXELS, torch.tensor(3)), "()"),
+        ((PIXELS, CLASSES.numpy()), "ndarray"),
+    ],
+)
+def test_tensors_that_do_not_have_a_row_a_sample_are_told(offered: Any, gave: str) -> None:
+    with pytest.raises(DataError) as caught:
+        rows(Offering(offered))
+    assert str(caught.value) == (
+        f"as_tensors() of Offering gave {gave} for 12 samples; each tensor must have one row a sample"
+    )
+
+
+def test_zero_leaves_the_data_to_the_loader() -> None:
+    assert rows(TensorDataset(PIXELS), 0.0) is None
+    assert rows(TensorDataset(PIXELS), 0.01) is not None  # on a CPU nothing is copied, so everything fits
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indices", [[3], [4, 3, 11, 3], list(range(SIZE))])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(PIXELS, CLASSES, SCALARS),
+        Offering((PIXELS.transpose(2, 3), CLASSES)),
+        Offering({"x": PIXELS, "labels": CLASSES}),
+    ],
+    ids=["tuple", "strided", "dict"],
+)
+def test_gathered_rows_are_the_collated_samples_to_the_last_bit(dataset: Any, indices: list[int]) -> None:
+    found = rows(dataset)
+    assert found is not None
+    gathered, collated = found.gather(torch.tensor(indices)), default_collate([dataset[index] for index in indices])
+    assert bits_of(gathered) == bits_of(collated)
+    if isinstance(collated, dict):
+        assert list(gathered) == list(collated)
+
+
+def test_indices_of_a_part_are_found_in_the_whole() -> None:
+    whole = TensorDataset(CLASSES.new_tensor(range(SIZE)))
+    part = Part(whole, 7, range(4, 9))
+    found = rows(part)
+    assert found is not None
+    asked = np.array([4, 0, 2])
+    places = found.finder(part)(asked)
+    assert places.dtype == torch.int64
+    assert places.tolist() == part.originals([4, 0, 2]) != [4, 0, 2]
+    assert found.gather(places)[0].tolist() == [part[index][0].item() for index in asked]
+
+
+def test_indices_of_the_whole_are_its_own() -> None:
+    found = rows(TensorDataset(PIXELS))
+    assert found is not None
+    assert found.finder(TensorDataset(PIXELS))(np.array([5, 1])).tolist() == [5, 1]
