@@ -81,12 +81,7 @@ def compare(
     run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,
 ) -> None:
     """Train without DDP and on several numbers of processes, and compare time, loss and bits: --procs 1,2,4"""
-    try:
-        numbers = [int(number) for number in procs.split(",")]
-    except ValueError:
-        raise ConfigError(f"--procs {procs} is not a list of numbers; write for instance --procs 1,2,4") from None
-    if min(numbers) < 1:
-        raise ConfigError(f"--procs {procs} must be 1 or more each")
+    numbers = _numbers("procs", procs)
     built, home = _build(target, overrides, run_dir=run_dir)
     from paceline.compare import compare as run_comparison
 
@@ -101,6 +96,37 @@ def compare(
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     typer.echo(comparison.verdict)
     typer.echo(f"see {comparison.folder}/compare.html and compare.json")
+
+
+@app.command()
+@_interruptible
+def bench(
+    models: Annotated[str, typer.Option(help="What to train: mnist, cifar.")] = "mnist,cifar",
+    procs: Annotated[int, typer.Option(help="How many processes.")] = 1,
+    scaling: Annotated[
+        str, typer.Option(help="Numbers of processes for the hand-written loop and Paceline, such as 1,2,4.")
+    ] = "",
+    steps: Annotated[int | None, typer.Option(help="Steps to measure; as suits the model by default.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each loop has its turn; medians are shown.")] = 3,
+    workers: Annotated[int, typer.Option(help="DataLoader workers of a process.")] = 0,
+    only: Annotated[str, typer.Option(help="Loops by name, such as hand-written,paceline; all by default.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="A JSON file for all figures.")] = None,
+) -> None:
+    """Time small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed."""
+    from paceline.bench.bench import Plan
+    from paceline.bench.bench import bench as run_bench
+    from paceline.run_folder import write_json
+
+    plan = Plan(
+        models=_names(models), contenders=_names(only), procs=procs,
+        scaling=_numbers("scaling", scaling) if scaling else (), steps=steps, rounds=rounds, workers=workers,
+        device=device,
+    )  # fmt: skip
+    report = run_bench(plan, say=lambda text: typer.echo(text, err=True))
+    if out is not None:
+        write_json(out, report)
+    _show_bench(report)
 
 
 @app.command()
@@ -156,6 +182,21 @@ def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Co
     return config.build(raw, folder=folder), folder
 
 
+def _numbers(option: str, text: str) -> list[int]:
+    """The numbers of processes in a list such as 1,2,4."""
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--{option} {text} is not a list of numbers; write for instance --{option} 1,2,4") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"--{option} {text} must be 1 or more each")
+    return numbers
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def find_config(target: str) -> Path:
     """The config file that a path or the name of a recipe means."""
     recipe = RECIPES / target / "config.yaml"
@@ -205,3 +246,36 @@ def _say_done(result: Any, target: str) -> None:
     typer.echo("try next:")
     typer.echo(f"  paceline train {target} --procs 1 num_epochs=2     # other processes, other values")
     typer.echo("  paceline init mylab                                # a folder of your own")
+
+
+def _show_bench(report: dict[str, Any]) -> None:
+    where = report["machine"]
+    on = where["gpu"] or f"{where['cores']} cores"
+    typer.echo(f"{on}, torch {where['torch']}, Python {where['python']}; medians, rounds: {report['rounds']}")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    for model in report["models"]:
+        typer.echo(f"\n{model['model']}: {model['title']}, processes: {model['procs']}")
+        table = Table("loop", "version", "DDP", "µs/step", "ratio", "lowest to highest, µs", box=None)
+        for row in model["rows"]:
+            table.add_row(row["title"], f"{row['package']} {row['version']}", *_figures(row))
+        console.print(table)
+        if model["scaling"]:
+            typer.echo()
+            table = Table("loop", "processes", "samples/s", "speed-up", "efficiency", box=None)
+            for row in model["scaling"]:
+                table.add_row(row["title"], str(row["procs"]), *_scaled_figures(row))
+            console.print(table)
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return ["", row["error"]]
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # wider than the ratios differ: a busy machine
+    return ["yes" if row["has_ddp"] else "no", f"{row['us_per_step']:,.0f}", ratio, spread]
+
+
+def _scaled_figures(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["error"]]
+    return [f"{row['samples_per_s']:,.0f}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"]

@@ -79,7 +79,7 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
         place=progress.describe(),
         error=name,
         text=text,
-        location=_user_location(error),
+        location=user_location(error),
         log=str(folder.log(rank)),
         time=time.time(),
         # A network error of the user's own is an OSError, or comes from a DataLoader worker.
@@ -169,7 +169,7 @@ def _worker_cause(text: str) -> tuple[str, str] | None:
     return (match[1], match[2] or "") if match else None
 
 
-def _user_location(error: BaseException) -> str | None:
+def user_location(error: BaseException) -> str | None:
     """`file:line` of the innermost frame of the user's own code."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader worker's error carries its frames as text.

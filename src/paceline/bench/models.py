@@ -1,0 +1,96 @@
+"""What is trained in a benchmark: two small models, and data of the right shapes that is made up on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its data, and how it is trained: with Adam, in fp32, on cross entropy."""
+
+    title: str
+    model_fn: Callable[[], nn.Module]
+    dataset_fn: Callable[[], TensorDataset]
+    batch_size: int
+    lr: float
+    steps: dict[str, int]  # measured by default, by the type of the device
+
+
+class Block(nn.Module):
+    """A convolution with BatchNorm and ReLU beside a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.convolution(x)))
+
+
+def perceptron() -> nn.Module:
+    """784-256-10."""
+    return nn.Sequential(nn.Linear(28 * 28, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def residual_network(channels: int = 32, blocks: int = 10) -> nn.Module:
+    """A residual network without bottlenecks, at 16 × 16 pixels for most of its way."""
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        *(Block(channels) for _ in range(blocks)),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(channels * 8 * 8, channels),
+        nn.ReLU(),
+        nn.Linear(channels, 10),
+    )
+
+
+def mnist_samples(size: int = 51_200) -> TensorDataset:
+    """Noise in the shape of MNIST, flattened; the size is a whole number of batches on 1, 2, 4 or 8 ranks."""
+    return _noise(size, 28 * 28)
+
+
+def cifar_samples(size: int = 12_800) -> TensorDataset:
+    """Noise in the shape of CIFAR-10; a quarter of its number of images, to spare memory."""
+    return _noise(size, 3, 32, 32)
+
+
+def _noise(size: int, *shape: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(size, *shape, generator=generator)
+    return TensorDataset(images, torch.randint(10, (size,), generator=generator))
+
+
+class OneByOne(Dataset[Any]):
+    """The same samples behind `__getitem__` alone, as a data set that reads files has them."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.tensors = samples.tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+WORKLOADS = {
+    "mnist": Workload(
+        "MLP 784-256-10, batch 64", perceptron, mnist_samples, batch_size=64, lr=1e-3,
+        steps={"cpu": 1000, "cuda": 1000},
+    ),
+    "cifar": Workload(
+        "residual CNN, 10 blocks × 32 channels, batch 128", residual_network, cifar_samples, batch_size=128, lr=1e-3,
+        steps={"cpu": 40, "cuda": 500},
+    ),
+}  # fmt: skip
