@@ -72,6 +72,8 @@ class Guard:
         self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
         self.skipped_in_a_row = 0
         self._kept: list[torch.Tensor] = []
+        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._steps_seen = 0
 
     @property
     def scale(self) -> float:
@@ -94,11 +96,19 @@ class Guard:
     def begin(self) -> None:
         """Before a step: no objections yet, and a copy of the buffers, which a forward pass may spoil."""
         self.vote.fill_(-0.0)
-        buffers = list(self.model.buffers())
+        buffers = self._buffers()
         if [buffer.shape for buffer in buffers] != [kept.shape for kept in self._kept]:
             self._kept = [buffer.clone() for buffer in buffers]
         elif buffers:
             torch._foreach_copy_(self._kept, buffers)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """The buffers; their places are looked up in the first two steps, when all have been made."""
+        if self._steps_seen < 2:
+            self._steps_seen += 1
+            modules = list(self.model.modules())
+            self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        return [buffer for buffers, name in self._places if (buffer := buffers.get(name)) is not None]
 
     def see(self, loss: torch.Tensor) -> None:
         """Take in the loss of a lane, before its backward; no synchronisation."""
@@ -134,12 +144,13 @@ class Guard:
     @torch.no_grad()
     def undo_if(self, is_bad: torch.Tensor) -> None:
         """Give the buffers back what they held before the step if it is bad; decided on the device."""
-        if [buffer.shape for buffer in self.model.buffers()] != [kept.shape for kept in self._kept]:
+        buffers = self._buffers()
+        if [buffer.shape for buffer in buffers] != [kept.shape for kept in self._kept]:
             if is_bad.item():  # only the host can give a tensor another shape
                 self._restore()
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for buffer, kept in zip(map(_words, self.model.buffers()), map(_words, self._kept), strict=True):
+        for buffer, kept in zip(map(_words, buffers), map(_words, self._kept), strict=True):
             live, before = by_size.setdefault(buffer.element_size(), ([], []))
             live.append(buffer)
             before.append(kept)
@@ -189,7 +200,7 @@ class Guard:
     @torch.no_grad()
     def _restore(self) -> None:
         # A forward pass may also have put another tensor, of another shape, in a buffer's place.
-        for buffer, kept in zip(self.model.buffers(), self._kept, strict=False):
+        for buffer, kept in zip(self._buffers(), self._kept, strict=False):
             buffer.resize_(kept.shape).copy_(kept)
 
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[Culprit]:
@@ -213,7 +224,12 @@ class Guard:
 
 def are_finite(sums: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
     """Whether all numbers are finite; they are multiplied by `factor` in the same pass."""
-    return not found_bad(sums, factor).item()  # waits for the device
+    numbers = list(sums)
+    # A sum is quicker than a look at each number. If it is finite they all are; if it is not, it may have overflowed.
+    is_plain = factor == 1 and all(number.device.type == "cpu" and not number.is_sparse for number in numbers)
+    if is_plain and all(math.isfinite(abs(number.sum().item())) for number in numbers):
+        return True
+    return not found_bad(numbers, factor).item()  # waits for the device
 
 
 def found_bad(sums: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:

@@ -69,11 +69,16 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
             raise ConfigError(f"{source} returned {len(value)} values; it must return a mean or (sum, count)")
         total = torch.as_tensor(value[0])
         return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
+    return mean_of(value, source) * samples, samples
+
+
+def mean_of(value: Any, source: str) -> torch.Tensor:
+    """A loss or metric that is a mean, as a single number."""
     mean = torch.as_tensor(value)
-    if mean.is_floating_point():
-        mean = mean.float() if mean.element_size() < 4 else mean  # 8 bits are too few for a sum
+    if mean.is_floating_point() and mean.element_size() < 4:
+        mean = mean.float()  # 8 bits are too few for a sum
     if mean.numel() != 1:
         raise ConfigError(
             f"{source} returned a tensor of shape {tuple(mean.shape)}; it must return a mean or (sum, count)"
         )
-    return mean.reshape(()) * samples, samples
+    return mean.reshape(()) if mean.ndim else mean

@@ -90,7 +90,6 @@ class Stepper:
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], segment: Segment) -> torch.Tensor:
         """All that a step does on the device: a segment for each lane, the update in the last one's. All ranks."""
-        self.optimizer.zero_grad(set_to_none=True)
         self.backward.begin(lanes)
         for lane, brought in zip(lanes, inputs, strict=True):
             with segment(lane):
@@ -153,4 +152,4 @@ class Stepper:
 
 
 def _row(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([number.reshape(1) for number in numbers])
+    return torch.stack(tuple(numbers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,7 +168,7 @@ def test_a_loss_in_float64_is_told_in_float64_and_weighted_in_it() -> None:
     def precise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output.double(), target)
 
-    model, taken = net().double(), [replace(lane, data=_double(lane.data)) for lane in lanes_of(data(2, short=1))]
+    model, taken = net().double(), [lane._replace(data=_double(lane.data)) for lane in lanes_of(data(2, short=1))]
     backward = backward_of(model, 2, precise)
     totals = ridden(backward, taken)
     assert [total.dtype for total in totals[::2]] == [torch.float64] * 2

@@ -108,7 +108,9 @@ class Staging:
     def reserve(self, state: State, shards: Sequence[Shard]) -> None:
         """Have the memory, touched, so that the first copy is as fast as the next ones."""
         for group, name, tensor in _tensors_in(state, shards):
-            self._room_for(group, name, tensor).zero_()
+            # Not by torch: an operation with threads of its own, in this thread, makes libgomp count more threads than
+            # there are cores, and from then on every operation of the training thread waits for its threads to wake up.
+            self._room_for(group, name, tensor).reshape(-1).view(torch.uint8).numpy().fill(0)
 
     def copy(self, state: State, shards: Sequence[Shard]) -> Callable[[], dict[str, Tensors]]:
         """Copy the share; the returned function waits for the copy and gives the tensors of each file."""

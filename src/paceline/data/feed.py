@@ -7,7 +7,6 @@ alone, so that a CUDA graph can hold it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +146,7 @@ def one_ahead(lanes: Iterable[Lane], device: torch.device) -> Iterator[Lane]:
     waiting: tuple[Lane, torch.cuda.Event] | None = None
     for lane in lanes:
         with torch.cuda.stream(stream):
-            ahead = replace(lane, data=to_device(lane.data, device))
+            ahead = lane._replace(data=to_device(lane.data, device))
             arrived = stream.record_event()
         if waiting is not None:
             yield _arrived(*waiting)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import groupby, tee
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from paceline.stop import ignore_signals
 from paceline.world import World
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """One micro-batch: what it is, before (`indices`) and after (`data`) it has been fetched."""
 
     step: int
@@ -37,8 +35,7 @@ class Lane:
         return "data", self.step, self.lane
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """What one step takes: the lanes of this rank."""
 
     step: int
@@ -50,8 +47,7 @@ class Turn:
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
 
-@dataclass(frozen=True)
-class Dealt:
+class Dealt(NamedTuple):
     """One batch of an evaluation, before and after it has been fetched."""
 
     batch: int
@@ -84,10 +80,9 @@ class KeyedDataset(Dataset[Any]):
         return self.gather(self.__getitems__(batch))
 
     def gather(self, fetched: tuple[Keyed, Any]) -> Keyed:
-        """Collate, in the DataLoader's worker; what `__getitems__` gave as a tuple or a dict is a batch already."""
+        """Collate, in the DataLoader's worker."""
         batch, samples = fetched
-        is_batch = isinstance(samples, (tuple, Mapping))
-        return replace(batch, data=samples if is_batch else self.collate(samples))
+        return batch._replace(data=self.collate(samples))
 
 
 # --- the managed loop ----------------------------------------------------------------------------------------------
@@ -117,27 +112,24 @@ class LaneSampler(Sampler[Lane]):
             first = max(self.steps.start - epoch * per_epoch, 0)
             last = min(self.steps.stop - epoch * per_epoch, per_epoch)
             rides, ahead = tee(self._rides(range(first, last)))
-            spans = (positions for _, _, positions in ahead)
+            spans = (positions for *_, positions in ahead)
             chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, form=self.form)
-            for (step, lane, positions), indices in zip(rides, chosen, strict=True):
-                taken = batches.step_positions(step, self.size, self.batch_size, self.lanes)
-                # An empty lane has borrowed the samples of lane 0; its weight is zero.
-                is_empty = lane > 0 and positions.start == taken.start
-                yield Lane(
-                    step=epoch * per_epoch + step,
-                    lane=lane,
-                    samples=0 if is_empty else len(positions),
-                    step_samples=len(taken),
-                    indices=indices,
-                )
+            for (step, lane, samples, step_samples, _), indices in zip(rides, chosen, strict=True):
+                yield Lane(epoch * per_epoch + step, lane, samples, step_samples, indices)
 
-    def _rides(self, steps: range) -> Iterator[tuple[int, int, range]]:
-        """Each step's lanes and their positions."""
+    def _rides(self, steps: range) -> Iterator[tuple[int, int, int, int, range]]:
+        """Each step's lanes: step, lane, samples of the lane and of the step, positions."""
         for step in steps:
-            ridden = [(lane, self._lane(step, lane)) for lane in self.ridden]
-            taken = [(step, lane, positions) for lane, positions in ridden if positions]
-            # A rank whose lanes are all empty still takes part in the reduction of the step: with its first lane.
-            yield from taken or [(step, self.ridden[0], self._lane(step, 0))]
+            step_samples = len(batches.step_positions(step, self.size, self.batch_size, self.lanes))
+            has_none = True
+            for lane in self.ridden:
+                if positions := self._lane(step, lane):
+                    yield step, lane, len(positions), step_samples, positions
+                    has_none = False
+            if has_none:
+                # It still takes part in the reduction of the step, with its first lane: that one borrows the samples of
+                # lane 0, and its weight is zero.
+                yield step, self.ridden[0], 0, step_samples, self._lane(step, 0)
 
     def _lane(self, step: int, lane: int) -> range:
         return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)
@@ -262,8 +254,13 @@ def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: Wo
 def collate_of(dataset: Any) -> Callable[[Any], Any]:
     """The data set's own `collate_fn` if it has one, else torch's default."""
     base = dataset.base if isinstance(dataset, Part) else dataset
-    collate: Callable[[Any], Any] = getattr(base, "collate_fn", default_collate)
+    collate: Callable[[Any], Any] = getattr(base, "collate_fn", _collated)
     return collate
+
+
+def _collated(samples: Any) -> Any:
+    """Samples as a batch; what `__getitems__` gave as a tuple or a dict is one already."""
+    return samples if isinstance(samples, (tuple, Mapping)) else default_collate(samples)
 
 
 def loader_options(workers: int, world: World, seed: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Part(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self.__getitems__([index % len(self)])[0]
+        return self.base[self.originals([index % len(self)])[0]]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         return fetch(self.base, self.originals(indices))

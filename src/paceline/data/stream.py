@@ -7,7 +7,7 @@ one of its DataLoader workers, which is asked for one step after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -231,7 +231,7 @@ class StreamTurns:
                 epoch, began = epoch + 1, step + 1
                 asks.begin(epoch, began)
             step_samples = sum(fact.samples for fact in facts)
-            lanes = [replace(lane, step_samples=step_samples) for lane, _ in fetched]
+            lanes = [lane._replace(step_samples=step_samples) for lane, _ in fetched]
             yield Turn(
                 step=step,
                 epoch=epoch - ends_epoch,
