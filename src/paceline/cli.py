@@ -51,7 +51,9 @@ def _interruptible(command: Command) -> Command:
 @app.command()
 @_interruptible
 def train(
-    target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
+    target: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear, cifar10, cifar10-fast.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
@@ -75,7 +77,9 @@ def train(
 @app.command()
 @_interruptible
 def compare(
-    target: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear.")],
+    target: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear, cifar10, cifar10-fast.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     procs: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4.")] = "1,2",
     run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -465,3 +466,28 @@ def test_another_optimizer_is_refused_with_both_described() -> None:
     two = torch.optim.SGD([{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(1))]}])
     with pytest.raises(ConfigError, match=r"holds an optimizer with 1 groups of parameters; the config's has 2"):
         put_optimizer(kept, two, SOURCE)
+
+
+def test_memory_is_reserved_without_threads_of_torch() -> None:
+    """Else there are more of them than cores, and every operation of the training thread waits for them to wake up."""
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    kept = State({"weights": {"large": torch.zeros(1 << 22)}}, {})
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.zeros(1 << 22).add_(1)  # this thread has its helpers now
+        before, during = threads(), []
+
+        def reserve() -> None:
+            Staging().reserve(kept, shards_of(kept))
+            during.append(threads() - 1)  # without this one
+
+        worker = threading.Thread(target=reserve)
+        worker.start()
+        worker.join()
+    finally:
+        torch.set_num_threads(count)
+    assert during == [before]
