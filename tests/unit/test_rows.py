@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from paceline.data.rows import Rows, rows_of
+from paceline.data.rows import Gathered, Rows, gathered, rows_of
 from paceline.data.sources import Part
 from paceline.errors import DataError
 from paceline.world import World
@@ -174,3 +174,42 @@ def test_indices_of_the_whole_are_its_own() -> None:
     found = rows(TensorDataset(PIXELS))
     assert found is not None
     assert found.finder(TensorDataset(PIXELS))(np.array([5, 1])).tolist() == [5, 1]
+
+
+# --- in the user's own loop -------------------------------------------------------------------------------------------
+
+
+class Named(TensorDataset):
+    """A data set that knows more than its samples."""
+
+    classes = ("cat", "dog")
+
+
+def test_a_loader_of_gathered_batches_gives_what_torchs_loader_gives() -> None:
+    whole = Named(torch.randn(23, 3, generator=torch.Generator().manual_seed(1)), torch.arange(23))
+    for dataset in (whole, Part(whole, 3, range(5, 20))):
+        quick = gathered(dataset)
+        assert isinstance(quick, Gathered)
+        order = [[4, 0, 2], [1], [14, 3]]
+        ours = DataLoader(quick, batch_sampler=order, collate_fn=lambda batch: batch)
+        for mine, theirs in zip(ours, DataLoader(dataset, batch_sampler=order), strict=True):
+            assert type(mine) is type(theirs) is list
+            assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+        assert len(quick) == len(dataset)
+        assert torch.equal(quick[3][0], dataset[3][0])
+
+
+def test_a_gathered_data_set_answers_as_the_users_own() -> None:
+    quick = gathered(Named(torch.zeros(4, 2), torch.zeros(4)))
+    assert quick.classes == ("cat", "dog")
+    with pytest.raises(AttributeError, match="colours"):
+        quick.colours  # noqa: B018
+
+
+def test_what_makes_its_samples_itself_is_left_alone() -> None:
+    class Own(TensorDataset):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index)[0] * 2
+
+    own = Own(torch.ones(3, 1))
+    assert gathered(own) is own

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.data import batches
 from paceline.data.order import Indices, indices_of
+from paceline.data.rows import gathered
 from paceline.data.sources import Part, fetch
 from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
@@ -215,7 +216,9 @@ class EpochLoader(DataLoader[Any]):
     def __init__(
         self, dataset: Any, sampler: EpochSampler, on_batch: Callable[[int, int, int], None], **options: Any
     ) -> None:
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=collate_of(dataset), **options)
+        quick = gathered(dataset)
+        collate = collate_of(dataset) if quick is dataset else _as_it_is
+        super().__init__(quick, batch_sampler=sampler, collate_fn=collate, **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
         self.epochs, self.on_batch = sampler, on_batch
@@ -256,6 +259,10 @@ def collate_of(dataset: Any) -> Callable[[Any], Any]:
     base = dataset.base if isinstance(dataset, Part) else dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", _collated)
     return collate
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _collated(samples: Any) -> Any:

@@ -5,11 +5,12 @@ A `TensorDataset` is one; any other data set may offer its tensors with a method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.order import Indices
 from paceline.data.sources import Part
@@ -43,6 +44,35 @@ class Rows:
             return torch.from_numpy(originals(indices)).to(self.device, non_blocking=True)
 
         return find
+
+
+class Gathered(Dataset[Any]):
+    """A data set of tensors whose batches need no collating; in all else the data set itself."""
+
+    def __init__(self, dataset: Any, rows: Rows) -> None:
+        self._dataset, self._rows, self._find = dataset, rows, rows.finder(dataset)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A finished batch, as torch's DataLoader would make it of the samples."""
+        batch = self._rows.gather(self._find(np.asarray(indices)))
+        return list(batch) if isinstance(batch, tuple) else batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not there yet, or somebody looks for a method of Python's
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def gathered(dataset: Any) -> Any:
+    """The data set, in a form that gathers whole batches on the CPU if it offers its tensors."""
+    tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
+    return dataset if tensors is None else Gathered(dataset, Rows(tensors, torch.device("cpu")))
 
 
 def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
