@@ -189,8 +189,9 @@ class BucketHook:
         if self._is_empty:
             buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
         elif self._branches:
-            gradients = bucket.gradients()
-            places = [self._place[parameter] for parameter in bucket.parameters()]
+            parameters = bucket.parameters()
+            gradients = _views(buffer, parameters)
+            places = [self._place[parameter] for parameter in parameters]
             for branch in self._branches:
                 torch._foreach_add_(gradients, [branch[place] for place in places])
         if self._vote is not None and is_first:
@@ -223,6 +224,18 @@ class PowerSum:
         if self._world.backend == "gloo":
             started.wait()  # the parts of two buckets could meet in another order on another rank
         return started.then(lambda mean: mean.value().mul_(self._world.size))
+
+
+def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradients:
+    """The gradients in a bucket as they lie there, which is as their parameters lie.
+
+    Those of `bucket.gradients()` take all of them to lie row by row: filters that lie by channels would be shuffled.
+    """
+    ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
+    return [
+        buffer.as_strided(p.shape, p.stride(), buffer.storage_offset() + end - p.numel())
+        for p, end in zip(parameters, ends, strict=True)
+    ]
 
 
 def cast(vote: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer
+from paceline import Trainer, step
 
 Start = Callable[..., Any]
 NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
@@ -125,6 +125,23 @@ def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
         return nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
 
     assert all_of(start(loss_fn=tokens)) == all_of(start(loss_fn=tokens, step_mode="eager"))
+
+
+def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several GPUs would do, with nobody to send to: the steps go through DDP and its buckets."""
+    alone = start(num_epochs=3)
+    hooks = []
+
+    class InDdp(step.Backward):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "through_ddp": True})
+            hooks.append(self.hook)
+
+    monkeypatch.setattr(step, "Backward", InDdp)
+    replayed = start(num_epochs=3)
+    assert hooks[0] is not None
+    assert warnings_of(replayed) == []
+    assert all_of(replayed) == all_of(alone)
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------

@@ -162,6 +162,10 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 ADAMW = {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "convolution, BatchNorm and dropout": {"model_fn": conv_net},
+    "filters that lie by channels": {"model_fn": conv_net, "channels_last": True},
+    "tensors, augmented on the device": {
+        "dataset_fn": tokens, "augment": {"flip": "random", "translate": 1, "cutout": 2},
+    },
     "augmentation without workers": {"dataset_fn": lambda: Images(augment=True)},
     "augmentation with two workers": {"dataset_fn": lambda: Images(augment=True), "workers": 2},
     "augmentation of a held-out part": {
