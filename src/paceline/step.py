@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
 from paceline.ema import Ema
+from paceline.errors import ConfigError
 from paceline.graph import StepGraph
 from paceline.guard import Guard, found_bad
 from paceline.metrics import number_on
@@ -42,6 +43,8 @@ class Stepper:
         """`say` takes a warning. A single rank has nothing to reduce and does without DDP, unless asked. All ranks."""
         self.replica, self.optimizer, self.config, self.feed, self.world = replica, optimizer, config, feed, world
         self.lr_factor, self.lanes_per_rank = lr_factor, lanes_per_rank
+        if config.step_mode == "graph" and world.device.type != "cuda":
+            raise ConfigError("step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto")
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
         self.base_lrs = lrs_of(optimizer)
         self.lr = self.base_lrs[0]  # of the first group, as of the last step

@@ -12,11 +12,12 @@ from paceline.backward import Backward
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.loader import Lane
-from paceline.errors import DataError, UnusedParameters
+from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.guard import Guard
 from paceline.metrics import number_on
 from paceline.reduce import LaneSum
 from paceline.replica import Single
+from paceline.step import Stepper
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
@@ -289,3 +290,15 @@ def test_a_loss_in_float64_that_float32_cannot_hold_is_no_objection() -> None:
     guard.see(torch.tensor(1e300, dtype=torch.float64))
     assert guard.vote.signbit()
     assert guard.vote == 0
+
+
+def test_graphs_need_a_gpu() -> None:
+    config = build({"model_fn": net, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, "step_mode": "graph"})
+    model = net()
+    with pytest.raises(
+        ConfigError, match=r"step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto"
+    ):
+        Stepper(
+            Single(model), torch.optim.SGD(model.parameters()), config, Feed([], config, HERE),
+            lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, say=print,
+        )  # fmt: skip
