@@ -77,7 +77,9 @@ class Augmentation(_Section):
     """What is done to batches of images on the device before a step."""
 
     normalize: Normalize | None = None
-    flip: Literal["random", "alternating", "none"] = "none"
+    flip: Annotated[
+        Literal["random", "alternating", "none"], BeforeValidator(lambda v: "none" if v is False else v)
+    ] = "none"
     translate: int = Field(0, ge=0)
     cutout: int = Field(0, ge=0)
 
@@ -149,7 +151,7 @@ class Config(_Section):
 
     loss_fn: Function | None = None
     metrics: list[str] | dict[str, Function] = []
-    optimizer: Optimizer = Optimizer()
+    optimizer: Annotated[Optimizer, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)] = Optimizer()
     optimizer_fn: Function | None = None
     schedule: Schedule = Schedule()
     clip_norm: float | None = Field(None, gt=0)
@@ -306,7 +308,7 @@ def _describe(detail: ErrorDetails) -> str:
     """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
     # Unions put the branch that failed into the location; people know the key alone.
     path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
-    path = [p for p in path if p not in ("str", "callable")]
+    path = [p for p in path if p not in ("str", "callable", "bool")]
     if detail["type"] == "extra_forbidden":
         path = [str(part) for part in detail["loc"]]  # an unknown key may have any characters
     key = ".".join(path)

@@ -62,6 +62,8 @@ class Muon(torch.optim.Optimizer):
             param_group = {**self._rest, **param_group}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if any(parameter.is_complex() for parameter in group["params"]):
+            raise ValueError("complex parameters cannot be trained with Muon; use another optimizer")
         if group["use_muon"] and any(parameter.ndim < 2 for parameter in group["params"]):
             raise ValueError(
                 "a parameter of fewer than two dimensions cannot go by Muon; use a group with use_muon=False"
@@ -152,12 +154,17 @@ def orthogonal(matrices: torch.Tensor, rounds: int) -> torch.Tensor:
 
 def _settled(rest: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of groups without Muon; a ValueError says what is wrong with them."""
+    if not isinstance(rest, Mapping):
+        raise ValueError(f"rest={rest!r} is not a section; write for instance rest: {{name: adamw, lr: 1e-3}}")
     name = rest.get("name", "adamw")
     if name not in REST:
         raise ValueError(f"rest.name={name!r} is not known; use {' or '.join(REST)}")
     unknown = [key for key in rest if key not in (*REST[name], "name")]
     if unknown:
         raise ValueError(f"rest.{unknown[0]} is not a setting of {name}; it takes {', '.join(REST[name])}")
+    for key, value in rest.items():
+        if key not in ("name", "betas") and not (isinstance(value, (int, float)) and value >= 0):
+            raise ValueError(f"rest.{key}={value!r} must be a number, 0 or more")
     return {**REST[name], **{key: value for key, value in rest.items() if key != "name"}, "rest": name}
 
 

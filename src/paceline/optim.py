@@ -124,10 +124,15 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
             problems.append(f"optimizer.{key} is not an argument of {known[name.lower()].__name__}; {hint}")
-    if known[name.lower()] is Muon and not problems:
+    if name.lower() == "lbfgs":
+        return [
+            "optimizer.name='lbfgs' takes several looks at a batch, the managed loop takes one; use your own train_fn"
+        ]
+    if not problems:
+        make: Any = known[name.lower()]
         try:
-            Muon([torch.zeros(2, 2)], **options)
-        except (TypeError, ValueError) as error:
+            make([torch.zeros(2, 2, requires_grad=True)], **options)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             problems.append(f"optimizer={{name: {name}, …}} {error}")
     return problems
 

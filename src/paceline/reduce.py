@@ -259,7 +259,10 @@ def reduce_after_backward(
         dist.all_reduce(has, op=dist.ReduceOp.MAX)
     wanted = [place for place, anywhere in enumerate(has.tolist()) if anywhere]
     summed: list[torch.Tensor | None] = [None] * len(gradients)
-    for places in _buckets(wanted, lambda place: like[place].nbytes, bucket_bytes):
+    formats = dict.fromkeys(like[place].dtype for place in wanted)
+    by_format = [[place for place in wanted if like[place].dtype == dtype] for dtype in formats]
+    grouped = (_buckets(places, lambda place: like[place].nbytes, bucket_bytes) for places in by_format)
+    for places in itertools.chain.from_iterable(grouped):
         parts = [gradients[place] for place in places]
         filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(places, parts, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in filled])

@@ -88,11 +88,29 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
     model = place(model, config, world.device)
     if config.sync_batchnorm:
         model = _with_shared_statistics(model, config, world)
+    if config.train_fn is None and world.size > 1:
+        _check_gradients(model)
     if not config.ddp and world.size > 1:
         raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
     if config.channels_last is True and config.compression == "powersgd" and world.size > 1:
         raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
     return _in_ddp(model, config, world) if config.ddp else Single(model)
+
+
+def _check_gradients(model: torch.nn.Module) -> None:
+    """Refuse what the managed loop cannot add up across ranks."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ConfigError(
+                f"{name or 'the model'} is sparse=True, the managed loop adds sparse gradients up on one rank only; "
+                "use sparse=False, --procs 1, or your own train_fn"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name} is complex, and the managed loop adds up complex gradients on one rank only; "
+                "use two real parameters, --procs 1, or your own train_fn"
+            )
 
 
 def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch.nn.Module:

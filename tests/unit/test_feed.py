@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline.config import Config
+from paceline.config import Config, build
 from paceline.data import batches
 from paceline.data.augment import Augment
-from paceline.data.feed import Feed, make_feeds, map_tensors, tensors_in
+from paceline.data.feed import Feed, _with_images, make_feeds, map_tensors, tensors_in
 from paceline.data.loader import Lane, LaneSampler, evaluation_loader, lane_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import Part
@@ -268,3 +268,33 @@ def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
     assert feed_of(WHOLE, make_config(), world(), "loader").originals([3, 1]) == [3, 1]
     lane = Lane(0, 0, 2, 2, torch.tensor([3, 1]))
     assert by_rows.batch(by_rows.inputs(lane, 0))[1].tolist() == [3, 1]
+
+
+# --- which tensor is the image, and whose it is -----------------------------------------------------------------------
+
+
+def test_images_are_the_first_input_of_four_dimensions() -> None:
+    features, images, masks = torch.zeros(2, 3), torch.ones(2, 1, 4, 4), torch.full((2, 1, 4, 4), 5.0)
+    change = _with_images((features, images, masks), lambda tensor: tensor * 2)
+    assert [int(tensor.max()) for tensor in change] == [0, 2, 5]
+    named = _with_images({"labels": masks, "age": features, "pixels": images}, lambda tensor: tensor * 2)
+    assert {key: int(tensor.max()) for key, tensor in named.items()} == {"labels": 5, "age": 0, "pixels": 2}
+    assert int(_with_images((masks,), lambda tensor: tensor * 2)[0].max()) == 10
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.zeros(1, 4, 4), 0
+
+
+def test_the_samples_of_two_lanes_of_a_stream_are_not_augmented_alike() -> None:
+    options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
+    here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    feed = Feed(Endless(), build(options), here)
+    first, second = (
+        feed.inputs(Lane(0, lane, 2, 4, range(2), (torch.zeros(2, 1, 4, 4), torch.zeros(2))), 0).indices
+        for lane in (0, 1)
+    )
+    assert first is not None
+    assert second is not None
+    assert not set(first.tolist()) & set(second.tolist())

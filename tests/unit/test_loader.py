@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from paceline.data import batches
 from paceline.data.feed import to_device
 from paceline.data.loader import (
+    Dealt,
     EpochSampler,
     KeyedDataset,
     Lane,
@@ -363,3 +364,13 @@ def test_every_tensor_of_a_batch_moves_and_everything_else_stays() -> None:
     assert moved["d"].y is None
     assert [type(value) for value in moved.values()] == [torch.Tensor, list, tuple, Point]
     assert not tensor.is_meta
+
+
+def test_a_finished_batch_must_have_a_row_for_each_sample() -> None:
+    class Short(Dataset[Any]):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return torch.zeros(len(indices) - 1, 2), torch.zeros(len(indices) - 1)
+
+    keyed = KeyedDataset(Short(), seed=0)
+    with pytest.raises(DataError, match="__getitems__ gave 2 rows for 3 samples; it must give one row a sample"):
+        keyed.whole(Dealt(0, [4, 7, 9]))

@@ -215,3 +215,18 @@ def test_on_a_gpu_the_rate_is_a_tensor_and_momentum_is_there_from_the_start(
     assert can_skip(optimizer)
     adamw = make_optimizer(make_config(), layer)
     assert adamw.param_groups[0]["capturable"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("lbfgs", {}, "takes several looks at a batch"),
+        ("adamw", {"weight_decay": -1}, "Invalid weight_decay value: -1"),
+        ("sgd", {"fused": True, "foreach": True}, "cannot be `True` together"),
+        ("muon", {"rest": "adamw"}, "rest='adamw' is not a section"),
+        ("muon", {"rest": {"lr": -1}}, "rest.lr=-1 must be a number, 0 or more"),
+    ],
+)
+def test_wrong_settings_are_found_before_anything_starts(name: str, options: dict[str, Any], words: str) -> None:
+    [problem] = problems_with(name, options)
+    assert words in problem

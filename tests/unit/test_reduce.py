@@ -146,3 +146,10 @@ def test_sums_after_backward_lie_as_their_parameters_do() -> None:
     assert summed is not None
     assert summed.stride() == like.stride()
     assert torch.equal(summed, gradient)
+
+
+def test_parameters_of_two_formats_are_added_up_each_in_its_own() -> None:
+    here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    like = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1)]
+    summed = reduce_after_backward([torch.ones_like(one) for one in like], like, Reduction(here, True), 1e6)
+    assert [part.dtype for part in summed if part is not None] == [one.dtype for one in like]

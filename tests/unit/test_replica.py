@@ -107,3 +107,25 @@ def test_tf32_is_set_so_that_old_and_new_settings_agree() -> None:
         assert torch.backends.cudnn.allow_tf32 is wanted
         assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is wanted
         assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is wanted
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 is sparse=True, .* use sparse=False, --procs 1"),
+        (Complex, "weight is complex, .* use two real parameters, --procs 1"),
+    ],
+)
+def test_gradients_that_cannot_be_added_up_across_ranks_are_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, model: Any, words: str
+) -> None:
+    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
+    with pytest.raises(ConfigError, match=words):
+        replicate(model(), make_config(), alone(size=2))
+    replicate(model(), make_config(), alone(size=1))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from paceline.data.rows import Gathered, Rows, gathered, rows_of
 from paceline.data.sources import Part
@@ -213,3 +213,23 @@ def test_what_makes_its_samples_itself_is_left_alone() -> None:
 
     own = Own(torch.ones(3, 1))
     assert gathered(own) is own
+
+
+def test_a_stream_is_never_rows_and_gradients_do_not_reach_the_data() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([(PIXELS[0], CLASSES[0])])
+
+        def as_tensors(self) -> Any:
+            return PIXELS, CLASSES
+
+    assert rows_of(Stream(), 0.5, HERE) is None
+    rows = rows_of(TensorDataset(PIXELS.clone().requires_grad_()), 0.5, HERE)
+    assert rows is not None
+    assert not rows.gather(torch.tensor([0, 1]))[0].requires_grad
+
+
+@pytest.mark.parametrize("offered", [None, (), 3])
+def test_an_offer_that_is_none_is_told(offered: Any) -> None:
+    with pytest.raises(DataError, match="as_tensors of Offering must be a method that returns a tuple or a dict"):
+        rows_of(Offering(offered), 0.5, HERE)

@@ -24,7 +24,7 @@ from paceline.data.loader import (
     lane_loader,
 )
 from paceline.data.rows import Rows, rows_of
-from paceline.data.sources import Part, original_indices
+from paceline.data.sources import Part, is_stream, original_indices
 from paceline.precision import to_channels_last
 from paceline.world import World
 
@@ -74,7 +74,10 @@ class Feed:
             return Inputs(data, lane.indices if self.rows is not None else None, None)
         indices = lane.indices
         if self.rows is None:
-            indices = torch.tensor(self.originals(indices)).to(self.world.device, non_blocking=True)
+            # Streams count the samples of each lane from 0.
+            shift = lane.lane << 40 if is_stream(self.dataset) else 0
+            known = torch.tensor(self.originals(indices)) + shift
+            indices = known.to(self.world.device, non_blocking=True)
         if self._epoch[0] != epoch:
             self._epoch = epoch, torch.tensor(epoch, device=self.world.device)
         return Inputs(data, indices, self._epoch[1])
@@ -173,9 +176,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with its first tensor changed."""
-    if isinstance(batch, Mapping):
-        first = next(iter(batch))
-        return {**batch, first: change(batch[first])}
-    first, *others = batch
-    return (change(first), *others)
+    """The batch with its images changed: the first input that has four dimensions, or else the first."""
+    named = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    inputs = [key for key in named if key != "labels"]
+    if not isinstance(batch, Mapping):
+        inputs = inputs[:-1] or inputs  # the last is the target
+    images = next((key for key in inputs if getattr(named[key], "ndim", 0) == 4), inputs[0])
+    named[images] = change(named[images])
+    return named if isinstance(batch, Mapping) else tuple(named.values())

@@ -14,6 +14,7 @@ from paceline.data import batches
 from paceline.data.order import Indices, indices_of
 from paceline.data.rows import gathered
 from paceline.data.sources import Part, fetch
+from paceline.errors import DataError
 from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
 from paceline.stop import ignore_signals
@@ -83,7 +84,10 @@ class KeyedDataset(Dataset[Any]):
     def gather(self, fetched: tuple[Keyed, Any]) -> Keyed:
         """Collate, in the DataLoader's worker."""
         batch, samples = fetched
-        return batch._replace(data=self.collate(samples))
+        data = self.collate(samples)
+        if data is samples:
+            _check_rows(data, len(batch.indices))
+        return batch._replace(data=data)
 
 
 # --- the managed loop ----------------------------------------------------------------------------------------------
@@ -259,6 +263,13 @@ def collate_of(dataset: Any) -> Callable[[Any], Any]:
     base = dataset.base if isinstance(dataset, Part) else dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", _collated)
     return collate
+
+
+def _check_rows(batch: Any, samples: int) -> None:
+    """A finished batch must have a row for each sample that was asked for."""
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        if isinstance(part, torch.Tensor) and part.ndim and len(part) != samples:
+            raise DataError(f"__getitems__ gave {len(part)} rows for {samples} samples; it must give one row a sample")
 
 
 def _as_it_is(batch: Any) -> Any:

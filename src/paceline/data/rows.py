@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.order import Indices
-from paceline.data.sources import Part
+from paceline.data.sources import Part, is_stream
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -25,9 +25,9 @@ class Rows:
         """The tensors are moved to the device; on a CPU they stay where they lie."""
         self.device = device
         self.tensors: Any = (
-            {key: tensor.to(device) for key, tensor in tensors.items()}
+            {key: tensor.detach().to(device) for key, tensor in tensors.items()}
             if isinstance(tensors, dict)
-            else tuple(tensor.to(device) for tensor in tensors)
+            else tuple(tensor.detach().to(device) for tensor in tensors)
         )
 
     def gather(self, indices: torch.Tensor) -> Any:
@@ -94,7 +94,7 @@ def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
 
 def _offered_by(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
     """The tensors whose rows are the samples; None where only the data set itself can make its samples."""
-    if hasattr(dataset, "collate_fn"):
+    if hasattr(dataset, "collate_fn") or is_stream(dataset):
         return None
     if hasattr(dataset, "as_tensors"):
         return _checked(dataset)
@@ -106,7 +106,12 @@ def _offered_by(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tens
 
 
 def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-    offered = dataset.as_tensors()
+    offered = dataset.as_tensors() if callable(dataset.as_tensors) else None
+    if not offered or not isinstance(offered, (Mapping, tuple, list)):
+        raise DataError(
+            f"as_tensors of {type(dataset).__name__} must be a method that returns a tuple or a dict of tensors, "
+            f"one row a sample; it gave a {type(offered).__name__}"
+        )
     tensors = dict(offered) if isinstance(offered, Mapping) else tuple(offered)
     for tensor in tensors.values() if isinstance(tensors, dict) else tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(dataset):
