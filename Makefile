@@ -16,9 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train digits --procs 2
 
-# Most tests wait for processes to start, so three at a time suit two cores.
+# Most tests wait for processes to start, so three at a time suit two cores; the long ones come first.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 chaos: setup
 	$(BIN)/python tests/multi/chaos.py --hits 20
