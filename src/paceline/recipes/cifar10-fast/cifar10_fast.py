@@ -1,8 +1,9 @@
 """CIFAR-10 in as little time as one GPU can: a small convolutional network, Muon, half precision.
 
-Its settings have not been tuned yet. The method is that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024: a frozen first layer that
-decorrelates pixels, convolutions that begin as the identity, flips that alternate, large steps, and a test that looks
-at each image six times. Data as for the recipe `cifar10`, in `$PACELINE_HOME/datasets/cifar10`.
+Its settings have not been tuned yet. The method is that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
+GPU", 2024: a frozen first layer that decorrelates pixels, convolutions that begin as the identity, flips that
+alternate, large steps, and a test that looks at each image six times. Data as for the recipe `cifar10`, in
+`$PACELINE_HOME/datasets/cifar10`.
 """
 
 import os
