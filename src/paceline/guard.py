@@ -108,7 +108,8 @@ class Guard:
             self._steps_seen += 1
             modules = list(self.model.modules())
             self._places = [(module._buffers, name) for module in modules for name in module._buffers]
-        return [buffer for buffers, name in self._places if (buffer := buffers.get(name)) is not None]
+        found = (buffers.get(name) for buffers, name in self._places)
+        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())  # each once
 
     def see(self, loss: torch.Tensor) -> None:
         """Take in the loss of a lane, before its backward; no synchronisation."""

@@ -180,6 +180,27 @@ def test_a_bad_loss_counts_even_where_no_gradient_shows_it(monkeypatch: pytest.M
     assert run.take(0, batch(0))[-1] == 1
 
 
+class Twice(nn.Module):
+    """Has one buffer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.other = nn.Linear(3, 2), nn.Module()
+        self.register_buffer("seen", torch.zeros(1))
+        self.other.register_buffer("seen", self.seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 3
+        return self.net(x)
+
+
+def test_a_buffer_in_two_places_comes_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, Twice())
+    for step, poison in enumerate([None, None, torch.nan]):
+        run.take(step, batch(step, poison))
+    assert run.model.seen.tolist() == [6]
+
+
 def test_buffers_that_change_their_shape_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Growing())
     run.take(0, batch(0))

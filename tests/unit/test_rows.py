@@ -233,3 +233,8 @@ def test_a_stream_is_never_rows_and_gradients_do_not_reach_the_data() -> None:
 def test_an_offer_that_is_none_is_told(offered: Any) -> None:
     with pytest.raises(DataError, match="as_tensors of Offering must be a method that returns a tuple or a dict"):
         rows_of(Offering(offered), 0.5, HERE)
+
+
+def test_tensors_that_do_not_lie_on_the_cpu_are_left_where_they_lie() -> None:
+    elsewhere = TensorDataset(torch.zeros(4, 2, device="meta"), torch.zeros(4))
+    assert gathered(elsewhere) is elsewhere

@@ -70,9 +70,11 @@ class Gathered(Dataset[Any]):
 
 
 def gathered(dataset: Any) -> Any:
-    """The data set, in a form that gathers whole batches on the CPU if it offers its tensors."""
+    """The data set, in a form that gathers whole batches if it offers its tensors and they lie on the CPU."""
     tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
-    return dataset if tensors is None else Gathered(dataset, Rows(tensors, torch.device("cpu")))
+    if tensors is None or any(tensor.device.type != "cpu" for tensor in _values(tensors)):
+        return dataset
+    return Gathered(dataset, Rows(tensors, torch.device("cpu")))
 
 
 def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
@@ -85,8 +87,7 @@ def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
         return None
     if world.device.type != "cuda":
         return Rows(tensors, world.device)
-    values = list(tensors.values()) if isinstance(tensors, dict) else tensors
-    needed = sum(tensor.nbytes for tensor in values if tensor.device != world.device)
+    needed = sum(tensor.nbytes for tensor in _values(tensors) if tensor.device != world.device)
     free, _ = torch.cuda.mem_get_info(world.device)
     fits = all(world.gather_objects(needed <= part * free))
     return Rows(tensors, world.device) if fits else None
@@ -105,6 +106,10 @@ def _offered_by(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tens
     return dataset.tensors if is_plain and isinstance(dataset, TensorDataset) else None
 
 
+def _values(tensors: tuple[torch.Tensor, ...] | dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+    return list(tensors.values()) if isinstance(tensors, dict) else tensors
+
+
 def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
     offered = dataset.as_tensors() if callable(dataset.as_tensors) else None
     if not offered or not isinstance(offered, (Mapping, tuple, list)):
@@ -113,7 +118,7 @@ def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
             f"one row a sample; it gave a {type(offered).__name__}"
         )
     tensors = dict(offered) if isinstance(offered, Mapping) else tuple(offered)
-    for tensor in tensors.values() if isinstance(tensors, dict) else tensors:
+    for tensor in _values(tensors):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(dataset):
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise DataError(
