@@ -270,7 +270,10 @@ def _run(jobs: Sequence[Job]) -> dict[str, Any]:
 def _start(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "paceline.bench.worker", job.to_json()]
     variables = [f"{name}={value}" for name, value in _environment(job).items()]
-    return subprocess.Popen(["env", *variables, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    # In a folder of its own: Python would look for modules where the user is, and find a folder such as `datasets`.
+    return subprocess.Popen(
+        ["env", *variables, *command], cwd=job.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
 
 
 def _environment(job: Job) -> dict[str, object]:

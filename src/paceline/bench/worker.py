@@ -54,7 +54,6 @@ def main() -> None:
     """Measure, and leave the outcome as a file."""
     job = Job(**json.loads(sys.argv[1]))
     die_with_parent(job.parent)
-    os.chdir(job.folder)
     try:
         outcome = measure(job)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
@@ -75,7 +74,7 @@ def measure(job: Job) -> dict[str, object]:
     setting = Setting(workload, job.rank, job.procs, device, job.workers, clock)
     if contender.starts_ranks:
         contender.loop(setting)
-        has_ddp = True
+        has_ddp = job.procs > 1  # a single rank of Paceline has nothing to reduce, and steps go past DDP
     else:
         _join(job, device)
         has_ddp = _has_ddp(contender.loop(setting))
