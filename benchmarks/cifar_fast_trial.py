@@ -31,7 +31,8 @@ from paceline.config import Augmentation
 from paceline.data.augment import Augment
 from paceline.muon import QUINTIC, Muon
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src" / "paceline" / "recipes" / "cifar10-fast"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "src" / "paceline" / "recipes" / "cifar10"))
+import cifar10 as files
 import cifar10_fast as recipe
 
 COLOURS = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]}
@@ -55,13 +56,13 @@ class Variant:
     momentum: float = 0.6
     ns: int = 3  # rounds of Newton–Schulz
     muon: str = "paceline"  # or padded: all filters in one stack
-    decay: float = 0.1  # of the filters
-    renorm: int = 0  # 1: filters keep their norm, instead of decay
+    decay: float = 0.1  # of the filters, where they do not keep their norm
+    renorm: int = 1  # 1: filters keep their norm, instead of decay
     bias_lr: float = 0.053
     head_lr: float = 8.3e-4
     rest_decay: float = 2e-6
     rest_momentum: float = 0.85
-    whiten: str = "all"  # how long the first layer's bias is trained: all, frozen, or a number of epochs
+    whiten: str = "3"  # how long the first layer's bias is trained: all, frozen, or a number of epochs
     smooth: float = 0.2
     schedule: str = "linear"  # or flat: constant, then down over the last `down` of the run
     down: float = 0.5
@@ -447,10 +448,10 @@ def profile(text: str, data: list[Tensor], device: torch.device) -> None:
     print(seen.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90), flush=True)
 
 
-def random_data(device: torch.device) -> list[Tensor]:
-    images = torch.randint(0, 256, (80, 3, 32, 32), dtype=torch.uint8)
-    labels = torch.randint(0, 10, (80,))
-    return [tensor.to(device) for tensor in (images, labels, images[:20], labels[:20])]
+def random_data(device: torch.device, samples: int) -> list[Tensor]:
+    images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.randint(0, 10, (samples,))
+    return [tensor.to(device) for tensor in (images, labels, images[: samples // 4], labels[: samples // 4])]
 
 
 def main() -> None:
@@ -465,6 +466,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--random", action="store_true", help="random images, for the time alone")
+    parser.add_argument("--held-out", type=int, default=0, help="test on this many images of the training set instead")
     args = parser.parse_args()
     if args.list:
         print("\n".join(f"{field.name}={field.default}" for field in fields(Variant)))
@@ -473,12 +476,16 @@ def main() -> None:
     deadline = time.perf_counter() + args.limit_s
     device = torch.device(args.device)
     if args.smoke:
-        data = random_data(device)
+        data = random_data(device, 80)
         tiny = "epochs=2,batch=20,widths=8/16/16"
         args.variants = [tiny + ("," + variant if variant else "") for variant in args.variants]
+    elif args.random:
+        data = random_data(device, 50_000)
     else:
-        training, test = recipe.get_dataset(args.root), recipe.get_test_dataset()
+        training, test = files.get_dataset(args.root), files.get_test_dataset()
         data = [tensor.to(device) for tensor in (*training.tensors, *test.tensors)]
+        if args.held_out:
+            data = [*(t[: -args.held_out] for t in data[:2]), *(t[-args.held_out :] for t in data[:2])]
         data[:2] = [tensor[: args.samples] for tensor in data[:2]]
     print(torch.__version__, torch.cuda.get_device_name() if device.type == "cuda" else "cpu", flush=True)
     seeds = range(args.first_seed, args.first_seed + args.seeds)

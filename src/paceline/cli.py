@@ -203,16 +203,20 @@ def _names(text: str) -> list[str]:
 
 def find_config(target: str) -> Path:
     """The config file that a path or the name of a recipe means."""
-    recipe = RECIPES / target / "config.yaml"
     for path in (Path(target), Path(target) / "config.yaml"):
         if path.is_file():
             return path
-    if recipe.is_file():
-        return recipe
-    names = sorted(path.parent.name for path in RECIPES.glob("*/config.yaml"))
-    near = difflib.get_close_matches(target, [*names, *map(str, Path().glob("*.yaml"))], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(names)}"
+    recipes = {_recipe_name(path): path for path in sorted(RECIPES.glob("*/*.yaml"))}
+    if target in recipes:
+        return recipes[target]
+    near = difflib.get_close_matches(target, [*recipes, *map(str, Path().glob("*.yaml"))], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
     raise ConfigError(f"{target} is neither a file nor a recipe; {hint}")
+
+
+def _recipe_name(path: Path) -> str:
+    """A folder's config.yaml goes by the name of the folder, other configs in it by their own."""
+    return path.parent.name if path.stem == "config" else path.stem
 
 
 def main() -> None:

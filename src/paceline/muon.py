@@ -35,14 +35,16 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         weight_decay: float = 0.0,
+        keep_norm: bool = False,
         rest: Mapping[str, Any] | None = None,
     ) -> None:
+        """With `keep_norm` every matrix has the norm of an orthogonal one before it moves: for layers before a norm."""
         if not (0 <= momentum < 1 and ns_steps >= 1 and lr >= 0 and weight_decay >= 0):
             raise ValueError("needs 0 <= momentum < 1, ns_steps >= 1, and no negative lr or weight_decay")
         self._rest = _settled(rest or {})
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "weight_decay": weight_decay,
-            "use_muon": True, "rest": self._rest["rest"], "betas": (0.9, 0.95), "eps": 1e-8,
+            "keep_norm": keep_norm, "use_muon": True, "rest": self._rest["rest"], "betas": (0.9, 0.95), "eps": 1e-8,
             "fused": True,  # torch then keeps `step` on the device when a state is loaded
         }  # fmt: skip
         given = list(params)
@@ -55,6 +57,11 @@ class Muon(torch.optim.Optimizer):
         looked_up = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
         return _split([parameter for parameter in model.parameters() if parameter.requires_grad], embeddings)
+
+    def stacks(self) -> list[list[torch.Tensor]]:
+        """All parameters, those together that one product may serve: they are stacked if all of them have gradients."""
+        groups = [_alike(g["params"]) if g["use_muon"] else [[p] for p in g["params"]] for g in self.param_groups]
+        return [stack for stacks in groups for stack in stacks]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group with `use_muon: False` has the settings of `rest` where it says nothing else."""
@@ -97,6 +104,8 @@ class Muon(torch.optim.Optimizer):
             rows, columns = direction.shape[-2:]
             update = orthogonal(direction, group["ns_steps"]) * max(1, rows / columns) ** 0.5
             weights = _stacked(same)
+            if group["keep_norm"]:
+                weights = weights * (min(rows, columns) ** 0.5 / weights.norm(dim=(-2, -1), keepdim=True))
             _put(buffers, averages, found_inf)
             _put(same, weights - lr * (update + decay * weights), found_inf)
 

@@ -6,51 +6,11 @@ alternate, large steps, and a test that looks at each image six times. Data as f
 `$PACELINE_HOME/datasets/cifar10`.
 """
 
-import os
-from pathlib import Path
-
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import errors
-
-RECORDS, BYTES = 10_000, 1 + 3 * 32 * 32  # of a file, and of a record: the class, then red, green and blue pixels
-folder = Path(os.environ.get("PACELINE_HOME", "shared_data"), "datasets", "cifar10")
-
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
-def get_dataset(root=None):
-    """The 50,000 training images as bytes, and their classes; the test images are looked for beside them."""
-    global folder
-    folder = Path(root or folder)
-    return read([f"data_batch_{number}.bin" for number in range(1, 6)])
-
-
-def get_test_dataset():
-    """The 10,000 test images."""
-    return read(["test_batch.bin"])
-
-
-def read(names):
-    inner = folder / "cifar-10-batches-bin"
-    paths = [(inner if inner.is_dir() else folder) / name for name in names]
-    for path in paths:
-        size = path.stat().st_size if path.is_file() else None
-        if size != RECORDS * BYTES:
-            wrong = "does not exist" if size is None else f"has {size:,} bytes, not {RECORDS * BYTES:,}"
-            raise errors.DataError(
-                f"{path.resolve()} {wrong}; unpack CIFAR-10's cifar-10-binary.tar.gz into {folder.resolve()}, "
-                "or say where it is by PACELINE_HOME or dataset_args.root"
-            )
-    table = np.concatenate([np.fromfile(path, np.uint8) for path in paths]).reshape(-1, BYTES)
-    images = torch.from_numpy(table[:, 1:].reshape(-1, 3, 32, 32))
-    return TensorDataset(images, torch.from_numpy(table[:, 0].astype(np.int64)))
-
 
 # --- model ----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +97,7 @@ def get_optimizer(model, lr=0.24, bias_lr=100.0, head_lr=1.6, decay=4e-3):
     biases = [model.whiten.bias, *(p for p in model.groups.parameters() if p.requires_grad and p.dim() == 1)]
     return paceline.Muon(
         [
-            {"params": filters, "lr": lr, "momentum": 0.6, "ns_steps": 3, "weight_decay": 0.1},
+            {"params": filters, "lr": lr, "momentum": 0.6, "ns_steps": 3, "keep_norm": True},
             {"params": biases, "use_muon": False, "lr": bias_lr, "weight_decay": decay / bias_lr},
             {"params": [model.head.weight], "use_muon": False, "lr": head_lr, "weight_decay": decay / head_lr},
         ],
