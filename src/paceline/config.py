@@ -27,7 +27,7 @@ MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
     "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
     "step_mode", "data_on_device",
-    "compression",
+    "compression", "shard_optimizer",
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
@@ -179,6 +179,7 @@ class Config(_Section):
         Literal["none", "bf16", "fp16", "powersgd"], BeforeValidator(lambda v: "none" if v is False else v)
     ] = "none"
     sync_batchnorm: bool = False
+    shard_optimizer: bool = False
 
     checkpoint: Checkpoint = Checkpoint()
     resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = "never"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,17 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def sha256_of(state: Mapping[str, Any]) -> str:
     """SHA-256 over a state dict in name order: name, dtype, shape and bytes of each tensor."""
+    names = sorted(name for name, value in state.items() if isinstance(value, torch.Tensor))
+    return sha256_of_each((name, state[name]) for name in names)
+
+
+def sha256_of_each(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The same over tensors that come one by one, in name order."""
     digest = hashlib.sha256()
-    for name in sorted(name for name, value in state.items() if isinstance(value, torch.Tensor)):
-        tensor = state[name].detach().cpu().contiguous()
+    for name, value in named:
+        tensor = value.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

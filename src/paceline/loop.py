@@ -215,8 +215,10 @@ class Loop:
         return self._capture()
 
     def _capture(self) -> State:
-        counters = {"loop": asdict(self.fit), "stepper": self.stepper.counters()}
-        return capture(self.stepper.replica.module, self.stepper.optimizer, self.stepper.ema, counters)
+        """All ranks."""
+        stepper = self.stepper
+        counters = {"loop": asdict(self.fit), "stepper": stepper.counters()}
+        return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding)
 
 
 class Sent(NamedTuple):

@@ -57,7 +57,8 @@ def tell_past(past: Found, identity: dict[str, Any], world: World, events: Event
 def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
     """Give the optimizer, the averages and the counters what the checkpoint holds."""
     settings = [{**group} for group in stepper.optimizer.param_groups]
-    put_optimizer(past.state, stepper.optimizer, past.path)
+    places = stepper.sharding.mine if stepper.sharding is not None else None
+    put_optimizer(past.state, stepper.optimizer, past.path, places)
     if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
         for group, here in zip(stepper.optimizer.param_groups, settings, strict=True):
             group.update({key: value for key, value in here.items() if key not in ("params", "lr")})

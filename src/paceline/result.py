@@ -14,7 +14,7 @@ import cloudpickle
 import safetensors.torch
 import torch
 
-from paceline.digest import sha256_of, sha256_of_optimizer
+from paceline.digest import sha256_of
 from paceline.ema import Ema
 from paceline.run_folder import RunFolder, write_json, write_private
 
@@ -72,7 +72,6 @@ def write(
     folder: RunFolder,
     model: torch.nn.Module,
     ema: Ema | None,
-    optimizer: torch.optim.Optimizer | None,
     value: Any,
     **facts: Any,
 ) -> None:
@@ -81,7 +80,6 @@ def write(
     if ema is not None:
         with ema.applied():
             facts["ema_sha256"] = _save_weights(model, folder.ema)
-    facts["optimizer_sha256"] = sha256_of_optimizer(optimizer) if optimizer is not None else None
     if value is not None:
         write_value(folder, value)
     versions = {"python": platform.python_version(), "torch": torch.__version__}

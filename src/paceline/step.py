@@ -11,6 +11,7 @@ from paceline.backward import Backward
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
+from paceline.digest import sha256_of_each, sha256_of_optimizer
 from paceline.ema import Ema
 from paceline.errors import ConfigError
 from paceline.graph import StepGraph
@@ -20,6 +21,7 @@ from paceline.optim import can_skip, lrs_of, set_lr
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single
 from paceline.world import World
+from paceline.zero import Sharding
 
 Segment = Callable[[Lane], AbstractContextManager[None]]
 
@@ -55,6 +57,9 @@ class Stepper:
             self.guard = Guard(
                 replica.module, config, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
             )
+        self.sharding: Sharding | None = None
+        if config.shard_optimizer and world.size > 1:
+            self.sharding = Sharding(optimizer, world, bucket_bytes=config.bucket_mb * 2**20)
         self.backward = Backward(
             replica, config, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world,
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,
@@ -77,6 +82,12 @@ class Stepper:
         """Go on from what `counters` gave."""
         if self.guard is not None:
             self.guard.set_counters(counters)
+
+    def optimizer_sha256(self) -> str | None:
+        """The fingerprint of the optimizer's state, on rank 0. All ranks."""
+        if self.sharding is not None:
+            return sha256_of_each(self.sharding.brought())
+        return sha256_of_optimizer(self.optimizer) if self.world.is_main else None
 
     def take(self, turn: Turn) -> torch.Tensor:
         """One update, unless the step is not finite: then nothing changes. All ranks.
@@ -121,7 +132,7 @@ class Stepper:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
         if is_bad is not None:
             self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-        self.optimizer.step()
+        (self.sharding or self.optimizer).step()
         if self.ema is not None:
             self.ema.update(is_bad)
         if self.guard is not None and is_bad is not None:
@@ -141,8 +152,12 @@ class Stepper:
     def _obstacle(self) -> str | None:
         """Why a step of this run cannot be a CUDA graph, if that is known beforehand."""
         name = type(self.optimizer).__name__
-        if self.world.size > 1:
-            return f"{self.world.size} ranks add their gradients up in DDP, which is not recorded"
+        if self.sharding is not None:
+            return "shard_optimizer=true sends weights between the ranks in each step, which is not recorded"
+        if self.world.size > 1 and self.world.backend != "nccl":
+            return f"{self.world.backend} adds up the gradients of {self.world.size} ranks on the host"
+        if self.world.size > 1 and self.config.compression == "powersgd":
+            return "compression=powersgd counts its steps on the host"
         if self.config.precision == "fp16":
             return "precision=fp16 adapts its loss scale on the host"
         if self.config.nan == "stop":

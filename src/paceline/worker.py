@@ -1,6 +1,6 @@
 """What happens inside one rank, in order: read it to know the system.
 
-A rank is a command, `python -m paceline.worker JOB STORE PARENT BEGAN`, so the user's script is never imported again.
+A rank knows only what stands in its job, so the user's script is never imported again.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from paceline.world import World, join, world_size
 
 def main() -> None:
     """One rank of a local run: load the job, join the others, do it; leave a failure where the launcher looks."""
-    job_path, store, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    job_path, store, began, parent = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     die_with_parent(parent)
     rank = int(os.environ["RANK"])
     warnings.showwarning = _show_with_rank(rank)
-    folder, progress = RunFolder(job_path.parent), Progress(began=float(sys.argv[4]))
+    folder, progress = RunFolder(job_path.parent), Progress(began=began)
     try:
         config, task = job.load(job_path)
         with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
@@ -102,9 +102,9 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     replica.share_buffers()
     if world.is_main:
         result.write(
-            folder, replica.module, None, None, value, metrics={}, history=[], step=progress.step or 0,
-            epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size, seconds=round(seconds, 3),
-            samples=progress.samples,
+            folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
+            step=progress.step or 0, epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size,
+            seconds=round(seconds, 3), samples=progress.samples,
         )  # fmt: skip
     events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics={})
     events.close()
@@ -134,7 +134,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events)
     if past is not None:
         fit = restore(past, config, stepper)
-    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events)
+    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events, stepper.sharding)
     check_space(folder, stepper, world)
     if world.is_main:
         folder.reopen(asked)
@@ -148,11 +148,12 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         leave_stop(folder, fit, reason, is_saved, world, events)
     else:
         stepper.replica.share_buffers()
+        optimizer_sha256 = stepper.optimizer_sha256()
         if world.is_main:
             result.write(
-                folder, stepper.replica.module, stepper.ema, stepper.optimizer, None, metrics=fit.metrics,
-                history=fit.history, step=fit.step, epoch=len(fit.history), world_size=world.size, lanes=lanes,
-                seconds=round(fit.seconds, 3), samples=fit.samples,
+                folder, stepper.replica.module, stepper.ema, None, optimizer_sha256=optimizer_sha256,
+                metrics=fit.metrics, history=fit.history, step=fit.step, epoch=len(fit.history),
+                world_size=world.size, lanes=lanes, seconds=round(fit.seconds, 3), samples=fit.samples,
             )  # fmt: skip
         events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics)
     events.close()
@@ -197,7 +198,7 @@ def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
 
 def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
     """Refuse to begin where two checkpoints have no room. All ranks."""
-    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {})
+    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding)
     size = state.size
     if not stepper.optimizer.state:  # comes with the first step: two numbers a weight, as most optimizers keep
         size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import socket
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, step
+from paceline import Trainer, reduce, step
 
 Start = Callable[..., Any]
 NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
@@ -127,21 +128,34 @@ def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
     assert all_of(start(loss_fn=tokens)) == all_of(start(loss_fn=tokens, step_mode="eager"))
 
 
-def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several GPUs would do, with nobody to send to: the steps go through DDP and its buckets."""
-    alone = start(num_epochs=3)
+@pytest.mark.parametrize("way", ["at once", "by pairs", "in bf16"])
+def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """What several GPUs would do: the steps go through DDP, its buckets, and NCCL, which has nobody to send to."""
     hooks = []
 
     class InDdp(step.Backward):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
+            if way == "by pairs":
+                ladder = reduce.Ladder(self.world)
+                ladder._pairs = [dist.new_group([0]), dist.new_group([0])]
+                self.reduction._ladders = [ladder]
+            self.reduction.compression = "bf16" if way == "in bf16" else "none"
             hooks.append(self.hook)
 
+    def start_at_any_size(self: reduce.Reduction, tensor: torch.Tensor) -> reduce.Future:
+        self.world = dataclasses.replace(self.world, size=2)
+        return sums(self, tensor)
+
+    sums = reduce.Reduction.start
+    wanted = start(num_epochs=3)
     monkeypatch.setattr(step, "Backward", InDdp)
-    replayed = start(num_epochs=3)
-    assert hooks[0] is not None
+    monkeypatch.setattr(reduce.Reduction, "start", start_at_any_size)
+    replayed, eager = start(num_epochs=3), start(num_epochs=3, step_mode="eager")
+    assert all(hook is not None for hook in hooks)
     assert warnings_of(replayed) == []
-    assert all_of(replayed) == all_of(alone)
+    assert all_of(replayed) == all_of(eager)
+    assert (all_of(replayed) == all_of(wanted)) is (way != "in bf16")  # which rounds
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ def test_fp16_and_optimizers_of_the_host_say_why_there_is_no_graph(start: Start)
     assert "Adagrad, as it is set" in warnings_of(start(optimizer={"name": "adagrad"}))[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # by torch's own compiler
+@pytest.mark.filterwarnings("default")  # of torch's own compiler
 def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
     compiled = start(step_mode="compile")
     assert all_of(compiled) == all_of(start(step_mode="compile"))

@@ -212,6 +212,14 @@ CASES: dict[str, dict[str, Any]] = {
         "dataset_fn": lambda: Stream(shuffle=True), "lanes": 8, "batch_size": 2, "max_steps": 14,
         "schedule": {"name": "cosine", "warmup_steps": 2}, "val_dataset_fn": None,
     },
+    "AdamW, sharded": {  # as the case above with samples that are not finite
+        "model_fn": conv_net, "dataset_fn": NotFinite, "ema": 0.9, "optimizer": ADAMW, "clip_norm": 0.5,
+        "shard_optimizer": True,
+    },
+    "Muon, sharded": {
+        "model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5,
+        "shard_optimizer": True, "bucket_mb": 0.001,
+    },
     "everything at once": {
         "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,
         "optimizer": ADAMW, "schedule": {"name": "linear", "warmup_steps": 2}, "precision": "bf16",

@@ -52,14 +52,17 @@ def test_the_same_bits_at_any_number_of_ranks(outcomes: dict[str, Outcomes], cas
 def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
     """A hash that ignored what a case changes would make the test above worthless."""
     hashes = [outcome["weights"] for case, outcome in outcomes["1 ranks"].items()]
-    # Workers and small buckets change nothing, nor does evaluating: these pairs are equal, all others are not.
-    assert len(set(hashes)) == len(hashes) - 3 - 1 - 1
+    # Workers, buckets and sharding change nothing, nor does evaluating: these pairs are equal, all others are not.
+    assert len(set(hashes)) == len(hashes) - 3 - 1 - 1 - 2
     first = outcomes["1 ranks"]
     assert first["augmentation without workers"]["weights"] == first["augmentation with two workers"]["weights"]
     assert first["iterable"]["weights"] == first["iterable with two workers"]["weights"]
     assert first["small buckets"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
     assert first["no evaluation in between"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
     assert first["average of the weights"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
+    four = outcomes["4 ranks"]  # where there is something to shard
+    assert four["AdamW, sharded"] == first["samples that are not finite"]
+    assert four["Muon, sharded"] == first["Muon"]
 
 
 def test_the_first_steps_are_those_of_a_plain_loop(outcomes: dict[str, Outcomes]) -> None:

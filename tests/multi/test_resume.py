@@ -29,12 +29,20 @@ def stopping(visit: int, number: signal.Signals = signal.SIGTERM) -> Any:
     return lambda: Disturbed(log, [visit], send(number, launcher))
 
 
-@pytest.mark.parametrize(("before", "after", "visit"), [(1, 4, 1), (4, 2, 2), (2, 1, 3)])
-def test_a_resized_run_ends_with_the_same_bits(undisturbed: dict, before: int, after: int, visit: int) -> None:
-    stopped_at = stop_step(dataset_fn=stopping(visit), procs=before, workers=2 if before == 2 else 0)
+@pytest.mark.parametrize(
+    ("before", "after", "visit", "sharded"), [(1, 4, 1, "after"), (4, 2, 2, "before"), (2, 1, 3, "never")]
+)
+def test_a_resized_run_ends_with_the_same_bits(
+    undisturbed: dict, before: int, after: int, visit: int, sharded: str
+) -> None:
+    """Whether its optimizer is sharded may change, too."""
+    stopped_at = stop_step(
+        dataset_fn=stopping(visit), procs=before, workers=2 if before == 2 else 0,
+        shard_optimizer=sharded == "before",
+    )  # fmt: skip
     assert 0 < stopped_at < undisturbed["step"]
     assert saved_steps() == [stopped_at]
-    result = start(procs=after, resume="auto", workers=2 if before == 4 else 0)
+    result = start(procs=after, resume="auto", workers=2 if before == 4 else 0, shard_optimizer=sharded == "after")
     assert result.world_size == after
     assert outcome(result) == undisturbed
     assert [event["step"] for event in events("resumed")] == [stopped_at]

@@ -335,6 +335,21 @@ def test_a_disk_that_fails_costs_a_warning_and_one_checkpoint(
     assert run.steps() == [3]
 
 
+def test_a_rank_without_a_disk_passes_on_what_others_wait_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = []
+    copy = run.saver._staging.copy
+
+    def watched(*arguments: Any) -> Any:
+        wait = copy(*arguments)
+        return lambda: passed.append(True) or wait()
+
+    monkeypatch.setattr(run.saver._staging, "copy", watched)
+    with read_only_folder(run):
+        run.save(3)
+    assert passed == [True]
+    assert run.steps() == []
+
+
 def test_a_folder_that_was_removed_is_made_again(run: Run) -> None:
     run.save(2)
     shutil.rmtree(run.store.folder)

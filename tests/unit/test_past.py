@@ -22,7 +22,9 @@ def stepper_of(config: Config) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = make_optimizer(config, model)
-    return SimpleNamespace(model=model, optimizer=optimizer, ema=None, set_counters=lambda counters: None)
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, ema=None, sharding=None, set_counters=lambda counters: None
+    )
 
 
 def found(stepper: Any) -> Any:

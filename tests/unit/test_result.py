@@ -26,7 +26,7 @@ FACTS: dict[str, Any] = {
 }
 # What else a result must have; `write` works some of it out by itself.
 FACTS = {f.name: 0 for f in fields(Result) if f.default is MISSING and f.name != "run_dir"} | FACTS
-WORKED_OUT = {"weights_sha256", "ema_sha256", "optimizer_sha256", "versions"}
+WORKED_OUT = {"weights_sha256", "ema_sha256", "versions"}
 
 
 def make_model() -> nn.Module:
@@ -35,7 +35,7 @@ def make_model() -> nn.Module:
 
 def written(tmp_path: Path, model: nn.Module, value: Any) -> Result:
     folder = RunFolder(tmp_path)
-    result.write(folder, model, None, None, value, **FACTS)
+    result.write(folder, model, None, value, **FACTS)
     return result.collect(folder).to_result(SimpleNamespace(make_model=make_model))
 
 
@@ -67,7 +67,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
 
     model = Tied()
     folder = RunFolder(tmp_path)
-    result.write(folder, model, None, None, None, **FACTS)
+    result.write(folder, model, None, None, **FACTS)
     loaded = result.collect(folder).to_result(SimpleNamespace(make_model=Tied)).load_model()
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())
 
@@ -92,11 +92,11 @@ def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path)
 
 def test_metrics_that_are_no_number_survive(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    result.write(folder, make_model(), None, None, None, **{**FACTS, "metrics": {"val_loss": math.nan}})
+    result.write(folder, make_model(), None, None, **{**FACTS, "metrics": {"val_loss": math.nan}})
     assert math.isnan(result.collect(folder).to_result(SimpleNamespace(make_model=make_model)).metrics["val_loss"])
 
 
 def test_nothing_half_written_stays_behind(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    result.write(folder, make_model(), None, None, 3, **FACTS)
+    result.write(folder, make_model(), None, 3, **FACTS)
     assert set(tmp_path.iterdir()) == {folder.weights, folder.value, folder.result}

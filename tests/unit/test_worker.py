@@ -25,7 +25,11 @@ def stepper(*, has_stepped: bool) -> Any:
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
     return SimpleNamespace(
-        replica=SimpleNamespace(module=model), optimizer=optimizer, ema=None, parameters=list(model.parameters())
+        replica=SimpleNamespace(module=model),
+        optimizer=optimizer,
+        ema=None,
+        sharding=None,
+        parameters=list(model.parameters()),
     )
 
 

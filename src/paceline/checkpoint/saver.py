@@ -1,7 +1,8 @@
 """Saves a run while it trains: a step pays for a copy of the state, the writing happens beside the next ones.
 
 All ranks hold the same state, and each writes its share of the files. What one rank must know of the others comes from
-the loop, which exchanges a few numbers at each step anyway; no thread here uses a collective.
+the loop, which exchanges a few numbers at each step anyway; no thread here uses a collective. Only the tensors of a
+sharded optimizer go from thread to thread, to the ranks that write them, before anything else that could fail.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
 from paceline.telemetry.events import Events
 from paceline.world import World
+from paceline.zero import Sharding
 
 
 @dataclass
@@ -38,11 +40,17 @@ class Saver:
     """At most one checkpoint is being written at a time."""
 
     def __init__(
-        self, store: Store, options: Checkpoint, identity: dict[str, Any], world: World, events: Events
+        self,
+        store: Store,
+        options: Checkpoint,
+        identity: dict[str, Any],
+        world: World,
+        events: Events,
+        sharding: Sharding | None = None,
     ) -> None:
         self._store, self._options, self._identity = store, options, identity
         self._world, self._events = world, events
-        self._staging = Staging()
+        self._staging = Staging(sharding)
         self._writer = ThreadPoolExecutor(1, "paceline-save")
         self._flight: Flight | None = None
         self._reserved: Future[None] | None = None
@@ -131,9 +139,10 @@ class Saver:
 
     def _write(self, step: int, state: State, copied: Callable[[], dict[str, Tensors]]) -> list[Written]:
         """In the writer's thread: this rank's files."""
+        share = copied()  # first: other ranks may wait for what this one passes on
         folder = self._store.partial(step)
         folder.mkdir(parents=True, exist_ok=True)
-        written = [files.write_tensors(folder / file, tensors) for file, tensors in copied().items()]
+        written = [files.write_tensors(folder / file, tensors) for file, tensors in share.items()]
         return [*written, write_rest(folder, state)] if self._world.is_main else written
 
     def _publish(self, flight: Flight, written: list[Written]) -> Path:

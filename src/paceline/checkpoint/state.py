@@ -7,8 +7,8 @@ The tensors lie in safetensors files whose number depends on their sizes alone. 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.files import Written
 from paceline.ema import Ema
 from paceline.errors import ConfigError
+from paceline.zero import Move, Sharding, dealt
 
 SHARD_BYTES = 128 << 20  # small enough to be shared out among ranks, large enough for a disk
 REST = "state.pt"
@@ -34,6 +35,7 @@ class State:
 
     groups: dict[str, Tensors]  # "weights", "optimizer" and, if there is one, "ema"
     rest: dict[str, Any]
+    owners: dict[str, int] = field(default_factory=dict)  # of a sharded optimizer: who has a tensor that is "meta" here
 
     @property
     def size(self) -> int:
@@ -55,17 +57,22 @@ class Shard:
 
 
 def capture(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, counters: dict[str, Any]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    counters: dict[str, Any],
+    sharding: Sharding | None = None,
 ) -> State:
-    """The state as it is now; the tensors are the live ones, not copies."""
+    """The state as it is now; the tensors are the live ones, not copies. All ranks, if the optimizer is sharded."""
     weights, aliases = _unshared(model.state_dict())
     kept: dict[str, Any] = {"aliases": aliases, "counters": counters}
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
     kept["weights"] = _take_out(weights, "", groups["weights"])
-    kept["optimizer"] = _take_out(_with_plain_rates(optimizer.state_dict()), "", groups["optimizer"])
+    of_optimizer = optimizer.state_dict() if sharding is None else sharding.state_dict()
+    kept["optimizer"] = _take_out(_with_plain_rates(of_optimizer), "", groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
-    return State(groups, kept)
+    return State(groups, kept, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
 
 
 def shards_of(state: State) -> list[Shard]:
@@ -88,36 +95,49 @@ def shards_of(state: State) -> list[Shard]:
 
 
 def share_of(rank: int, world_size: int, shards: Sequence[Shard]) -> list[Shard]:
-    """The files that a rank writes: the largest go first, each to the rank that has least (pure)."""
-    loads = [0] * world_size
-    mine = []
-    for shard in sorted(shards, key=lambda shard: (-shard.size, shard.file)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += shard.size
-        if lightest == rank:
-            mine.append(shard)
-    return mine
+    """The files that a rank writes (pure)."""
+    ordered = sorted(shards, key=lambda shard: shard.file)
+    writers = dealt([shard.size for shard in ordered], world_size)
+    return [shard for shard, writer in zip(ordered, writers, strict=True) if writer == rank]
+
+
+def moves_of(state: State, world_size: int) -> list[Move]:
+    """The tensors of a sharded optimizer that another rank writes than the one that has them (pure)."""
+    shares = [share_of(rank, world_size, shards_of(state)) for rank in range(world_size)]
+    files_of_rank = ((rank, shard) for rank, share in enumerate(shares) for shard in share)
+    writer = {name: rank for rank, shard in files_of_rank if shard.group == "optimizer" for name in shard.names}
+    moves = [Move(name, owner, writer[name]) for name, owner in state.owners.items()]
+    return [move for move in moves if move.source != move.target]
 
 
 class Staging:
-    """Memory of the host for this rank's share of a state, made once: a save pays for a copy, not for memory."""
+    """Memory of the host for this rank's share of a state, made once: a save pays for a copy, not for memory.
 
-    def __init__(self) -> None:
+    Of a sharded optimizer a rank copies what it has, and the ranks pass it on from there to those who write it.
+    """
+
+    def __init__(self, sharding: Sharding | None = None) -> None:
         self._host: dict[tuple[str, str], torch.Tensor] = {}
+        self._sharding = sharding
 
     def reserve(self, state: State, shards: Sequence[Shard]) -> None:
         """Have the memory, touched, so that the first copy is as fast as the next ones."""
-        for group, name, tensor in _tensors_in(state, shards):
+        for group, name, tensor in [*_tensors_in(state, shards), *self._leaving(state, self._moves(state))]:
             # Not by torch: an operation with threads of its own, in this thread, makes libgomp count more threads than
             # there are cores, and from then on every operation of the training thread waits for its threads to wake up.
             self._room_for(group, name, tensor).reshape(-1).view(torch.uint8).numpy().fill(0)
 
     def copy(self, state: State, shards: Sequence[Shard]) -> Callable[[], dict[str, Tensors]]:
-        """Copy the share; the returned function waits for the copy and gives the tensors of each file."""
-        live, host = [], []
-        for group, name, tensor in _tensors_in(state, shards):
-            live.append(tensor.detach())
-            host.append(self._room_for(group, name, tensor))
+        """Copy the share; the returned function waits for the copy and gives the tensors of each file.
+
+        With a sharded optimizer that function must be called by all ranks.
+        """
+        live, host, moves = [], [], self._moves(state)
+        for group, name, tensor in [*_tensors_in(state, shards), *self._leaving(state, moves)]:
+            room = self._room_for(group, name, tensor)
+            if not tensor.is_meta:
+                live.append(tensor.detach())
+                host.append(room)
         if live:
             torch._foreach_copy_(host, live, non_blocking=True)
         copied = [_mark(device) for device in {tensor.device for tensor in live} if device.type == "cuda"]
@@ -125,9 +145,20 @@ class Staging:
         def wait() -> dict[str, Tensors]:
             for mark in copied:
                 mark.synchronize()
+            if self._sharding is not None:
+                optimizer = {name: room for (group, name), room in self._host.items() if group == "optimizer"}
+                self._sharding.pass_on(moves, optimizer)
             return {shard.file: {name: self._host[shard.group, name] for name in shard.names} for shard in shards}
 
         return wait
+
+    def _moves(self, state: State) -> list[Move]:
+        return moves_of(state, self._sharding.world.size) if self._sharding is not None else []
+
+    def _leaving(self, state: State, moves: Sequence[Move]) -> list[tuple[str, str, torch.Tensor]]:
+        """What this rank has and others write."""
+        mine = [move for move in moves if self._sharding is not None and move.source == self._sharding.world.rank]
+        return [("optimizer", move.name, state.groups["optimizer"][move.name]) for move in mine]
 
     def _room_for(self, group: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         room = self._host.get((group, name))
@@ -171,8 +202,10 @@ def put_weights(state: State, model: torch.nn.Module, source: Path) -> None:
     model.load_state_dict(weights)
 
 
-def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) -> None:
-    """Give an optimizer its state back."""
+def put_optimizer(
+    state: State, optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None
+) -> None:
+    """Give an optimizer its state back; only that of the parameters at these places, if they are given."""
     loaded = _put_back(state.rest["optimizer"], state.groups.get("optimizer", {}))
     for there, here in zip(loaded["param_groups"], optimizer.state_dict()["param_groups"], strict=False):
         if there.keys() != here.keys() or len(there["params"]) != len(here["params"]):
@@ -186,6 +219,8 @@ def put_optimizer(state: State, optimizer: torch.optim.Optimizer, source: Path) 
             f"{source} holds an optimizer with {len(loaded['param_groups'])} groups of parameters; "
             f"the config's has {len(optimizer.param_groups)}"
         )
+    if places is not None:
+        loaded["state"] = {place: kept for place, kept in loaded["state"].items() if place in places}
     settings = [{key: group[key] for key in ("lr", *KERNELS) if key in group} for group in optimizer.param_groups]
     for there, here in zip(loaded["param_groups"], settings, strict=True):
         there.update({key: here[key] for key in KERNELS if key in here})
