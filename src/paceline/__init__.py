@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Muon", "Result", "Trainer", "errors", "indices_at", "shard"]
+__all__ = ["Muon", "Result", "Trainer", "errors", "indices_at", "linear_cross_entropy", "shard"]
 
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.data.order import indices_at
     from paceline.data.shard import shard
+    from paceline.fused_loss import linear_cross_entropy
     from paceline.muon import Muon
     from paceline.result import Result
     from paceline.trainer import Trainer
@@ -20,6 +21,7 @@ _HOMES = {
     "Result": "paceline.result",
     "Muon": "paceline.muon",
     "indices_at": "paceline.data.order",
+    "linear_cross_entropy": "paceline.fused_loss",
     "shard": "paceline.data.shard",
 }
 
