@@ -44,6 +44,9 @@ class Trainer:
 
     def start(self) -> Result:
         """Train, on as many ranks as the config says, and return the result; may be called again."""
+        from paceline import launch
+
+        launch.prepare(self.config, self._folder)  # before torch is imported here, too
         from paceline.worker import train
 
         return self._launch(self.config, train).to_result(self)

@@ -101,7 +101,9 @@ class Chaos:
         self.script.write_text(RUN)
         self.disk = Disk(folder / "disk")
         self.run_dir = self.disk.path / "run"
-        self.deeds = [self.kill_rank, self.kill_launcher, self.terminate, self.cut_checkpoint, self.fill_disk]
+        self.deeds = [
+            self.kill_rank, self.kill_nursery, self.kill_launcher, self.terminate, self.cut_checkpoint, self.fill_disk,
+        ]  # fmt: skip
         self.log = (folder / "output.txt").open("w")
 
     def start(self, run_dir: Path) -> subprocess.Popen[str]:
@@ -131,23 +133,30 @@ class Chaos:
     def newest(self) -> int:
         return max((int(path.name[5:]) for path in self.run_dir.glob("checkpoints/step-*")), default=-1)
 
-    def ranks(self, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    def family(self, launcher: subprocess.Popen[str]) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """The nursery, and the ranks that come from it."""
         try:
-            children = psutil.Process(launcher.pid).children()
+            nursery = psutil.Process(launcher.pid).children()
+            ranks = [child for one in nursery for child in one.children()]
         except psutil.NoSuchProcess:
-            return []
-        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            return [], []
+        return nursery, [rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE]
 
     # --- deeds: each ends with a launcher that ends by itself -------------------------------------------------
 
     def kill_rank(self, launcher: subprocess.Popen[str]) -> str:
-        ranks = self.ranks(launcher)
-        if ranks:
+        return self.kill_one(launcher, self.family(launcher)[1], "ranks")
+
+    def kill_nursery(self, launcher: subprocess.Popen[str]) -> str:
+        return self.kill_one(launcher, self.family(launcher)[0], "nurseries")
+
+    def kill_one(self, launcher: subprocess.Popen[str], processes: list[psutil.Process], what: str) -> str:
+        if processes:
             with suppress(psutil.NoSuchProcess):
-                self.random.choice(ranks).kill()
-        time.sleep(self.random.uniform(3, 6))  # the ranks start again meanwhile
+                self.random.choice(processes).kill()
+        time.sleep(self.random.uniform(1, 6))  # the ranks start again meanwhile
         launcher.terminate()
-        return f"SIGKILL to one of {len(ranks)} ranks"
+        return f"SIGKILL to one of {len(processes)} {what}"
 
     def kill_launcher(self, launcher: subprocess.Popen[str]) -> str:
         launcher.kill()
@@ -167,7 +176,7 @@ class Chaos:
         return f"{newest.name}/{file.name} cut short"
 
     def fill_disk(self, launcher: subprocess.Popen[str]) -> str:
-        with self.disk.full(self.ranks(launcher)):
+        with self.disk.full(self.family(launcher)[1]):
             time.sleep(2)
             is_alive = launcher.poll() is None
         time.sleep(1)
@@ -194,7 +203,7 @@ def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
         both = (read(folder / "undisturbed/events.jsonl"), events)
         told = [[event["step"] for event in of_one if event["event"] == "step"] for of_one in both]
         assert told[0] == told[1], told[1]
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(chaos.run_dir) in " ".join(p.info["cmdline"] or [])]
+        left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(chaos.script.parent)]
         assert not left, left
         return {"lives": sum(event["event"] == "run_started" for event in events), **results[1]}
     finally:

@@ -89,11 +89,10 @@ def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> flo
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every rank and DataLoader worker of the runs in `folder`: their command line names the job file."""
+    """Every rank and DataLoader worker of the runs that were started in `folder`."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        is_ours = "paceline.worker" in words and any(str(folder) in word for word in words)
+    for process in psutil.process_iter(["cmdline", "cwd", "status"]):
+        is_ours = "paceline.nursery" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder)
         if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
@@ -239,7 +238,7 @@ def test_a_local_run_listens_on_loopback_only(script, background) -> None:
     launcher = background(path)
     wait_until(lambda: len(list(path.parent.glob("ready-*"))) == 2, within_s=60, what="both ranks")
     family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-    assert len(family) == 3
+    assert len(family) == 4  # the launcher, the nursery, two ranks
     listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening  # the ranks do talk to each other
     assert set(listening) <= {"127.0.0.1", "::1"}

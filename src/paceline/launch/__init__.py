@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.config import Config
 from paceline.errors import Interrupted, PacelineError, Stopped
-from paceline.job import Task
-from paceline.launch.environment import load_dotenv, pick_launcher
-from paceline.result import Outcome
+from paceline.launch import ranks
+from paceline.launch.environment import load_dotenv, pick_launcher, shares_cores
+
+if TYPE_CHECKING:
+    from paceline.job import Task
+    from paceline.result import Outcome
+
+
+def prepare(config: Config, folder: Path) -> None:
+    """Begin what takes time: a process that imports torch for local ranks, while this one still does so for itself."""
+    if pick_launcher(config.launcher) == "local":
+        load_dotenv(folder)
+        ranks.prepare(is_passive=shares_cores(config))
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dotenv import dotenv_values
 
+from paceline.config import Config
 from paceline.errors import ConfigError
 
 
@@ -25,6 +26,11 @@ def pick_launcher(wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "torchrun" if is_rank else "local"
+
+
+def shares_cores(config: Config) -> bool:
+    """Whether the config asks for several local ranks, which share the cores of this machine."""
+    return config.ddp and (config.procs_range or (1, 1))[1] > 1
 
 
 def usable_cores() -> int:

@@ -1,15 +1,12 @@
-"""The ranks of one machine, as children of torch's elastic agent.
+"""The ranks of one machine, forked from a nursery and watched until all have ended.
 
-Nothing can connect from outside: the agent keeps its store in memory, the ranks meet in a file of a private folder,
-and Gloo and NCCL listen on loopback.
+Nothing can connect from outside: the ranks meet in a file of a private folder, and Gloo and NCCL listen on loopback.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,11 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from paceline import failure, hang, job, result, resume
 from paceline.checkpoint.store import Store
@@ -33,8 +25,11 @@ from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed
 from paceline.failure import Failure
 from paceline.job import Task
-from paceline.launch.environment import chosen_threads, usable_cores
+from paceline.launch import ranks as processes
+from paceline.launch.environment import chosen_threads, shares_cores, usable_cores
+from paceline.launch.ranks import Ranks
 from paceline.launch.restarts import Restarts
+from paceline.nursery import LOOK_S, Birth
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS
@@ -45,14 +40,6 @@ from paceline.world import pick_backend, pick_device
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
-AGENT_LOGGERS = ("torch.distributed.elastic", "torchelastic")
-# The shell gives stdout and stderr one log, opened for appending, before Python starts.
-SHELL = 'exec "$@" >>"$0" 2>&1'
-# Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
-# ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
-PASSIVE = 'export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"; '
-# Ranks that save before they stop must not die of the request while they start: what is ignored stays so over exec.
-DEAF = "trap '' TERM INT USR1; "
 
 
 def start(config: Config, task: Task) -> Outcome:
@@ -141,39 +128,11 @@ def _live(
                 events.write("restarted", text=news)
         if request is not None:
             request.say = shown.screen.note
-        outcome = _run_agent(folder, ranks, _worker_command(folder, Path(private) / "store", began), request)
-        if not outcome.is_failed():
-            return None
-        codes = {rank: process.exitcode for rank, process in outcome.failures.items()}
-        return failure.first(folder, codes, spare=Path(private))
-
-
-class LocalRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The meeting of a single agent with itself: no port, no file, nothing to wait for."""
-
-    use_agent_store = False
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """A world of one agent."""
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
-
-    def get_backend(self) -> str:
-        return "local"
-
-    def get_run_id(self) -> str:
-        return "paceline"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+        births = _births(folder, ranks, Path(private) / "store", began, is_deaf=request is not None)
+        with processes.ranks(is_passive=shares_cores(config)) as started, _hearing(request, folder):
+            started.start(births)
+            codes = _watch(started, request)
+        return failure.first(folder, codes, spare=Path(private)) if codes else None
 
 
 @dataclass
@@ -184,92 +143,59 @@ class Request:
     say: Callable[[str], None] = print
 
 
-class Agent(LocalElasticAgent):  # type: ignore[misc]
-    """torch's agent, which passes a first request to stop on to ranks that save, and waits less long for others."""
-
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, request: Request | None) -> None:
-        super().__init__(spec, logs)
-        self._request, self._sent_at = request, 0.0
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
-        close = self._pcontext.close
-        # Ranks that take SIGTERM as a request would only wait for the neighbour that has failed.
-        last = signal.SIGTERM if self._request is None else signal.SIGKILL
-        self._pcontext.close = lambda death_sig=None, timeout=GRACE_S: close(last, min(timeout, GRACE_S))
-        if self._request is not None and threading.current_thread() is threading.main_thread():
-            for name in SIGNALS:
-                signal.signal(name, self._on_signal)
-        return pids
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        assert self._request is not None
-        if self._request.signal:
-            raise SignalException("asked again", signal.Signals(number))
-        self._request.signal = number
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        request = self._request
-        if request is not None and request.signal and time.monotonic() - self._sent_at > RESEND_S:
-            if not self._sent_at:
-                again = "Ctrl-C again" if request.signal == signal.SIGINT else "a second signal"
-                request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
-            self._sent_at = time.monotonic()
-            for pid in self._pcontext.pids().values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, request.signal)
-        return super()._monitor_workers(worker_group)
+def _births(folder: RunFolder, ranks: int, store: Path, began: float, *, is_deaf: bool) -> list[Birth]:
+    """The ranks of one life, which meet in the file `store`."""
+    arguments = (str(folder.job), str(store), str(began))
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [
+        Birth(
+            variables={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            folder=str(Path.cwd()),
+            log=str(folder.log(rank)),
+            arguments=arguments,
+            is_deaf=is_deaf,
+        )
+        for rank in range(ranks)
+    ]
 
 
-def _worker_command(folder: RunFolder, store: Path, began: float) -> tuple[str, ...]:
-    return (
-        sys.executable, "-u", "-m", "paceline.worker", str(folder.job), str(store), str(os.getpid()), str(began)
-    )  # fmt: skip
-
-
-def _run_agent(folder: RunFolder, ranks: int, worker: tuple[str, ...], request: Request | None) -> RunResult:
-    shell = (DEAF if request is not None else "") + (PASSIVE if ranks > 1 else "") + SHELL
-    spec = WorkerSpec(
-        role="paceline",
-        local_world_size=ranks,
-        rdzv_handler=LocalRendezvous(),
-        entrypoint="/bin/sh",
-        args=("-c", shell, str(folder.log("${local_rank}")), *worker),
-        max_restarts=0,  # whether to start again is for `Restarts` to say
-    )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), request)
-    with _quiet_agent(), _kept_signal_handlers():
-        try:
-            return agent.run()
-        except SignalException as stopped:
-            if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt(f"the run folder is {folder.path}") from None
-            raise Interrupted(f"ended by {stopped.sigval.name}; the run folder is {folder.path}") from None
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """The agent's own log lines tell less than ours; keep them off the screen."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(AGENT_LOGGERS)]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
+def _watch(ranks: Ranks, request: Request | None) -> dict[int, int]:
+    """Wait for the ranks. When one fails, end the others; the exit codes of those that failed by themselves."""
+    passed_on = 0.0
     try:
-        yield
+        while ranks.pids and not any(ranks.codes.values()):
+            ranks.look(LOOK_S)
+            if request is not None and request.signal and time.monotonic() - passed_on > RESEND_S:
+                if not passed_on:
+                    again = "Ctrl-C again" if request.signal == signal.SIGINT else "a second signal"
+                    request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
+                passed_on = time.monotonic()
+                ranks.signal(request.signal)
+        return {rank: code for rank, code in ranks.codes.items() if code}
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        # Ranks that take SIGTERM as a request would only wait for the neighbour that has failed.
+        ranks.end(signal.SIGTERM if request is None else signal.SIGKILL, GRACE_S)
 
 
 @contextmanager
-def _kept_signal_handlers() -> Iterator[None]:
-    """The agent takes over signal handlers and leaves them so; a notebook wants its Ctrl-C back."""
+def _hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
+    """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-    before = {name: signal.getsignal(name) for name in names}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if request is not None and not request.signal and number in SIGNALS:
+            request.signal = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt(f"the run folder is {folder.path}")
+        else:
+            raise Interrupted(f"ended by {signal.Signals(number).name}; the run folder is {folder.path}")
+
+    # What a program does with SIGUSR1 is its own affair, unless its ranks save when they get it.
+    names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    names += [signal.SIGUSR1] if request is not None else []
+    before = {name: signal.signal(name, hear) for name in names}
     try:
         yield
     finally:

@@ -1,0 +1,141 @@
+"""The launcher's end of the nursery: starts the ranks of a run, and knows how they end.
+
+A nursery starts while the launcher still imports torch itself, stays for the next run, and ends with the launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+
+from paceline.launch.environment import usable_cores
+from paceline.nursery import Birth
+
+# What libraries read while they are loaded: a nursery that was started with other values is of no use.
+READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "PYTHON", "PYTORCH", "TORCH")
+# Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
+# ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
+WAIT_POLICY = "OMP_WAIT_POLICY"
+
+
+class Ranks:
+    """The ranks of one run after the other, as children of one nursery."""
+
+    def __init__(self, *, is_passive: bool) -> None:
+        self.setting, self.owner = _setting(is_passive), os.getpid()
+        self._policy = {WAIT_POLICY: "passive"} if is_passive else {}
+        self._channel, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "paceline.nursery", str(theirs.fileno())],
+                env={**self._policy, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        self.pids: dict[int, int] = {}  # of the living
+        self.codes: dict[int, int] = {}  # of those that have ended: 0, an exit code, or minus the signal
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def start(self, births: Sequence[Birth]) -> None:
+        """Start ranks 0, 1, 2, and so on."""
+        self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
+        with suppress(OSError):  # `look` says that it is gone
+            for rank, birth in enumerate(births):
+                variables = {**self._policy, **birth.variables}
+                self._channel.send((rank, birth._replace(variables=variables)))
+
+    def look(self, seconds: float) -> None:
+        """Take in what has happened to the ranks; wait for news for so long."""
+        try:
+            while self.pids and self._channel.poll(seconds):
+                rank, pid, code = self._channel.recv()
+                if code is None:
+                    self.pids[rank] = pid
+                else:
+                    del self.pids[rank]
+                    self.codes[rank] = code
+                seconds = 0.0
+        except (EOFError, OSError):  # and with it, its ranks
+            self._process.wait()
+            self.codes |= dict.fromkeys(self.pids, -signal.SIGKILL)
+            self.pids = {}
+
+    def signal(self, number: int, *, to_groups: bool = False) -> None:
+        """Send a signal to the ranks, or also to the processes that they have started."""
+        for pid in filter(None, self.pids.values()):
+            with suppress(ProcessLookupError):
+                (os.killpg if to_groups else os.kill)(pid, number)
+
+    def end(self, number: int, grace_s: float) -> None:
+        """End the ranks by a signal, and by SIGKILL those that do not follow in time."""
+        deadline = time.monotonic() + grace_s
+        while self.pids:
+            is_late = time.monotonic() >= deadline
+            self.signal(signal.SIGKILL if is_late else number, to_groups=True)
+            self.look(max(0.1, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """End the process, and with it any rank that is left."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_waiting: list[Ranks] = []  # at most one, which no run uses
+
+
+@atexit.register
+def _end_all() -> None:
+    """At the end of this process, which would otherwise complain about a child that is left."""
+    for one in _waiting:
+        if one.owner == os.getpid():  # or it belongs to the process that this one was forked from
+            one.close()
+
+
+def prepare(*, is_passive: bool) -> None:
+    """Have a nursery ready soon: its imports go on beside those of this process."""
+    if not _fitting(is_passive):
+        _put_back(Ranks(is_passive=is_passive))
+
+
+@contextmanager
+def ranks(*, is_passive: bool) -> Iterator[Ranks]:
+    """A nursery's ranks, which nobody else uses meanwhile; `is_passive` is for several ranks that share the cores."""
+    fitting = _fitting(is_passive)
+    if fitting:
+        _waiting.remove(fitting[0])
+    taken = fitting[0] if fitting else Ranks(is_passive=is_passive)
+    try:
+        yield taken
+    finally:
+        if taken.pids or taken.is_lost:
+            taken.close()
+        else:
+            _put_back(taken)
+
+
+def _put_back(one: Ranks) -> None:
+    _end_all()
+    _waiting[:] = [one]
+
+
+def _fitting(is_passive: bool) -> list[Ranks]:
+    setting = _setting(is_passive)
+    return [one for one in _waiting if one.owner == os.getpid() and one.setting == setting and not one.is_lost]
+
+
+def _setting(is_passive: bool) -> tuple[object, ...]:
+    """All that a rank has from its nursery and cannot be told later."""
+    read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
+    return is_passive, usable_cores(), resource.getrlimit(resource.RLIMIT_NOFILE), read

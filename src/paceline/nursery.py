@@ -1,0 +1,103 @@
+"""The process that ranks are forked from: it has imported torch already, so they begin at once and share its memory.
+
+It has no thread, no GPU and no code of the user's, so forking it is safe. It ends with its launcher, as its ranks do
+with it. The launcher's end is `launch/ranks.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import NamedTuple, NoReturn
+
+from paceline.stop import ignore_signals
+
+LOOK_S = 0.05  # between looks at the ranks
+IDLE_S = 1.0  # between looks at the launcher while there are none
+MUST_LOAD_ANEW = sys.platform == "darwin"  # where system libraries do not survive a fork
+
+
+class Birth(NamedTuple):
+    """What a process must know to become a rank."""
+
+    variables: dict[str, str]
+    folder: str
+    log: str
+    arguments: tuple[str, ...]
+    is_deaf: bool  # it will save before it stops, so it must not die of the request while it begins
+
+
+def main() -> None:
+    """Fork ranks as they are asked for, and tell how they end, until the launcher is gone."""
+    channel, launcher = Connection(int(sys.argv[1])), os.getppid()
+    if not MUST_LOAD_ANEW:
+        importlib.import_module("paceline.worker")
+        importlib.import_module("torch._dynamo")  # every optimizer loads it
+    os.chdir("/")
+    gc.freeze()  # a collection in a rank would write to pages that all share
+    ranks: dict[int, int] = {}
+    try:
+        while os.getppid() == launcher:
+            if channel.poll(LOOK_S if ranks else IDLE_S):
+                rank, birth = channel.recv()
+                pid = _fork(birth, channel)
+                ranks[pid] = rank
+                channel.send((rank, pid, None))
+            for pid, rank in list(ranks.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del ranks[pid]
+                    channel.send((rank, pid, os.waitstatus_to_exitcode(status)))
+    except (EOFError, ConnectionError):
+        pass
+    os._exit(0)  # the kernel ends the ranks
+
+
+def _fork(birth: Birth, channel: Connection) -> int:
+    parent = os.getpid()
+    with warnings.catch_warnings():  # numpy's threads do nothing yet, and its library knows about forks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        channel.close()
+        _become(birth, parent)
+    return pid
+
+
+def _become(birth: Birth, parent: int) -> NoReturn:
+    """Be a rank from now on."""
+    try:
+        os.setsid()
+        _redirect(birth.log)
+        os.environ.clear()
+        os.environ.update(birth.variables)
+        os.chdir(birth.folder)
+        if birth.is_deaf:
+            ignore_signals()
+        if MUST_LOAD_ANEW:
+            command = [sys.executable, "-u", "-m", "paceline.worker", *birth.arguments, str(parent)]
+            os.execv(sys.executable, command)
+        importlib.invalidate_caches()
+        sys.argv = ["paceline.worker", *birth.arguments, str(parent)]
+        sys.modules["paceline.worker"].main()
+    except BaseException:  # noqa: BLE001 - whatever it is, this process must never go on as a nursery
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _redirect(log: str) -> None:
+    """Output and errors go to one log, which is appended to; there is nothing to read."""
+    for target, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        opened = os.open(file, flags, 0o644)
+        os.dup2(opened, target)
+        os.close(opened)
+    os.dup2(1, 2)
+
+
+if __name__ == "__main__":
+    main()
