@@ -72,6 +72,7 @@ class Variant:
     precision: str = "fp16"  # bf16, fp32, or half: weights in fp16 too
     act: str = "gelu"  # tanh, relu, silu
     norm: str = "torch"  # or fused: pooling, BatchNorm and GELU in Triton kernels
+    pool: str = "torch"  # or triton: the recipe's kernel
     first: str = "plain"  # or padded: the image's 3 channels become 8
     loss: str = "torch"  # or short: label smoothing by hand
     augment: str = "step"  # or epoch: all images at once
@@ -103,7 +104,7 @@ class TrialNet(recipe.FastNet):
 
     def __init__(self, variant: Variant) -> None:
         super().__init__(tuple(int(width) for width in variant.widths.split("/")))
-        self.act = ACTIVATIONS[variant.act]
+        self.act, self.pool = ACTIVATIONS[variant.act], variant.pool
         self.is_fused, self.is_padded = variant.norm == "fused", variant.first == "padded"
         self.whiten.bias.requires_grad_(variant.whiten != "frozen")
 
@@ -131,7 +132,14 @@ class TrialNet(recipe.FastNet):
             from cifar_fast_fused import pool_norm_gelu
 
             return pool_norm_gelu(x, norm, pool)
-        return self.act(norm(F.max_pool2d(x, 2) if pool else x))
+        return self.act(norm(self.halved(x) if pool else x))
+
+    def halved(self, x: Tensor) -> Tensor:
+        if self.pool == "torch":
+            return F.max_pool2d(x, 2)
+        from halve import Halve
+
+        return Halve.apply(x)  # type: ignore[no-any-return]
 
 
 def smoothed_loss(output: Tensor, target: Tensor, smooth: float) -> Tensor:

@@ -16,7 +16,7 @@ from paceline.config import Config
 from paceline.data.feed import Feed, tensors_in
 from paceline.data.sources import is_stream
 from paceline.errors import ConfigError, DataError, UnusedParameters
-from paceline.precision import to_channels_last
+from paceline.precision import autocast, to_channels_last
 from paceline.world import World
 
 NO_VIEW = "view size is not compatible with input tensor's size and stride"
@@ -153,17 +153,23 @@ def _suits_channels(model: torch.nn.Module, feed: Feed, device: torch.device) ->
     """Yes on a GPU if the model has filters and takes images that lie by channels."""
     has_filters = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
     is_possible = device.type == "cuda" and has_filters and not is_stream(feed.dataset)
-    return is_possible and takes_channels(model, feed.sample())
+    return is_possible and takes_channels(model, feed.sample(), feed.config.precision)
 
 
-def takes_channels(model: torch.nn.Module, batch: Any) -> bool:
-    """Whether a model takes images that lie by channels, tried on a copy: many call `view`, which does not."""
+def takes_channels(model: torch.nn.Module, batch: Any, precision: str = "fp32") -> bool:
+    """Whether a model takes images that lie by channels, tried on a copy: many call `view`, which does not.
+
+    Forward and backward, as in training; so the libraries that the first step needs are loaded by then, too.
+    """
     device = next(iter(tensors_in(batch))).device
     try:
-        trial = copy.deepcopy(model).to(device).eval()
+        trial = copy.deepcopy(model).to(device).train()
         _lay(trial, torch.channels_last)
-        with torch.no_grad():
-            run_model(trial, to_channels_last(batch))
+        with autocast(precision, device):
+            output, _ = run_model(trial, to_channels_last(batch))
+        scores = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
+        if scores:
+            torch.stack(scores).sum().backward()
     except Exception as error:  # noqa: BLE001 - all else will be said when the model trains
         return NO_VIEW not in str(error)
     return True

@@ -203,7 +203,9 @@ def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
         both = (read(folder / "undisturbed/events.jsonl"), events)
         told = [[event["step"] for event in of_one if event["event"] == "step"] for of_one in both]
         assert told[0] == told[1], told[1]
-        left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(chaos.script.parent)]
+        running = psutil.process_iter(["cmdline", "cwd"])
+        ours = [p for p in running if "paceline.nursery" in (p.info["cmdline"] or [])]
+        left = [p for p in ours if p.info["cwd"] == str(chaos.script.parent)]
         assert not left, left
         return {"lives": sum(event["event"] == "run_started" for event in events), **results[1]}
     finally:
