@@ -169,7 +169,7 @@ def takes_channels(model: torch.nn.Module, batch: Any, precision: str = "fp32") 
             output, _ = run_model(trial, to_channels_last(batch))
         scores = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if scores:
-            torch.stack(scores).sum().backward()
+            torch.stack(scores).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - all else will be said when the model trains
         return NO_VIEW not in str(error)
     return True
