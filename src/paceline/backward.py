@@ -56,7 +56,10 @@ class Backward:
             self.hook = BucketHook(self.parameters, self.reduction, guard.vote if self._votes and guard else None)
             replica.register_comm_hook(self.hook, reduce_bucket)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
-        if config.step_mode == "compile":
+        self._value_of = _value_of
+        if config.step_mode == "compile" and self.hook is None:
+            self._value_of = torch.compile(_value_of, dynamic=False)  # model and loss fused into each other
+        elif config.step_mode == "compile":
             replica.module.compile(dynamic=False)
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -128,8 +131,7 @@ class Backward:
         batch = self.feed.batch(inputs)
         with self._stance(lane), _explained(self.config.precision):
             with autocast(self.config.precision, self.world.device):
-                output, target = run_model(model, batch)
-                value = self.loss_fn(output, target)
+                value = self._value_of(model, self.loss_fn, batch)
             self._counts_itself = isinstance(value, (tuple, list))
             weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
             if self._counts_itself:
@@ -196,6 +198,12 @@ class Backward:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def _value_of(model: Callable[..., Any], loss_fn: Callable[..., Any], batch: Any) -> Any:
+    """What the loss function makes of a batch."""
+    output, target = run_model(model, batch)
+    return loss_fn(output, target)
 
 
 @contextmanager

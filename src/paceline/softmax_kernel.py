@@ -52,5 +52,5 @@ def _settle(logits, targets, losses, columns, classes, ignore_index, BLOCK: tl.c
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
             x = tl.where(at < classes, x, float("-inf"))
-            gradient = tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)
+            gradient = tl.exp(x - log_sum) - tl.where(is_known & (at == target), 1.0, 0.0)
             tl.store(logits + at, tl.where(counts, gradient, 0.0), mask=at < columns)

@@ -101,8 +101,8 @@ class Feed:
         return to_channels_last(batch) if self.by_channels else batch
 
     def sample(self) -> Any:
-        """A batch of two samples, as the model is measured on, to try something out."""
-        indices = np.arange(min(2, len(self.dataset)))
+        """Some samples as the model is measured on, to try something out: a whole batch where it costs nothing."""
+        indices = np.arange(min(self.config.batch_size if self.rows is not None else 2, len(self.dataset)))
         if self.rows is not None:
             return self.evaluation_batch(Dealt(0, self.rows.finder(self.dataset)(indices)))
         return self.evaluation_batch(KeyedDataset(self.dataset, self.config.seed).whole(Dealt(0, indices.tolist())))
