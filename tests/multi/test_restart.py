@@ -31,7 +31,7 @@ def lives() -> int:
 
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
     log = Path("fetched").resolve()
-    result = start(dataset_fn=lambda: Disturbed(log, [2], KILL), procs=2, checkpoint={"every_steps": 2})
+    result = start(dataset_fn=lambda: Disturbed(log, [3], KILL), procs=2, checkpoint={"every_steps": 2})
     assert outcome(result) == undisturbed
     [restarted] = events("restarted")
     assert "SIGKILL; starting again from step" in restarted["text"]

@@ -39,6 +39,7 @@ from paceline.world import pick_backend, pick_device
 
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
+ECHO_S = 0.3  # between a rank that has failed and what its neighbours see of it
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 
 
@@ -132,7 +133,7 @@ def _live(
         with processes.ranks(is_passive=shares_cores(config)) as started, _hearing(request, folder):
             started.start(births)
             codes = _watch(started, request)
-        return failure.first(folder, codes, spare=Path(private)) if codes else None
+        return failure.first(folder, codes, spare=Path(private)) if any(codes.values()) else None
 
 
 @dataclass
@@ -160,7 +161,7 @@ def _births(folder: RunFolder, ranks: int, store: Path, began: float, *, is_deaf
 
 
 def _watch(ranks: Ranks, request: Request | None) -> dict[int, int]:
-    """Wait for the ranks. When one fails, end the others; the exit codes of those that failed by themselves."""
+    """Wait for the ranks. When one fails, end the others. The exit codes, 0 for those that were ended here."""
     passed_on = 0.0
     try:
         while ranks.pids and not any(ranks.codes.values()):
@@ -171,7 +172,11 @@ def _watch(ranks: Ranks, request: Request | None) -> dict[int, int]:
                     request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
                 passed_on = time.monotonic()
                 ranks.signal(request.signal)
-        return {rank: code for rank, code in ranks.codes.items() if code}
+        # The death of one rank makes others fail, and the news of both come in any order.
+        quiet_at = time.monotonic() + ECHO_S
+        while ranks.pids and time.monotonic() < quiet_at:
+            ranks.look(LOOK_S)
+        return dict.fromkeys(ranks.pids, 0) | ranks.codes
     finally:
         # Ranks that take SIGTERM as a request would only wait for the neighbour that has failed.
         ranks.end(signal.SIGTERM if request is None else signal.SIGKILL, GRACE_S)
