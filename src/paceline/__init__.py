@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Muon", "Result", "Trainer", "errors", "indices_at", "linear_cross_entropy", "shard"]
+__all__ = ["Muon", "Result", "Trainer", "datasets", "errors", "indices_at", "linear_cross_entropy", "shard"]
 
 if TYPE_CHECKING:
-    from paceline import errors
+    from paceline import datasets, errors
     from paceline.data.order import indices_at
     from paceline.data.shard import shard
     from paceline.fused_loss import linear_cross_entropy
@@ -30,8 +30,8 @@ def __getattr__(name: str) -> Any:
     # Names are loaded when they are used: `paceline --help` must not wait for torch.
     import importlib
 
-    if name == "errors":
-        return importlib.import_module("paceline.errors")
+    if name in ("datasets", "errors"):
+        return importlib.import_module(f"paceline.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import numpy as np
 
 from paceline import result
 from paceline.config import Config
 from paceline.data.feed import make_feeds
-from paceline.data.sources import is_stream, make_datasets
+from paceline.data.sources import is_stream, make_datasets, original_indices
 from paceline.errors import DataError
 from paceline.evaluate import Evaluator
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import make_model, place, settle_layout
-from paceline.run_folder import RunFolder
+from paceline.run_folder import RunFolder, write_json
 from paceline.telemetry.events import Events
 from paceline.world import World
 
@@ -24,20 +24,27 @@ from paceline.world import World
 def evaluate(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
 ) -> None:
-    """Leave the mean of the loss and of each metric as the job's value. All ranks."""
-    _apply("measure", config, folder, world, progress, weights, is_whole)
+    """Leave the mean of the loss and of each metric as the job's value, and in a file. All ranks."""
+    _, metrics = _apply("measure", config, folder, world, progress, weights, is_whole)
+    if world.is_main:
+        write_json(folder.metrics, {"metrics": metrics, "weights": str(weights)})
+        result.write_value(folder, metrics)
 
 
 def predict(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
 ) -> None:
     """Leave the model's outputs, in the order of the data set, as the job's value. All ranks."""
-    _apply("predict", config, folder, world, progress, weights, is_whole)
+    dataset, outputs = _apply("predict", config, folder, world, progress, weights, is_whole)
+    if world.is_main:
+        indices = np.asarray(original_indices(dataset, range(len(dataset))))
+        result.write_value(folder, result.Predictions(indices, outputs))
 
 
 def _apply(
     what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path, is_whole: bool
-) -> None:
+) -> tuple[Any, Any]:
+    """The data set that was used, and what the evaluator's method `what` makes of it. All ranks."""
     events = Events(folder.events if world.is_main else None)
     progress.phase = "building the data set"
     seed_generators(config.seed, "data set")
@@ -53,7 +60,7 @@ def _apply(
         )
     progress.phase = "loading the model"
     model = make_model(config)
-    safetensors.torch.load_model(model, weights)
+    result.load_weights(model, weights)
     progress.phase = "evaluating"
     feed, _ = make_feeds(dataset, None, config, world)
     config = settle_layout(config, model, feed, world)
@@ -61,7 +68,6 @@ def _apply(
     model = place(model, config, world.device)
     method: Any = getattr(Evaluator(feed, config, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
-    if world.is_main:
-        result.write_value(folder, value)
     events.write("run_finished")
     events.close()
+    return dataset, value

@@ -28,6 +28,17 @@ PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
 Command = Callable[..., None]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The data sets that recipes use.")
+app.add_typer(data, name="data")
+
+
+def _recipe_name(path: Path) -> str:
+    """A folder's config.yaml goes by the name of the folder, other configs in it by their own."""
+    return path.parent.name if path.stem == "config" else path.stem
+
+
+RECIPE_CONFIGS = dict(sorted((_recipe_name(path), path) for path in RECIPES.glob("*/*.yaml")))
+CONFIG_HELP = f"A config.yaml, or a recipe: {', '.join(RECIPE_CONFIGS)}."
 
 
 @app.callback()
@@ -51,9 +62,7 @@ def _interruptible(command: Command) -> Command:
 @app.command()
 @_interruptible
 def train(
-    target: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear, cifar10, cifar10-fast.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
@@ -77,9 +86,7 @@ def train(
 @app.command()
 @_interruptible
 def compare(
-    target: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A config.yaml, or a recipe: digits, linear, cifar10, cifar10-fast.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     procs: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4.")] = "1,2",
     run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,
@@ -174,6 +181,19 @@ def init(
     typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
 
 
+@data.command("get")
+@_interruptible
+def get_data(
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist or cifar10.")],
+    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/datasets/NAME by default.")] = None,
+) -> None:
+    """Download a data set, or go on with a download that was cut; what is already there is kept."""
+    from paceline.datasets import download
+
+    folder = download.get(name, to, say=typer.echo)
+    typer.echo(f"{name} is complete in {folder.resolve()}")
+
+
 def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
     """The config that a command line means, and the folder it comes from."""
     from paceline import config
@@ -206,17 +226,11 @@ def find_config(target: str) -> Path:
     for path in (Path(target), Path(target) / "config.yaml"):
         if path.is_file():
             return path
-    recipes = {_recipe_name(path): path for path in sorted(RECIPES.glob("*/*.yaml"))}
-    if target in recipes:
-        return recipes[target]
-    near = difflib.get_close_matches(target, [*recipes, *map(str, Path().glob("*.yaml"))], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes)}"
+    if target in RECIPE_CONFIGS:
+        return RECIPE_CONFIGS[target]
+    near = difflib.get_close_matches(target, [*RECIPE_CONFIGS, *map(str, Path().glob("*.yaml"))], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
     raise ConfigError(f"{target} is neither a file nor a recipe; {hint}")
-
-
-def _recipe_name(path: Path) -> str:
-    """A folder's config.yaml goes by the name of the folder, other configs in it by their own."""
-    return path.parent.name if path.stem == "config" else path.stem
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from paceline.errors import ConfigError
-from paceline.functions import FunctionNotFound, name_of, resolve
+from paceline.functions import FunctionNotFound, home_of, name_of, resolve
 
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn")
@@ -137,6 +137,7 @@ class Config(_Section):
     name: str = Field("run", pattern=r"^[\w.-]+$")
     seed: int = 0
     run_dir: Path | None = None
+    folder: Path | None = None
 
     model_fn: Function | None = None
     model_args: dict[str, Any] = {}
@@ -219,7 +220,7 @@ class Config(_Section):
 def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
     """A checked config with callable functions, or one ConfigError that lists every mistake.
 
-    Names of functions and relative paths of data are looked up in `folder`.
+    Names of functions and relative paths of data are looked up in the config's `folder`, which is relative to this one.
     """
     # A known key without a value keeps its default; an unknown one is a mistake all the same.
     values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
@@ -228,18 +229,21 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
         config = Config.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += list(dict.fromkeys(_describe(detail) for detail in details))
+        problems += list(dict.fromkeys(describe(detail) for detail in details))
         # What is right is checked further, so that nobody mends one mistake only to be shown the next.
         wrong = {str(detail["loc"][0]) for detail in details}
         config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
         problems += _conflicts(config, given=set(values), wrong=wrong)
     else:
         problems += _conflicts(config, given=set(values))
+    if config.folder is not None:
+        folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
-    problems += _unknown_names(config)
+    problems += unknown_names(config)
     problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)
+    config.folder = folder.resolve() if folder is not None else _home(config)
     return config
 
 
@@ -305,7 +309,7 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def _describe(detail: ErrorDetails) -> str:
+def describe(detail: ErrorDetails) -> str:
     """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
     # Unions put the branch that failed into the location; people know the key alone.
     path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
@@ -425,7 +429,13 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
     return problems
 
 
-def _unknown_names(config: Config) -> list[str]:
+def _home(config: Config) -> Path | None:
+    """The folder of the first function that is not of an installed package: there, a command finds them again."""
+    functions = (getattr(config, key) for key in FUNCTION_KEYS)
+    return next((home for function in functions if function is not None and (home := home_of(function))), None)
+
+
+def unknown_names(config: Config) -> list[str]:
     """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
     from paceline.metrics import NAMED
     from paceline.optim import problems_with

@@ -111,7 +111,7 @@ def first(folder: RunFolder, exit_codes: Mapping[int, int], spare: Path | None =
     ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in told and code]
     candidates = sorted(told.values(), key=lambda failure: failure.time)
     own = [failure for failure in candidates if not failure.is_echo]
-    # The agent ends the survivors by SIGTERM, so a death by that signal comes last.
+    # The launcher ends the survivors by SIGTERM, so a death by that signal comes last.
     ended.sort(key=lambda failure: failure.error == "SIGTERM")
     return [*own, *ended, *candidates][0]
 

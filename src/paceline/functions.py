@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import ConfigError
 
 
 class FunctionNotFound(Exception):
@@ -54,9 +58,33 @@ def _refuse_other(module_name: str, folder: Path | None) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """ "module:name" for people to read; lambdas and closures keep Python's own name for them."""
+    """ "module:name" for people to read; lambdas and closures keep Python's own name for them, objects get a "()"."""
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', named)}"
+    is_method = inspect.ismethod(function) and not isinstance(function.__self__, type)
+    name = f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', named)}"
+    return f"{name}()" if named is not function or is_method else name
+
+
+def home_of(function: Callable[..., Any]) -> Path | None:
+    """The folder that the module of a function was imported from; None if that is where packages are installed."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if module is None or file is None:
+        return None
+    path = Path(file).resolve()
+    home = path.parents[module.__name__.count(".") + (path.name == "__init__.py")]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return None if any(home.is_relative_to(folder) for folder in installed) else home
+
+
+class Missing:
+    """Stands for what a run was given and cannot be found again; says so when it is used."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        raise ConfigError(self.reason)
 
 
 def _cause(error: BaseException, folder: Path | None) -> str:

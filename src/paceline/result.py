@@ -7,23 +7,81 @@ import pickle
 import platform
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 import safetensors.torch
 import torch
 
+from paceline.checkpoint.state import put_trained
 from paceline.digest import sha256_of
 from paceline.ema import Ema
 from paceline.run_folder import RunFolder, write_json, write_private
 
 if TYPE_CHECKING:
+    from paceline.config import Config
     from paceline.trainer import Trainer
 
 
+class Predictions(NamedTuple):
+    """A model's outputs, and which samples of the user's data set they are of."""
+
+    indices: np.ndarray[Any, np.dtype[np.int64]]
+    outputs: torch.Tensor
+
+
+class Trained:
+    """Weights that a run has left, and what can be done with them."""
+
+    run_dir: Path
+    lanes: int
+    _trainer: Trainer | None
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights to use, or the checkpoint that holds them."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        assert self._trainer is not None
+        return self._trainer.config
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The trained model on the CPU, ready to be used: in eval mode."""
+        return self.load_model().eval()
+
+    def load_model(self) -> torch.nn.Module:
+        """The trained model on the CPU, without any wrapper."""
+        assert self._trainer is not None
+        model = self._trainer.make_model()
+        load_weights(model, self.weights)
+        return model
+
+    def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
+        """The loss and metrics on the validation data, or on that of `df`; equal at any number of processes."""
+        assert self._trainer is not None
+        metrics: dict[str, float] = self._trainer.apply("evaluate", self, df, procs)
+        return metrics
+
+    def predict(self, df: Any = None, procs: int | None = None) -> torch.Tensor:
+        """The model's output for each sample of the validation data, or of `df`, in the order of the data set."""
+        return self.predictions(df, procs).outputs
+
+    def predictions(self, df: Any = None, procs: int | None = None) -> Predictions:
+        """The same, with the indices that the samples have in the data set of `dataset_fn`."""
+        assert self._trainer is not None
+        predicted: Predictions = self._trainer.apply("predict", self, df, procs)
+        return predicted
+
+
 @dataclass
-class Result:
+class Result(Trained):
     """The outcome of a run."""
 
     run_dir: Path
@@ -48,24 +106,13 @@ class Result:
         folder = RunFolder(self.run_dir)
         return folder.weights if self.ema_sha256 is None else folder.ema
 
-    def load_model(self) -> torch.nn.Module:
-        """The trained model on the CPU, without any wrapper."""
-        assert self._trainer is not None
-        model = self._trainer.make_model()
-        safetensors.torch.load_model(model, self.weights)
-        return model
 
-    def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
-        """The loss and metrics on the validation data, or on that of `df`; equal at any number of processes."""
-        assert self._trainer is not None
-        metrics: dict[str, float] = self._trainer.apply("evaluate", self, df, procs)
-        return metrics
-
-    def predict(self, df: Any = None, procs: int | None = None) -> torch.Tensor:
-        """The model's output for each sample of the validation data, or of `df`, in the order of the data set."""
-        assert self._trainer is not None
-        outputs: torch.Tensor = self._trainer.apply("predict", self, df, procs)
-        return outputs
+def load_weights(model: torch.nn.Module, weights: Path) -> None:
+    """Give a model the weights of a file or of a checkpoint's folder."""
+    if weights.is_dir():
+        put_trained(weights, model)
+    else:
+        safetensors.torch.load_model(model, weights)
 
 
 def write(

@@ -33,6 +33,7 @@ class RunFolder:
         self.ema = path / "ema.safetensors"
         self.value = path / "value.pkl"
         self.result = path / "result.json"
+        self.metrics = path / "metrics.json"  # of an evaluation
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:

@@ -95,4 +95,4 @@ def test_functions_are_named_as_a_config_would_name_them() -> None:
         name_of(lambda: None)
         == f"{__name__}:{'test_functions_are_named_as_a_config_would_name_them'}.<locals>.<lambda>"
     )
-    assert name_of(functools.partial(resolve)) == "functools:partial"
+    assert name_of(functools.partial(resolve)) == "functools:partial()"

@@ -180,14 +180,30 @@ def write_rest(folder: Path, state: State) -> Written:
 # --- out of a checkpoint -------------------------------------------------------------------------------------------
 
 
-def load(path: Path) -> State:
-    """The state that a checkpoint holds, on the CPU."""
+def load(path: Path, only: Collection[str] | None = None) -> State:
+    """The state that a checkpoint holds, on the CPU; of its tensors, perhaps only some groups."""
     rest = torch.load(path / REST, weights_only=True, map_location="cpu")
     groups: dict[str, Tensors] = {}
     for file in sorted(path.glob("*.safetensors")):
         group = file.name.removesuffix(".safetensors").partition("-")[0]
-        groups.setdefault(group, {}).update(safetensors.torch.load_file(file))
+        if only is None or group in only:
+            groups.setdefault(group, {}).update(safetensors.torch.load_file(file))
     return State(groups, rest)
+
+
+def has_average(path: Path) -> bool:
+    """Whether a checkpoint holds an average of the weights."""
+    return any(path.glob("ema*.safetensors"))
+
+
+@torch.no_grad()
+def put_trained(path: Path, model: torch.nn.Module) -> None:
+    """Give a model the weights of a checkpoint that are meant to be used: their average if the run kept one."""
+    state = load(path, only=("weights", "ema"))
+    put_weights(state, model, path)
+    parameters = dict(model.named_parameters())
+    for name, average in state.groups.get("ema", {}).items():
+        parameters[name].copy_(average)
 
 
 def put_weights(state: State, model: torch.nn.Module, source: Path) -> None:

@@ -1,52 +1,30 @@
 """CIFAR-10: 60,000 colour photographs of 32 × 32 pixels in ten classes, a plain residual network, the managed loop.
 
 Data: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, the archive of binary files,
-`cifar-10-binary.tar.gz`. Unpack it into `$PACELINE_HOME/datasets/cifar10`, or say where it is:
+packed or unpacked, in `$PACELINE_HOME/datasets/cifar10` or where you say:
 
+    paceline data get cifar10
     paceline train cifar10 --procs 2
     paceline train cifar10 dataset_args.root=/data/cifar10
 """
 
-import os
-from pathlib import Path
-
-import numpy as np
-import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from paceline import errors
+from paceline import datasets
 
-RECORDS, BYTES = 10_000, 1 + 3 * 32 * 32  # of a file, and of a record: the class, then red, green and blue pixels
-folder = Path(os.environ.get("PACELINE_HOME", "shared_data"), "datasets", "cifar10")
+folder = None  # where get_dataset was told to look; the test images lie there, too
 
 
 def get_dataset(root=None):
-    """The 50,000 training images as bytes, and their classes; the test images are looked for beside them."""
+    """The 50,000 training images as bytes, and their classes."""
     global folder
-    folder = Path(root or folder)
-    return read([f"data_batch_{number}.bin" for number in range(1, 6)])
+    folder = root
+    return datasets.read("cifar10", train=True, root=root)
 
 
 def get_test_dataset():
     """The 10,000 test images."""
-    return read(["test_batch.bin"])
-
-
-def read(names):
-    inner = folder / "cifar-10-batches-bin"
-    paths = [(inner if inner.is_dir() else folder) / name for name in names]
-    for path in paths:
-        size = path.stat().st_size if path.is_file() else None
-        if size != RECORDS * BYTES:
-            wrong = "does not exist" if size is None else f"has {size:,} bytes, not {RECORDS * BYTES:,}"
-            raise errors.DataError(
-                f"{path.resolve()} {wrong}; unpack CIFAR-10's cifar-10-binary.tar.gz into {folder.resolve()}, "
-                "or say where it is by PACELINE_HOME or dataset_args.root"
-            )
-    table = np.concatenate([np.fromfile(path, np.uint8) for path in paths]).reshape(-1, BYTES)
-    images = torch.from_numpy(table[:, 1:].reshape(-1, 3, 32, 32))
-    return TensorDataset(images, torch.from_numpy(table[:, 0].astype(np.int64)))
+    return datasets.read("cifar10", train=False, root=folder)
 
 
 class NetResDeep(nn.Module):
