@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config
 from paceline.errors import Interrupted, PacelineError, Stopped
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from paceline.result import Outcome
 
 
-def prepare(config: Config, folder: Path) -> None:
-    """Begin what takes time: a process that imports torch for local ranks, while this one still does so for itself."""
-    if pick_launcher(config.launcher) == "local":
+def prepare(raw: Mapping[str, Any], folder: Path) -> None:
+    """Begin what takes time: a process that imports torch for local ranks, while this one still does so for itself.
+
+    `raw` holds the keys of a config that may not have been checked yet.
+    """
+    if pick_launcher(raw.get("launcher", "auto")) == "local":
         load_dotenv(folder)
-        ranks.prepare(is_passive=shares_cores(config))
+        ranks.prepare(is_passive=shares_cores(raw.get("ddp", True), raw.get("procs")))
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from dotenv import dotenv_values
 
-from paceline.config import Config
 from paceline.errors import ConfigError
 
 
@@ -28,9 +28,9 @@ def pick_launcher(wanted: str) -> str:
     return "torchrun" if is_rank else "local"
 
 
-def shares_cores(config: Config) -> bool:
-    """Whether the config asks for several local ranks, which share the cores of this machine."""
-    return config.ddp and (config.procs_range or (1, 1))[1] > 1
+def shares_cores(ddp: Any, procs: Any) -> bool:
+    """Whether these keys of a config ask for several local ranks, which share the cores of this machine."""
+    return bool(ddp) and str(procs) not in ("None", "1")
 
 
 def usable_cores() -> int:

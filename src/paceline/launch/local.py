@@ -130,7 +130,7 @@ def _live(
         if request is not None:
             request.say = shown.screen.note
         births = _births(folder, ranks, Path(private) / "store", began, is_deaf=request is not None)
-        with processes.ranks(is_passive=shares_cores(config)) as started, _hearing(request, folder):
+        with processes.ranks(is_passive=shares_cores(config.ddp, config.procs)) as started, _hearing(request, folder):
             started.start(births)
             codes = _watch(started, request)
         return failure.first(folder, codes, spare=Path(private)) if any(codes.values()) else None

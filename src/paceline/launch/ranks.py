@@ -20,7 +20,7 @@ from paceline.launch.environment import usable_cores
 from paceline.nursery import Birth
 
 # What libraries read while they are loaded: a nursery that was started with other values is of no use.
-READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "PYTHON", "PYTORCH", "TORCH")
+READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "PYTHON", "PYTORCH", "TORCH_")
 # Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
 # ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
