@@ -1,0 +1,92 @@
+"""The nursery: what ranks have from it, when it is used again, and that it ends with its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch import nn
+
+from paceline import Trainer
+
+
+def about_this_rank(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> dict[str, Any]:
+    return {
+        "nursery": os.getppid(), "folder": str(Path.cwd()), "note": os.environ.get("NOTE"),
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)],
+        "policy": os.environ.get("OMP_WAIT_POLICY"), "group": os.getpgid(0) == os.getpid(),
+    }  # fmt: skip
+
+
+def tell(**options: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"train_fn": about_this_rank, "batch_size": 1, "num_epochs": 1, **options}
+    told: dict[str, Any] = Trainer(lambda: nn.Linear(1, 1), lambda: [0, 1], **given).start().value
+    return told
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_next_run_comes_from_the_same_nursery_and_knows_the_launcher_of_its_own_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = tell()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("NOTE", "new")
+    second = tell()
+    assert first["nursery"] == second["nursery"]
+    assert (first["note"], second["note"]) == (None, "new")
+    assert (first["folder"], second["folder"]) == (str(tmp_path), str(tmp_path / "elsewhere"))
+
+
+def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tell()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    second = tell()
+    assert first["nursery"] != second["nursery"]
+    assert not psutil.pid_exists(first["nursery"])
+
+
+def test_several_ranks_have_a_nursery_of_their_own_kind() -> None:
+    alone, several = tell(), tell(procs=2)
+    assert (alone["policy"], several["policy"]) == (None, "passive")
+    assert alone["nursery"] != several["nursery"]
+
+
+def test_a_nursery_that_was_killed_between_runs_is_replaced() -> None:
+    first = tell()
+    nursery = psutil.Process(first["nursery"])
+    nursery.kill()
+    while nursery.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    second = tell()
+    assert first["nursery"] != second["nursery"]
+
+
+def test_a_rank_begins_as_a_process_of_its_own() -> None:
+    told = tell()
+    assert told["signals"] == [str(signal.SIG_DFL), str(signal.SIG_DFL)]
+    assert told["group"]
+
+
+def test_nothing_is_left_when_the_script_ends_and_nothing_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import os\nfrom torch import nn\nfrom paceline import Trainer\n"
+        "def train(model, *rest): return os.getppid()\n"
+        "trainer = Trainer(lambda: nn.Linear(1, 1), lambda: [0], train_fn=train, batch_size=1, num_epochs=1)\n"
+        "print(trainer.start().value)\n"
+    )
+    ended = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=True)
+    assert not psutil.pid_exists(int(ended.stdout.split()[-1]))
+    assert "Warning" not in ended.stderr
