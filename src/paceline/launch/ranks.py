@@ -67,8 +67,7 @@ class Ranks:
                     self.codes[rank] = code
                 seconds = 0.0
         except (EOFError, OSError):  # and with it, its ranks
-            self._process.wait()
-            self.codes |= dict.fromkeys(self.pids, -signal.SIGKILL)
+            self.codes |= dict.fromkeys(self.pids, self._process.wait() or -signal.SIGKILL)
             self.pids = {}
 
     def signal(self, number: int, *, to_groups: bool = False) -> None:
@@ -95,27 +94,15 @@ class Ranks:
 _waiting: list[Ranks] = []  # at most one, which no run uses
 
 
-@atexit.register
-def _end_all() -> None:
-    """At the end of this process, which would otherwise complain about a child that is left."""
-    for one in _waiting:
-        if one.owner == os.getpid():  # or it belongs to the process that this one was forked from
-            one.close()
-
-
 def prepare(*, is_passive: bool) -> None:
     """Have a nursery ready soon: its imports go on beside those of this process."""
-    if not _fitting(is_passive):
-        _put_back(Ranks(is_passive=is_passive))
+    _put_back(_taken(is_passive))
 
 
 @contextmanager
 def ranks(*, is_passive: bool) -> Iterator[Ranks]:
     """A nursery's ranks, which nobody else uses meanwhile; `is_passive` is for several ranks that share the cores."""
-    fitting = _fitting(is_passive)
-    if fitting:
-        _waiting.remove(fitting[0])
-    taken = fitting[0] if fitting else Ranks(is_passive=is_passive)
+    taken = _taken(is_passive)
     try:
         yield taken
     finally:
@@ -125,17 +112,36 @@ def ranks(*, is_passive: bool) -> Iterator[Ranks]:
             _put_back(taken)
 
 
+def _taken(is_passive: bool) -> Ranks:
+    """The one that waits, if it will do, or a new one."""
+    with suppress(IndexError):  # none waits, or another thread was faster
+        one = _waiting.pop()
+        if one.owner == os.getpid() and one.setting == _setting(is_passive) and not one.is_lost:
+            return one
+        _end(one)
+    return Ranks(is_passive=is_passive)
+
+
 def _put_back(one: Ranks) -> None:
-    _end_all()
-    _waiting[:] = [one]
+    before, _waiting[:] = list(_waiting), [one]
+    for other in before:
+        _end(other)
 
 
-def _fitting(is_passive: bool) -> list[Ranks]:
-    setting = _setting(is_passive)
-    return [one for one in _waiting if one.owner == os.getpid() and one.setting == setting and not one.is_lost]
+@atexit.register
+def _end_all() -> None:
+    """At the end of this process, which would otherwise complain about a child that is left."""
+    while _waiting:
+        _end(_waiting.pop())
+
+
+def _end(one: Ranks) -> None:
+    if one.owner == os.getpid():  # or it belongs to the process that this one was forked from
+        one.close()
 
 
 def _setting(is_passive: bool) -> tuple[object, ...]:
     """All that a rank has from its nursery and cannot be told later."""
     read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
-    return is_passive, usable_cores(), resource.getrlimit(resource.RLIMIT_NOFILE), read
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return is_passive, usable_cores(), limits, read
