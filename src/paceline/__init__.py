@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Muon", "Result", "Trainer", "datasets", "errors", "indices_at", "linear_cross_entropy", "shard"]
+__all__ = [
+    "Muon", "Result", "StandardScaler", "Trainer", "datasets", "errors", "indices_at", "linear_cross_entropy", "load",
+    "shard",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from paceline import datasets, errors
@@ -14,14 +17,18 @@ if TYPE_CHECKING:
     from paceline.fused_loss import linear_cross_entropy
     from paceline.muon import Muon
     from paceline.result import Result
+    from paceline.scaler import StandardScaler
+    from paceline.trained import load
     from paceline.trainer import Trainer
 
 _HOMES = {
     "Trainer": "paceline.trainer",
     "Result": "paceline.result",
     "Muon": "paceline.muon",
+    "StandardScaler": "paceline.scaler",
     "indices_at": "paceline.data.order",
     "linear_cross_entropy": "paceline.fused_loss",
+    "load": "paceline.trained",
     "shard": "paceline.data.shard",
 }
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -140,6 +143,68 @@ def bench(
     _show_bench(report)
 
 
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Weights = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="best, last or a step; by default the best if the run kept it, else the last."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(resolve_path=True, help="A CSV or Parquet file; by default what the run held out."),
+]
+Procs = Annotated[int | None, typer.Option(min=1, help="How many processes; as in training by default.")]
+Extra = Annotated[
+    Path | None,
+    typer.Option("--config", help="A config whose keys take the place of the run's, functions for instance."),
+]
+
+
+@app.command()
+@_interruptible
+def evaluate(
+    run_dir: Run,
+    checkpoint: Weights = None,
+    data: Data = None,
+    procs: Procs = None,
+    config: Extra = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
+) -> None:
+    """Measure a trained model, alike on any number of processes: paceline evaluate runs/NAME/DATE-TIME --procs 4"""
+    with redirect_stdout(sys.stderr):  # what the user's functions print
+        run = _load(run_dir, checkpoint, data, procs, config)
+        metrics = run.evaluate(data, procs)
+    origin = {"weights": run.origin, "data": str(data or "held out by the run"), "run": str(run.run_dir)}
+    if not _is_main():
+        return
+    if as_json:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # as JSON has it
+        typer.echo(json.dumps({"metrics": finite, "step": run.step, **origin}))
+        return
+    for name, value in (*metrics.items(), *origin.items()):
+        typer.echo(f"{name}: {value}")
+
+
+@app.command()
+@_interruptible
+def predict(
+    run_dir: Run,
+    out: Annotated[Path, typer.Option(help="The table to write, .csv or .parquet.")],
+    checkpoint: Weights = None,
+    data: Data = None,
+    procs: Procs = None,
+    config: Extra = None,
+) -> None:
+    """Write what a trained model says of each sample, in order: paceline predict runs/NAME/DATE-TIME --out preds.csv"""
+    from paceline import predictions
+
+    predictions.check_file(out)
+    run = _load(run_dir, checkpoint, data, procs, config)
+    predicted = run.predictions(data, procs)
+    if _is_main():
+        predictions.write(out, predictions.columns_of(predicted, run.config.loss_fn))
+        typer.echo(f"{out}: {len(predicted.outputs):,} predictions, weights: {run.origin}")
+
+
 @app.command()
 def checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -194,15 +259,33 @@ def get_data(
     typer.echo(f"{name} is complete in {folder.resolve()}")
 
 
+def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None) -> Any:
+    """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
+    from paceline import launch
+    from paceline.config import read_yaml
+    from paceline.run_folder import RunFolder
+
+    if data is not None and not data.is_file():
+        raise ConfigError(f"--data {data} does not exist; give a CSV or Parquet file")
+    written = RunFolder(run_dir).config
+    if written.exists():
+        raw = read_yaml(written)
+        launch.prepare({"procs": procs or raw.get("procs")}, Path(raw.get("folder") or run_dir))
+    from paceline.trained import load
+
+    return load(run_dir, checkpoint, config)
+
+
 def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
     """The config that a command line means, and the folder it comes from."""
-    from paceline import config
+    from paceline import config, launch
 
     path = find_config(target)
     raw = config.read_yaml(path)
     config.override(raw, overrides or [])
     raw |= {key: value for key, value in options.items() if value is not None}
     folder = path.parent.resolve()
+    launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
     return config.build(raw, folder=folder), folder
 
 
@@ -257,10 +340,14 @@ def _print_error(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"paceline: {text}", style="red", markup=False)
 
 
-def _say_done(result: Any, target: str) -> None:
+def _is_main() -> bool:
     from paceline.launch.environment import is_main_process
 
-    if not is_main_process():
+    return is_main_process()
+
+
+def _say_done(result: Any, target: str) -> None:
+    if not _is_main():
         return
     facts = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     typer.echo(f"done: step {result.step}{'  ' + facts if facts else ''}  weights {result.weights_sha256[:12]}")

@@ -43,6 +43,7 @@ from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single, make_model, replicate, settle_layout
 from paceline.resume import identity_of
 from paceline.run_folder import RunFolder, write_json
+from paceline.scaler import fit_scalers
 from paceline.step import Stepper
 from paceline.stop import Stop, describe
 from paceline.telemetry.events import Events
@@ -94,7 +95,9 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     """Hand the model and the loaders to `train_fn`; rank 0 writes the result. All ranks."""
     events = open_events(config, folder, world)
     training, validation = build_data(config, progress)
-    replica = replicate(build_model(config, progress), config, world)
+    model = build_model(config, progress)
+    fit_scalers(model, training, config.seed, progress)
+    replica = replicate(model, config, world)
     began = time.perf_counter()
     value = run_own_loop(config, replica, training, validation, world, events, progress)
     seconds = time.perf_counter() - began
@@ -126,6 +129,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     if past is not None:
         tell_past(past, identity, world, events)
         put_weights(past.state, model, past.path)
+    else:
+        fit_scalers(model, training, config.seed, progress)
     feed, evaluation = make_feeds(training, validation, config, world)
     config = settle_layout(config, model, feed, world)
     for each in (feed, evaluation):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import Trainer, shard
+from paceline import StandardScaler, Trainer, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -77,6 +77,10 @@ def conv_net() -> nn.Module:
 def layer_net() -> nn.Module:
     """No BatchNorm, so that lanes of a single sample train."""
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+
+def scaled_net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), StandardScaler(36), layer_net())
 
 
 class Shared(nn.Module):
@@ -168,8 +172,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "augmentation without workers": {"dataset_fn": lambda: Images(augment=True)},
     "augmentation with two workers": {"dataset_fn": lambda: Images(augment=True), "workers": 2},
-    "augmentation of a held-out part": {
-        "dataset_fn": lambda: Images(ODD, augment=True), "val_dataset_fn": None, "val_fraction": 0.3,
+    "augmentation of a held-out part, scaled by the other": {
+        "model_fn": scaled_net, "dataset_fn": lambda: Images(ODD, augment=True), "val_dataset_fn": None,
+        "val_fraction": 0.3,
     },
     "a size that is a multiple of nothing": {"dataset_fn": lambda: Images(ODD)},
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},

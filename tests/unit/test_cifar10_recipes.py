@@ -1,8 +1,8 @@
-"""The recipes `cifar10` and `cifar10-fast`: reading CIFAR-10's binary files, the models, the configs."""
+"""The recipes `cifar10` and `cifar10-fast`: where they look for CIFAR-10, the models, the configs."""
 
 from __future__ import annotations
 
-import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import paceline
 from paceline.cli import find_config
 from paceline.config import Config, build, read_yaml
+from paceline.datasets import catalog
 from paceline.errors import DataError
 
-RECIPES = Path(paceline.__file__).parent / "recipes"
 FILES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
 RECORDS = 3
 SIZE = RECORDS * 3073
@@ -28,10 +27,13 @@ def config_of(name: str) -> Config:
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that reads the data, for files of three records each."""
+    """The module that has the data read, for files of three records each."""
     module = __import__(config_of("cifar10-fast").function("dataset_fn").__module__)
     monkeypatch.setattr(module, "folder", module.folder)
-    monkeypatch.setattr(module, "RECORDS", RECORDS)
+    [archive] = catalog.CIFAR10.files
+    contents = tuple(replace(content, size=SIZE) for content in archive.contents)
+    small = replace(catalog.CIFAR10, files=(replace(archive, contents=contents),))
+    monkeypatch.setitem(catalog.ALL, "cifar10", small)
     return module
 
 
@@ -68,19 +70,22 @@ def test_a_missing_or_damaged_file_is_named_with_where_to_put_it(recipe: Any, tm
         recipe.get_test_dataset()
 
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"{path} has {SIZE - 1:,} bytes, not {SIZE:,}; unpack .* into {tmp_path}"):
+    with pytest.raises(DataError, match=f"{path} holds {SIZE - 1:,} bytes, not {SIZE:,}; .* --to {tmp_path} "):
         read_all()
     path.unlink()
-    with pytest.raises(DataError, match=f"{path} does not exist; unpack .* PACELINE_HOME or dataset_args.root"):
+    with pytest.raises(DataError, match=f"/{name} does not exist; run: paceline data get .* PACELINE_HOME, "):
         read_all()
 
 
-def test_the_data_is_looked_for_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = str(RECIPES / "cifar10" / "cifar10.py")
-    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    assert runpy.run_path(script)["folder"] == tmp_path / "datasets" / "cifar10"
-    monkeypatch.delenv("PACELINE_HOME")
-    assert runpy.run_path(script)["folder"] == Path("shared_data/datasets/cifar10")
+def test_the_data_is_looked_for_in_the_home(recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = write_files(tmp_path / "shared_data" / "datasets" / "cifar10")
+    monkeypatch.delenv("PACELINE_HOME", raising=False)
+    assert recipe.get_test_dataset().tensors[1].tolist() == records[-RECORDS:, 0].tolist()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    with pytest.raises(DataError, match=f"{tmp_path}/home/datasets/cifar10/.* run: paceline data get cifar10 [(]"):
+        recipe.get_dataset()
+    (tmp_path / "shared_data").rename(tmp_path / "home")
+    assert len(recipe.get_dataset()) == 5 * RECORDS
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar10-fast"])

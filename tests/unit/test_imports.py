@@ -22,7 +22,7 @@ PACKAGE = Path(paceline.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["bench.bench", "compare"],
+    ["bench.bench", "compare", "trained"],
     ["bench.worker"],
     ["bench.contenders"],
     ["trainer"],
@@ -34,7 +34,7 @@ LAYERS = [
     ["watch"],
     ["hang"],
     ["past"],
-    ["loop", "own_loop"],
+    ["loop", "own_loop", "scaler"],
     ["evaluate", "step"],
     ["backward"],
     ["graph", "guard", "reduce", "replica"],
@@ -45,9 +45,9 @@ LAYERS = [
     ["data.rows"],
     ["data.sources"],
     ["data.augment", "metrics", "optim"],
-    ["checkpoint.saver"],
+    ["checkpoint.saver", "result"],
     ["checkpoint.state", "resume"],
-    ["failure", "job", "result", "telemetry.follow"],
+    ["failure", "job", "telemetry.follow"],
     ["checkpoint.store"],
     ["telemetry.board", "zero"],
     ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
@@ -57,7 +57,7 @@ LAYERS = [
     ["datasets"],
     ["datasets.download", "datasets.reader"],
     ["datasets.catalog"],
-    ["bench.models", "data.batches", "data.claims", "functions", "fused_loss", "nursery", "travel"],
+    ["bench.models", "data.batches", "data.claims", "functions", "fused_loss", "nursery", "predictions", "travel"],
     [
         "cpu",
         "data.order",
@@ -140,8 +140,10 @@ def row(module: str) -> int:
 
 def test_the_imports_are_seen() -> None:
     assert {"failure", "job", "result", "data.batches", "data.loader", "world"} <= imported("worker", lazy=False)
-    assert imported("trainer", lazy=True) == {"apply", "launch", "launch.environment", "replica", "worker", "world"}
-    assert imported("trainer", lazy=False) == {"config", "errors", "run_folder"}  # `Result` is for type checkers only
+    lazily = {"apply", "data.sources", "launch", "launch.environment", "replica", "worker", "world"}
+    assert imported("trainer", lazy=True) == lazily
+    # `Result` is for type checkers only.
+    assert imported("trainer", lazy=False) == {"config", "errors", "functions", "run_folder"}
 
 
 def test_every_module_has_its_place_in_the_layers() -> None:

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Makes a checkout ready: shared folders, the Python environment, the install. Running it again changes nothing.
+#
+#   ./setup.sh
+#   PACELINE_HOME=/shared/paceline PYTHON=python3.12 ./setup.sh
+#
+# PACELINE_HOME is the place for data sets, models and runs that several people or nodes share (./shared_data).
+# Several nodes may run this at once on a shared file system: one installs, the others wait for it.
+set -euo pipefail
+
+called_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+home=${PACELINE_HOME:-$PWD/shared_data}
+[[ $home == /* ]] || home=$called_from/$home
+python=${PYTHON:-python3}
+lock=.setup.lock # a folder, because making one is atomic on every file system
+changed=no
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+make_folders() {
+    local folder
+    for folder in datasets models runs; do
+        [[ -d $home/$folder ]] && continue
+        mkdir -p "$home/$folder" || fail "$home/$folder cannot be made; set PACELINE_HOME to a folder that you may write to"
+        echo "made $home/$folder"
+        changed=yes
+    done
+}
+
+check_tools() {
+    command -v make >/dev/null || fail "make is not installed; install it with your system's packages"
+    "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        fail "$python is not Python 3.10 or newer with venv; install it, or name another one: PYTHON=python3.12 ./setup.sh"
+}
+
+# Whoever holds the lock has written host and process into it.
+take_lock() {
+    local told=no host process
+    until mkdir "$lock" 2>/dev/null; do
+        [[ -d $lock || -w . ]] || fail "$PWD cannot be written to"
+        read -r host process 2>/dev/null <"$lock/owner" || { sleep 0.2; continue; } # just made, or just gone
+        if [[ $host == "$(hostname)" ]] && ! kill -0 "$process" 2>/dev/null; then
+            fail "process $process is gone and has left $PWD/$lock behind; remove that folder and run this again"
+        fi
+        [[ $told == yes ]] || echo "waiting for process $process on $host, which is installing ($PWD/$lock)"
+        told=yes
+        sleep 0.2
+    done
+    trap 'rm -rf "$lock"' EXIT
+    trap 'exit 130' INT TERM
+    echo "$(hostname) $$" >"$lock/owner"
+}
+
+is_installed() { make --question .venv/.installed >/dev/null 2>&1; }
+
+install() {
+    is_installed && return
+    check_tools
+    take_lock
+    is_installed && return # by the one that was waited for
+    echo "installing into $PWD/.venv; this takes a few minutes"
+    make --silent setup PYTHON="$python" || fail "the install failed, see above; running this again goes on from there"
+    changed=yes
+}
+
+make_folders
+install
+if [[ $changed == no ]]; then
+    echo "Everything was set up already; nothing was changed."
+else
+    echo "Everything is set up."
+fi
+echo "Next:"
+echo "  . $PWD/.venv/bin/activate"
+echo "  export PACELINE_HOME=$home"
+echo "  paceline data get mnist"
+echo "  paceline train mnist --procs 2"
