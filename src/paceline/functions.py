@@ -72,7 +72,8 @@ def home_of(function: Callable[..., Any]) -> Path | None:
     if module is None or file is None:
         return None
     path = Path(file).resolve()
-    home = path.parents[module.__name__.count(".") + (path.name == "__init__.py")]
+    above = list(path.parents)[module.__name__.count(".") + (path.name == "__init__.py") :]
+    home = above[0] if above else path.parent
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return None if any(home.is_relative_to(folder) for folder in installed) else home
 
@@ -80,11 +81,11 @@ def home_of(function: Callable[..., Any]) -> Path | None:
 class Missing:
     """Stands for what a run was given and cannot be found again; says so when it is used."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, what: str, why: str) -> None:
+        self.what, self.why = what, why
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        raise ConfigError(self.reason)
+        raise ConfigError(f"{self.what} {self.why}")
 
 
 def _cause(error: BaseException, folder: Path | None) -> str:

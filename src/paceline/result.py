@@ -19,6 +19,7 @@ import torch
 from paceline.checkpoint.state import put_trained
 from paceline.digest import sha256_of
 from paceline.ema import Ema
+from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder, write_json, write_private
 
 if TYPE_CHECKING:
@@ -111,8 +112,14 @@ def load_weights(model: torch.nn.Module, weights: Path) -> None:
     """Give a model the weights of a file or of a checkpoint's folder."""
     if weights.is_dir():
         put_trained(weights, model)
-    else:
+        return
+    try:
         safetensors.torch.load_model(model, weights)
+    except RuntimeError as error:
+        problems = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:])
+        raise ConfigError(
+            f"{weights} does not fit the model: {problems or error}; give the model that was trained"
+        ) from None
 
 
 def write(

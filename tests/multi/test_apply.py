@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Trainer
 from paceline.errors import ConfigError, RankFailed
@@ -115,5 +118,28 @@ def test_data_for_the_purpose_may_be_a_file_and_what_is_missing_is_said(tmp_path
     assert own.predict(df=table(5)).shape == (5, 2)
     with pytest.raises(ConfigError, match="evaluate needs a loss_fn"):
         own.evaluate(df=table(5))
-    with pytest.raises(RankFailed, match="held out no validation data"):
+    with pytest.raises(ConfigError, match="held out no validation data"):
         own.predict()
+    with pytest.raises(ConfigError, match="df=<DataFrame> has no column y, as the run's own data has; add it"):
+        own.predict(df=table(5)[["x"]])
+    with pytest.raises(RankFailed, match="TypeError"):  # all columns are there: it is something else
+        own.predict(df=table(5).assign(x="far"))
+
+
+def test_one_ctrl_c_ends_an_evaluation_which_has_nothing_to_save() -> None:
+    launcher = os.getpid()
+
+    class Slow(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            if Path("stop").exists():
+                os.kill(launcher, signal.SIGINT)
+                time.sleep(60)
+            return torch.zeros(1), torch.zeros(1)
+
+    result = Trainer(lambda: nn.Linear(1, 1), Slow, loss_fn=nn.functional.mse_loss, procs=1, val_fraction=0.5).start()
+    Path("stop").touch()
+    with pytest.raises(KeyboardInterrupt):
+        result.evaluate()

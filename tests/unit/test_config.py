@@ -662,6 +662,17 @@ def test_the_written_config_builds_the_same_safety(keys: dict[str, Any], tmp_pat
     assert build(yaml(config.to_yaml(), tmp_path)) == config
 
 
+def test_the_written_config_tells_where_its_functions_are(tmp_path: Path) -> None:
+    (tmp_path / "pl_lab_code").mkdir()
+    (tmp_path / "pl_lab_code" / "pl_there.py").write_text("def get(*tables): pass\n")
+    (tmp_path / "pl_lab_code" / "data.csv").write_text("x\n1\n")
+    keys = {"model_fn": "pl_there:get", "dataset_fn": "pl_there:get", "loss_fn": "mse_loss", "df": "data.csv"}
+    config = build({**keys, "folder": "pl_lab_code"}, folder=tmp_path)
+    assert config.folder == tmp_path / "pl_lab_code"
+    assert build(yaml(config.to_yaml(), tmp_path)) == config
+    assert build({**MANAGED}).folder == Path(__file__).parents[1]  # the functions are of the module unit.test_config
+
+
 def test_numbers_of_numpy_can_be_written() -> None:
     config = build({**MANAGED, "model_args": {"dropout": np.float64(0.5), "width": np.int64(3)}})
     assert "dropout: 0.5" in config.to_yaml()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.functions import FunctionNotFound, name_of, resolve
+from paceline.functions import FunctionNotFound, home_of, name_of, resolve
 
 
 def reason(name: str, folder: Path | None) -> str:
@@ -96,3 +96,23 @@ def test_functions_are_named_as_a_config_would_name_them() -> None:
         == f"{__name__}:{'test_functions_are_named_as_a_config_would_name_them'}.<locals>.<lambda>"
     )
     assert name_of(functools.partial(resolve)) == "functools:partial()"
+    assert name_of(Path().exists).endswith(":Path.exists()")  # of one object, which no name finds again
+    assert name_of(Path.cwd).endswith(":Path.cwd")
+
+
+def test_the_home_of_a_function_is_where_its_module_is_looked_up(tmp_path: Path) -> None:
+    package = tmp_path / "pl_home" / "inner"
+    package.mkdir(parents=True)
+    for path in (
+        package.parent / "__init__.py",
+        package / "__init__.py",
+        package / "nets.py",
+        tmp_path / "pl_alone.py",
+    ):
+        path.write_text("def get(): pass\n")
+    for name in ("pl_home:get", "pl_home.inner:get", "pl_home.inner.nets:get", "pl_alone:get"):
+        assert home_of(resolve(name, tmp_path)) == tmp_path
+
+
+def test_what_is_installed_has_no_home() -> None:
+    assert [home_of(function) for function in (Path, len, pytest.fixture, functools.partial(len))] == [None] * 4

@@ -24,6 +24,7 @@ from paceline.zero import Move, Sharding, dealt
 SHARD_BYTES = 128 << 20  # small enough to be shared out among ranks, large enough for a disk
 REST = "state.pt"
 TENSOR = "tensor of"  # what stands in the rest where a tensor was
+NEW_RUN = "keep the model, or begin a new run with --resume never"
 KERNELS = ("fused", "foreach", "capturable")  # settings of an optimizer that belong to the device, not to the run
 
 Tensors = dict[str, torch.Tensor]
@@ -200,21 +201,18 @@ def has_average(path: Path) -> bool:
 def put_trained(path: Path, model: torch.nn.Module) -> None:
     """Give a model the weights of a checkpoint that are meant to be used: their average if the run kept one."""
     state = load(path, only=("weights", "ema"))
-    put_weights(state, model, path)
+    put_weights(state, model, path, "give the model that was trained")
     parameters = dict(model.named_parameters())
     for name, average in state.groups.get("ema", {}).items():
         parameters[name].copy_(average)
 
 
-def put_weights(state: State, model: torch.nn.Module, source: Path) -> None:
+def put_weights(state: State, model: torch.nn.Module, source: Path, advice: str = NEW_RUN) -> None:
     """Give a model the weights; a ConfigError shows both values where they do not fit."""
     weights = _put_back(state.rest["weights"], state.groups.get("weights", {}))
     weights |= {name: weights[kept] for name, kept in state.rest["aliases"].items()}
     if problems := _misfits(model.state_dict(), weights):
-        raise ConfigError(
-            f"{source} does not fit the model: {'; '.join(problems)}; "
-            "keep the model, or begin a new run with --resume never"
-        )
+        raise ConfigError(f"{source} does not fit the model: {'; '.join(problems)}; {advice}")
     model.load_state_dict(weights)
 
 

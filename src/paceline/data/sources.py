@@ -93,6 +93,15 @@ def make_datasets(config: Config) -> tuple[Any, Any | None]:
     return training, Part(dataset, config.seed, range(size - held_out, size))
 
 
+def columns_of(table: Any) -> list[str]:
+    """The names of a table's columns; none if there is no table."""
+    if isinstance(table, Path) and table.suffix.lower() != ".parquet":
+        import pandas as pd
+
+        table = pd.read_csv(table, nrows=0)
+    return [str(name) for frame in _table(table) for name in getattr(frame, "columns", ())]
+
+
 def _table(table: Any) -> tuple[Any, ...]:
     """The DataFrame as the arguments of a data set function: none, or one."""
     if table is None:

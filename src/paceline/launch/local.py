@@ -35,6 +35,7 @@ from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS
 from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
+from paceline.worker import train
 from paceline.world import pick_backend, pick_device
 
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
@@ -70,7 +71,7 @@ def start(config: Config, task: Task) -> Outcome:
                 f"run_dir={folder.path} cannot be written to: {error.strerror}; make room, or choose another folder"
             ) from None
         try:
-            _run_to_end(config, folder, began)
+            _run_to_end(config, folder, began, is_managed=task is train and config.train_fn is None)
         finally:
             with suppress(OSError):
                 folder.job.unlink(missing_ok=True)  # it holds a copy of the data
@@ -92,9 +93,11 @@ def pick_ranks(config: Config, lanes: int | None) -> int:
     return max(fitting, default=most)
 
 
-def _run_to_end(config: Config, folder: RunFolder, began: float) -> None:
-    """Start the ranks, and start them again from the last checkpoint as often as the config allows."""
-    is_managed = config.train_fn is None
+def _run_to_end(config: Config, folder: RunFolder, began: float, *, is_managed: bool) -> None:
+    """Start the ranks, and start them again from the last checkpoint as often as the config allows.
+
+    The managed loop is asked to save and stop; anything else is ended by a signal at once.
+    """
     limit = config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
     restarts, store = Restarts(limit), Store(folder.checkpoints)
     request = Request() if is_managed else None

@@ -1,0 +1,177 @@
+"""A run found again in its folder: its config, its functions by name, and the weights of its end or of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.checkpoint.state import has_average
+from paceline.checkpoint.store import Damaged, Store, step_of, verify
+from paceline.config import FUNCTION_KEYS, Config, describe, read_yaml, unknown_names
+from paceline.errors import ConfigError
+from paceline.functions import FunctionNotFound, Missing, resolve
+from paceline.result import Trained
+from paceline.run_folder import RunFolder
+from paceline.trainer import Trainer
+
+INLINE = ("__main__:", "<", "()")  # in names of functions that no other program can find
+IN_MEMORY = re.compile(r"<\w+>")  # what stands in a config for data
+NOT_FOUND = (
+    "cannot be found outside the script or notebook of the run; use result.evaluate() or result.predict() there, "
+    "or give a config that names what is missing (--config FILE)"
+)
+
+
+@dataclass
+class TrainedRun(Trained):
+    """A run in its folder, with the weights that were asked for."""
+
+    run_dir: Path
+    source: Path
+    origin: str  # which weights these are, in words
+    step: int
+    metrics: dict[str, float]  # as training measured them at that step, if it did
+    lanes: int
+    _trainer: Trainer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights to use, or the checkpoint that holds them."""
+        return self.source
+
+
+def load(run_dir: Path | str, checkpoint: str | int | None = None, config: Path | str | None = None) -> TrainedRun:
+    """The run in a folder, to evaluate it, to predict, or to have its model.
+
+    `checkpoint` is "best", "last" or a step; by default the best one if the run kept it, else the last weights. The
+    averages of the weights are used if the run kept them. The keys in the file `config` take the place of the run's.
+    """
+    folder = open_folder(Path(run_dir))
+    settings = _read_config(folder, Path(config) if config is not None else None)
+    facts = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
+    choices = _choices(folder, settings, facts)
+    name = str(checkpoint) if checkpoint is not None else next(iter(choices), "last")
+    if name not in choices:
+        there = f"there are {', '.join(choices)}" if choices else "it has neither ended nor saved a checkpoint"
+        raise ConfigError(f"checkpoint={name} is not in {folder.path}; {there}")
+    source = choices[name]
+    step, metrics, is_average = _facts_of_checkpoint(source) if source.is_dir() else _facts_of_end(facts)
+    return TrainedRun(
+        run_dir=folder.path,
+        source=source,
+        origin=_words(name, step, settings, is_done=bool(facts), is_average=is_average),
+        step=step,
+        metrics=metrics,
+        lanes=settings.lanes or facts.get("lanes") or 1,
+        _trainer=Trainer.from_config(settings, settings.folder or folder.path),
+    )
+
+
+def open_folder(run_dir: Path) -> RunFolder:
+    """The folder of a run; a ConfigError if it is none."""
+    folder = RunFolder(run_dir.resolve())
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
+    return folder
+
+
+# --- which weights -------------------------------------------------------------------------------------------------
+
+
+def _choices(folder: RunFolder, config: Config, facts: Mapping[str, Any]) -> dict[str, Path]:
+    """What `checkpoint` may be, the default first, and where those weights are: a checkpoint, or the last file."""
+    store, best = Store(folder.checkpoints), config.checkpoint.best
+    saved = {str(step_of(path)): path for path in store.paths()}
+    best_path = store.best(best.metric, best.mode) if best is not None else None
+    ended = (folder.weights if facts["ema_sha256"] is None else folder.ema) if facts else None
+    named = {"best": best_path, "last": ended or next(iter(saved.values()), None)}
+    return {name: path for name, path in named.items() if path is not None} | saved
+
+
+def _facts_of_checkpoint(path: Path) -> tuple[int, dict[str, float], bool]:
+    """Its step, its metrics, and whether it holds an average of the weights."""
+    try:
+        manifest = verify(path)
+    except Damaged as reason:
+        raise ConfigError(f"{path} cannot be used: {reason}; choose another with --checkpoint") from None
+    measured = {name: value for name, value in manifest.metrics.items() if value is not None}
+    return manifest.step, measured, has_average(path)
+
+
+def _facts_of_end(facts: Mapping[str, Any]) -> tuple[int, dict[str, float], bool]:
+    return facts["step"], facts["metrics"], facts["ema_sha256"] is not None
+
+
+def _words(name: str, step: int, config: Config, *, is_done: bool, is_average: bool) -> str:
+    best = config.checkpoint.best
+    which = {"best": f"best by {best.metric}" if best else "", "last": "last" if is_done else "last so far"}.get(name)
+    return f"step {step}{f' ({which})' if which else ''}{', the average of the weights (ema)' if is_average else ''}"
+
+
+# --- the config and its functions ----------------------------------------------------------------------------------
+
+
+def _read_config(folder: RunFolder, extra: Path | None) -> Config:
+    """The config of a run, with the keys of another file in place of its own. What is not found again is `Missing`."""
+    own = read_yaml(folder.config)
+    given = read_yaml(extra) if extra is not None else {}
+    home = Path(own["folder"]) if own.get("folder") else None
+    values = _found({key: value for key, value in own.items() if key not in given}, home)
+    if extra is not None:
+        values |= _found(given, extra.parent.resolve() / given.get("folder", ""))
+    # How the run was launched is no part of how its model is used.
+    values |= {"launcher": "auto", "resume": "never", "run_dir": None, "time_limit": None}
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([describe(detail) for detail in error.errors(include_url=False)]) from None
+    if problems := unknown_names(config):
+        raise ConfigError(problems)
+    return config
+
+
+def _found(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The values of a config with its functions and the paths of its tables."""
+    values = dict(raw)
+    for key in FUNCTION_KEYS:
+        if isinstance(raw.get(key), str):
+            values[key] = _function(key, raw[key], folder)
+    if isinstance(raw.get("metrics"), dict):
+        values["metrics"] = {
+            name: _function(f"metrics.{name}", value, folder) for name, value in raw["metrics"].items()
+        }
+    for key in ("df", "val_df"):
+        if isinstance(raw.get(key), str):
+            values[key] = _table(key, raw[key], folder)
+    for key, user in (("model_args", "model_fn"), ("dataset_args", "dataset_fn")):
+        for name, value in raw.get(key, {}).items():
+            if isinstance(value, str) and IN_MEMORY.fullmatch(value):
+                values[user] = Missing(f"{key}.{name}={value}", NOT_FOUND)
+    return values
+
+
+def _function(key: str, name: str, folder: Path | None) -> Any:
+    full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
+    try:
+        return resolve(full, folder)
+    except FunctionNotFound as reason:
+        if any(mark in name for mark in INLINE):
+            return Missing(f"{key}={name}", NOT_FOUND)
+        return Missing(f"{key}={name}", f"{reason}; give a config that has it (--config FILE)")
+
+
+def _table(key: str, name: str, folder: Path | None) -> Any:
+    if IN_MEMORY.fullmatch(name):
+        return Missing(
+            f"{key}={name}", "was given in memory and is not in the run folder; give the data to use (--data)"
+        )
+    path = (folder or Path()) / name
+    return (
+        path if path.is_file() else Missing(f"{key}={name}", "does not exist any more; give the data to use (--data)")
+    )

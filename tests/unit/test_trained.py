@@ -1,0 +1,279 @@
+"""A run found again in its folder, by a program that did not start it. No rank is started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import cli, result
+from paceline.checkpoint import files
+from paceline.checkpoint.state import capture, shards_of, write_rest
+from paceline.checkpoint.store import Store
+from paceline.config import build
+from paceline.digest import sha256_of
+from paceline.ema import Ema
+from paceline.errors import ConfigError
+from paceline.run_folder import RunFolder
+
+LAB = """
+import torch
+from torch.utils.data import TensorDataset
+def get_model(width=2): return torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+def get_dataset(*tables): return TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+"""
+KEYS = {"model_fn": "pl_lab:get_model", "dataset_fn": "pl_lab:get_dataset", "loss_fn": "mse_loss"}
+FACTS = {"metrics": {"val_loss": 0.5}, "history": [], "step": 9, "epoch": 1, "world_size": 1, "lanes": 2}
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
+    """Makes the folder of a run whose config lies in the folder `lab`; nothing is trained."""
+    lab = tmp_path / "lab"
+    lab.mkdir()
+    (lab / "pl_lab.py").write_text(LAB)
+
+    def make(**keys: Any) -> RunFolder:
+        return RunFolder.create(build({**KEYS, "run_dir": tmp_path / "run", **keys}, folder=lab))
+
+    return make
+
+
+def make_model(fill: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for tensor in (*model.parameters(), model[1].running_mean):
+        nn.init.constant_(tensor, fill)
+    return model
+
+
+def finish(folder: RunFolder, fill: float, ema: float | None = None) -> None:
+    """Leave a result with weights of one value, and averages of another."""
+    model, facts = make_model(fill), {**FACTS, "optimizer_sha256": None, "seconds": 1.0, "samples": 8}
+    result.write(folder, model, None if ema is None else average(model, ema), None, **facts)
+
+
+def average(model: nn.Module, fill: float) -> Ema:
+    follower = Ema(model, 0.9)
+    for tensor in follower.averages().values():
+        nn.init.constant_(tensor, fill)
+    return follower
+
+
+def save(folder: RunFolder, step: int, fill: float, ema: float | None = None, **metrics: float) -> Path:
+    """Publish a checkpoint with weights of one value, and averages of another."""
+    store, model = Store(folder.checkpoints), make_model(fill)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = capture(model, optimizer, None if ema is None else average(model, ema), {})
+    store.partial(step).mkdir(parents=True)
+    written = [
+        files.write_tensors(
+            store.partial(step) / shard.file, {name: state.groups[shard.group][name] for name in shard.names}
+        )
+        for shard in shards_of(state)
+    ]
+    return store.publish(step, [*written, write_rest(store.partial(step), state)], {}, metrics)
+
+
+def value_of(run: Any) -> float:
+    [value] = {parameter.item() for parameter in run.model.parameters() for parameter in parameter.flatten()}
+    return value
+
+
+# --- which weights --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_ended_comes_back_with_its_last_weights_in_eval_mode(make_run) -> None:
+    folder = make_run(model_args={"width": 2}, lanes=2, threads=3)
+    finish(folder, 1.5)
+    run = paceline.load(folder.path)
+    assert sha256_of(run.model.state_dict()) == sha256_of(make_model(1.5).state_dict())
+    assert not run.model.training
+    assert (run.step, run.lanes, run.metrics, run.origin) == (9, 2, {"val_loss": 0.5}, "step 9 (last)")
+    assert (run.config.threads, run.config.model_args) == (3, {"width": 2})
+
+
+def test_averages_are_used_where_the_run_kept_them_and_buffers_stay(make_run) -> None:
+    folder = make_run(ema=0.9)
+    finish(folder, 1.0, ema=2.0)
+    save(folder, 3, 3.0, ema=4.0)
+    last, third = paceline.load(folder.path), paceline.load(folder.path, 3)
+    assert (value_of(last), value_of(third)) == (2.0, 4.0)
+    assert third.model[1].running_mean.tolist() == [3.0, 3.0]
+    assert last.origin == "step 9 (last), the average of the weights (ema)"
+    assert third.origin == "step 3, the average of the weights (ema)"
+
+
+def test_the_best_checkpoint_is_the_default_where_the_run_kept_one(make_run) -> None:
+    folder = make_run(checkpoint={"best": {"metric": "val_loss"}})
+    finish(folder, 1.0)
+    for step, loss in ((3, 0.7), (6, 0.2), (9, 0.4)):
+        save(folder, step, step, val_loss=loss)
+    best = paceline.load(str(folder.path))
+    assert (value_of(best), best.step, best.metrics) == (6.0, 6, {"val_loss": 0.2})
+    assert best.origin == "step 6 (best by val_loss)"
+    assert value_of(paceline.load(folder.path, "best")) == 6.0
+    assert value_of(paceline.load(folder.path, "last")) == 1.0
+    assert value_of(paceline.load(folder.path, "3")) == 3.0
+
+
+def test_a_run_that_has_not_ended_is_used_as_far_as_it_is(make_run) -> None:
+    folder = make_run()
+    with pytest.raises(ConfigError, match=r"checkpoint=last is not in .*; it has neither ended nor saved a checkpoint"):
+        paceline.load(folder.path)
+    save(folder, 3, 3.0)
+    save(folder, 6, 6.0)
+    run = paceline.load(folder.path)
+    assert (value_of(run), run.origin) == (6.0, "step 6 (last so far)")
+
+
+def test_what_there_is_is_listed_where_a_checkpoint_is_not_there(make_run) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    save(folder, 3, 3.0)
+    for wanted in (4, "best", "first"):
+        with pytest.raises(ConfigError, match=f"checkpoint={wanted} is not in {folder.path}; there are last, 3$"):
+            paceline.load(folder.path, wanted)
+
+
+def test_a_damaged_checkpoint_is_not_used(make_run) -> None:
+    folder = make_run()
+    weights = save(folder, 3, 3.0) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
+    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has another checksum"):
+        paceline.load(folder.path, 3)
+
+
+def test_weights_that_do_not_fit_the_model_are_told_in_one_sentence(make_run, tmp_path: Path) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    save(folder, 3, 3.0)
+    (tmp_path / "wide.yaml").write_text("model_args: {width: 5}\n")
+    for checkpoint in ("last", 3):
+        run = paceline.load(folder.path, checkpoint, config=tmp_path / "wide.yaml")
+        with pytest.raises(
+            ConfigError, match=r"does not fit the model: .*0\.weight.*; give the model that was trained$"
+        ):
+            run.load_model()
+
+
+def test_a_folder_that_is_no_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not a run folder; give one such as runs/NAME/DATE-TIME"):
+        paceline.load("nowhere")
+
+
+# --- functions and data ---------------------------------------------------------------------------------------
+
+
+def test_functions_of_a_script_are_missing_only_where_they_are_needed(make_run) -> None:
+    folder = make_run(loss_fn=nn.MSELoss(), optimizer_fn=lambda model: None, metrics={"mine": lambda output, target: 0})
+    finish(folder, 1.0)
+    run = paceline.load(folder.path)
+    assert value_of(run) == 1.0
+    with pytest.raises(ConfigError) as caught:
+        run.evaluate()
+    [problem] = caught.value.problems
+    assert problem.startswith("loss_fn=torch.nn.modules.loss:MSELoss(), metrics.mine=")
+    assert "cannot be found outside the script or notebook of the run; use result.evaluate()" in problem
+    assert "optimizer_fn" not in problem
+
+
+def test_a_config_gives_what_the_run_does_not_name(make_run, tmp_path: Path) -> None:
+    folder = make_run(model_fn=lambda: None, model_args={"layer": torch.zeros(2)}, loss_fn=nn.MSELoss())
+    finish(folder, 1.0)
+    with pytest.raises(ConfigError, match=r"model_args\.layer=<Tensor> cannot be found outside the script"):
+        paceline.load(folder.path).load_model()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "pl_other.py").write_text(LAB)
+    (tmp_path / "other" / "extra.yaml").write_text(
+        'model_fn: "pl_other:get_model"\nmodel_args: {}\nloss_fn: l1_loss\nmetrics: [mae]\n'
+    )
+    run = paceline.load(folder.path, config=tmp_path / "other" / "extra.yaml")
+    assert value_of(run) == 1.0
+    assert run.config.loss_fn is nn.functional.l1_loss
+    assert (run.config.metrics, run.config.function("dataset_fn").__module__) == (["mae"], "pl_lab")
+
+
+def test_what_a_config_replaces_is_not_imported(make_run, tmp_path: Path) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    folder.config.write_text(folder.config.read_text().replace("pl_lab:get_model", "pl_twin:get_model"))
+    (tmp_path / "lab" / "pl_twin.py").write_text("def get_model(): raise RuntimeError\n")
+    (tmp_path / "pl_twin.py").write_text(LAB)
+    (tmp_path / "extra.yaml").write_text('model_fn: "pl_twin:get_model"\ndataset_fn: "pl_twin:get_dataset"\n')
+    sys.path.remove(str(tmp_path / "lab"))
+    assert value_of(paceline.load(folder.path, config=tmp_path / "extra.yaml")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("metrics: [acuracy]", "metrics='acuracy' is not known"),
+        ("bach_size: 3", "bach_size is not a known key; did you mean batch_size?"),
+        ("model_fn: pl_lab:get_modl", "model_fn=pl_lab:get_modl names get_modl, which module pl_lab does not have"),
+    ],
+)
+def test_mistakes_in_such_a_config_are_told(make_run, tmp_path: Path, text: str, said: str) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    (tmp_path / "lab" / "extra.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        paceline.load(folder.path, config=tmp_path / "lab" / "extra.yaml").evaluate()
+    assert said in str(caught.value)
+
+
+def test_data_that_is_gone_must_be_given(make_run, tmp_path: Path) -> None:
+    table = tmp_path / "lab" / "data.csv"
+    table.write_text("x\n1\n")
+    folder = make_run(df="data.csv", val_df=pd.DataFrame({"x": [1]}))
+    finish(folder, 1.0)
+    table.unlink()
+    with pytest.raises(ConfigError) as caught:
+        paceline.load(folder.path).predict()
+    assert caught.value.problems == [
+        f"df={table} does not exist any more; give the data to use (--data)",
+        "val_df=<DataFrame> was given in memory and is not in the run folder; give the data to use (--data)",
+    ]
+
+
+def test_a_run_without_validation_data_asks_for_data(make_run) -> None:
+    folder = make_run(val_fraction=0)
+    finish(folder, 1.0)
+    with pytest.raises(ConfigError, match="the run held out no validation data; give the data to use"):
+        paceline.load(folder.path).evaluate()
+
+
+# --- the commands' own mistakes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate", "nowhere"], "nowhere is not a run folder"),
+        (["evaluate", "run", "--checkpoint", "7"], "checkpoint=7 is not in"),
+        (["evaluate", "run", "--data", "gone.csv"], "gone.csv does not exist; give a CSV or Parquet file"),
+        (["predict", "run", "--out", "p.txt"], "--out p.txt must end in .csv or .parquet"),
+        (["predict", "run", "--out", "no/p.csv"], "--out no/p.csv is in a folder that does not exist"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(
+    make_run, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr("paceline.launch.prepare", lambda raw, folder: None)
+    finish(make_run(), 1.0)
+    with pytest.raises(ConfigError) as caught:
+        cli.app(words, standalone_mode=False)
+    [problem] = caught.value.problems
+    assert said in problem
