@@ -236,13 +236,23 @@ def checkpoints(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
+    recipe: Annotated[str | None, typer.Option(help=f"Begin with a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
 ) -> None:
     """Write a project folder that runs as it is: model_fn.py, dataset_fn.py, train.py, main.py, config.yaml."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
-    shutil.copytree(PROJECT_TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    if recipe is not None and recipe not in RECIPE_CONFIGS:
+        near = difflib.get_close_matches(recipe, RECIPE_CONFIGS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPE_CONFIGS)}"
+        raise ConfigError(f"--recipe {recipe} is not known; {hint}")
+    source = RECIPE_CONFIGS[recipe].parent if recipe is not None else PROJECT_TEMPLATE
+    left_out = ("__pycache__", "*.yaml") if recipe is not None else ("__pycache__",)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
+    if recipe is not None:
+        shutil.copy(RECIPE_CONFIGS[recipe], folder / "config.yaml")
     typer.echo(f"{folder} is ready. Try next:")
-    typer.echo(f"  cd {folder} && python main.py")
+    if recipe is None:
+        typer.echo(f"  cd {folder} && python main.py")
     typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
 
 

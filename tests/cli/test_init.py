@@ -72,3 +72,23 @@ def test_ranks_started_by_hand_meet_at_the_address_in_the_dotenv_file(project: P
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "done: step" in outputs[0][0]
     assert "done: step" not in outputs[1][0]
+
+
+def test_a_recipe_becomes_a_folder_of_ones_own(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mine", "--recipe", "cifar10-fast").returncode == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
+        "config.yaml", "cifar10.py", "cifar10_fast.py", "halve.py",
+    }  # fmt: skip
+    assert "name: cifar10-fast" in (tmp_path / "mine" / "config.yaml").read_text()
+    ended = run("paceline", "init", "other", "--recipe", "digit")
+    assert ended.returncode == 2
+    assert "--recipe digit is not known; did you mean digits?" in ended.stderr
+
+
+def test_the_copy_of_a_recipe_trains_with_its_own_functions(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mine", "--recipe", "digits").returncode == 0
+    module = tmp_path / "mine" / "digits.py"
+    module.write_text(module.read_text() + "\nprint('this is my copy')\n")
+    ended = run("paceline", "train", "mine/config.yaml", "max_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert "this is my copy" in ended.stdout
