@@ -21,13 +21,12 @@ from paceline.errors import ConfigError
 from paceline.functions import FunctionNotFound, home_of, name_of, resolve
 
 Function = Callable[..., Any] | str
-FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn")
+FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
     "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
-    "step_mode", "data_on_device",
-    "compression", "shard_optimizer",
+    "curriculum", "difficulty_fn", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
@@ -82,6 +81,15 @@ class Augmentation(_Section):
     ] = "none"
     translate: int = Field(0, ge=0)
     cutout: int = Field(0, ge=0)
+
+
+class Pacing(_Section):
+    """Which share of the samples, the easiest first, an epoch may use."""
+
+    column: str | None = None
+    start: float = Field(0.2, gt=0, le=1)
+    epochs: int = Field(ge=1)
+    name: Literal["linear", "root", "step"] = "linear"
 
 
 class Log(_Section):
@@ -158,6 +166,8 @@ class Config(_Section):
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     augment: Augmentation | None = None
+    curriculum: Pacing | None = None
+    difficulty_fn: Function | None = None
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)
@@ -364,6 +374,7 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
             )
     if config.optimizer_fn is not None and "optimizer" in given:
         problems.append("optimizer and optimizer_fn are both given; keep one of them")
+    problems += _curriculum(config)
     for key in ("val_df", "val_dataset_fn"):
         if key in given and "val_fraction" in given:
             problems.append(f"{key} and val_fraction are both given; keep one of them")
@@ -379,6 +390,15 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
     if config.device == "cpu" and config.backend == "nccl":
         problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
     return problems
+
+
+def _curriculum(config: Config) -> list[str]:
+    """Difficulty comes from one place, and only for a curriculum."""
+    if config.curriculum is None:
+        return ["difficulty_fn belongs to a curriculum; add curriculum: {epochs: …}"] if config.difficulty_fn else []
+    if (config.curriculum.column is None) == (config.difficulty_fn is None):
+        return ["curriculum needs the difficulty of the samples; give either difficulty_fn or curriculum.column"]
+    return []
 
 
 def _inexact(config: Config) -> list[str]:

@@ -26,6 +26,7 @@ from paceline.checkpoint.state import capture, put_weights
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
+from paceline.data.curriculum import make_curriculum
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.loader import LaneSampler, Turn, turns_of
 from paceline.data.sources import is_stream, make_datasets, size_of
@@ -276,6 +277,9 @@ def build_turns(
 ) -> Iterable[Turn]:
     """The lanes of this rank, step by step, from where the run is. All ranks."""
     training = feed.dataset
+    if config.curriculum is not None:
+        progress.phase = "ranking the samples"
+    curriculum = make_curriculum(config, training)
     if is_stream(training):
         return StreamTurns(
             training, seed=config.seed, batch_size=config.batch_size, lanes=lanes, workers=config.workers,
@@ -291,6 +295,7 @@ def build_turns(
         lanes=lanes,
         steps=range(fit.step, plan.total_steps),
         ridden=batches.lanes_of(world.rank, world.size, lanes),
+        curriculum=curriculum,
     )
     return turns_of(
         feed.lanes(sampler),

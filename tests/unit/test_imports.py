@@ -43,6 +43,7 @@ LAYERS = [
     ["data.stream"],
     ["data.loader"],
     ["data.rows"],
+    ["data.curriculum"],
     ["data.sources"],
     ["data.augment", "metrics", "optim"],
     ["checkpoint.saver", "result"],

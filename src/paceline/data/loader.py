@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby, tee
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.data import batches
+from paceline.data.curriculum import Curriculum
 from paceline.data.order import Indices, indices_of
 from paceline.data.rows import gathered
 from paceline.data.sources import Part, fetch
@@ -105,11 +107,12 @@ class LaneSampler(Sampler[Lane]):
         lanes: int,
         steps: range,
         ridden: range,
+        curriculum: Curriculum | None = None,
         form: Callable[[Indices], Any] = np.ndarray.tolist,
     ) -> None:
         """`form` makes the indices of many lanes into what each lane's are cut from."""
         self.seed, self.size, self.batch_size, self.lanes = seed, size, batch_size, lanes
-        self.steps, self.ridden, self.form = steps, ridden, form
+        self.steps, self.ridden, self.curriculum, self.form = steps, ridden, curriculum, form
 
     def __iter__(self) -> Iterator[Lane]:
         per_epoch = batches.steps_per_epoch(self.size, self.batch_size, self.lanes)
@@ -118,9 +121,14 @@ class LaneSampler(Sampler[Lane]):
             last = min(self.steps.stop - epoch * per_epoch, per_epoch)
             rides, ahead = tee(self._rides(range(first, last)))
             spans = (positions for *_, positions in ahead)
-            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, form=self.form)
+            form = partial(self._form, epoch=epoch) if self.curriculum is not None else self.form
+            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, form=form)
             for (step, lane, samples, step_samples, _), indices in zip(rides, chosen, strict=True):
                 yield Lane(epoch * per_epoch + step, lane, samples, step_samples, indices)
+
+    def _form(self, indices: Indices, epoch: int) -> Any:
+        assert self.curriculum is not None
+        return self.form(self.curriculum.choose(indices, epoch))
 
     def _rides(self, steps: range) -> Iterator[tuple[int, int, int, int, range]]:
         """Each step's lanes: step, lane, samples of the lane and of the step, positions."""

@@ -102,6 +102,11 @@ def columns_of(table: Any) -> list[str]:
     return [str(name) for frame in _table(table) for name in getattr(frame, "columns", ())]
 
 
+def table_of(table: Any) -> Any:
+    """The DataFrame, read if it is a file; None if there is none."""
+    return next(iter(_table(table)), None)
+
+
 def _table(table: Any) -> tuple[Any, ...]:
     """The DataFrame as the arguments of a data set function: none, or one."""
     if table is None:
