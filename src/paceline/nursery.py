@@ -9,13 +9,18 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
+import tempfile
+import time
 import traceback
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from paceline.stop import ignore_signals
+from paceline.stop import SIGNALS, ignore_signals
 
 LOOK_S = 0.05  # between looks at the ranks
 IDLE_S = 1.0  # between looks at the launcher while there are none
@@ -35,6 +40,10 @@ class Birth(NamedTuple):
 def main() -> None:
     """Fork ranks as they are asked for, and tell how they end, until the launcher is gone."""
     channel, launcher = Connection(int(sys.argv[1])), os.getppid()
+    # Whoever signals all processes of a run means the ranks. What is ignored from outside stays so in them.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ignore_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not MUST_LOAD_ANEW:
         importlib.import_module("paceline.worker")
         importlib.import_module("torch._dynamo")  # every optimizer loads it
@@ -45,31 +54,34 @@ def main() -> None:
         while os.getppid() == launcher:
             if channel.poll(LOOK_S if ranks else IDLE_S):
                 rank, birth = channel.recv()
-                pid = _fork(birth, channel)
+                pid = _fork(birth, channel, before)
                 ranks[pid] = rank
                 channel.send((rank, pid, None))
             for pid, rank in list(ranks.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del ranks[pid]
+                    if status:  # what it has started does not outlive it
+                        with suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
                     channel.send((rank, pid, os.waitstatus_to_exitcode(status)))
     except (EOFError, ConnectionError):
         pass
     os._exit(0)  # the kernel ends the ranks
 
 
-def _fork(birth: Birth, channel: Connection) -> int:
+def _fork(birth: Birth, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
     parent = os.getpid()
     with warnings.catch_warnings():  # numpy's threads do nothing yet, and its library knows about forks
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         channel.close()
-        _become(birth, parent)
+        _become(birth, parent, handlers)
     return pid
 
 
-def _become(birth: Birth, parent: int) -> NoReturn:
+def _become(birth: Birth, parent: int, handlers: Mapping[signal.Signals, Any]) -> NoReturn:
     """Be a rank from now on."""
     try:
         os.setsid()
@@ -77,8 +89,11 @@ def _become(birth: Birth, parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(birth.variables)
         os.chdir(birth.folder)
-        if birth.is_deaf:
-            ignore_signals()
+        time.tzset()
+        tempfile.tempdir = None  # it depends on the environment, too
+        if not birth.is_deaf:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         if MUST_LOAD_ANEW:
             command = [sys.executable, "-u", "-m", "paceline.worker", *birth.arguments, str(parent)]
             os.execv(sys.executable, command)
@@ -97,7 +112,3 @@ def _redirect(log: str) -> None:
         os.dup2(opened, target)
         os.close(opened)
     os.dup2(1, 2)
-
-
-if __name__ == "__main__":
-    main()

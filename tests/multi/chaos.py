@@ -204,7 +204,7 @@ def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
         told = [[event["step"] for event in of_one if event["event"] == "step"] for of_one in both]
         assert told[0] == told[1], told[1]
         running = psutil.process_iter(["cmdline", "cwd"])
-        ours = [p for p in running if "paceline.nursery" in (p.info["cmdline"] or [])]
+        ours = [p for p in running if "paceline.nursery" in " ".join(p.info["cmdline"] or [])]
         left = [p for p in ours if p.info["cwd"] == str(chaos.script.parent)]
         assert not left, left
         return {"lives": sum(event["event"] == "run_started" for event in events), **results[1]}

@@ -57,6 +57,15 @@ def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(monkeypat
     assert not psutil.pid_exists(first["nursery"])
 
 
+def test_files_of_the_working_folder_are_not_taken_for_modules_of_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("profile", "statistics", "paceline"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is not the module that was meant')")
+    monkeypatch.setenv("MKL_CBWR", "AUTO")  # so that there is a nursery that begins here
+    assert tell()["folder"] == str(tmp_path)
+
+
 def test_several_ranks_have_a_nursery_of_their_own_kind() -> None:
     alone, several = tell(), tell(procs=2)
     assert (alone["policy"], several["policy"]) == (None, "passive")

@@ -38,6 +38,19 @@ def test_a_signal_to_one_rank_stops_all_and_loses_nothing(undisturbed: dict, num
     assert outcome(start(resume="auto")) == undisturbed
 
 
+def test_a_signal_to_all_processes_of_a_run_stops_it_and_loses_nothing(undisturbed: dict) -> None:
+    """As `scancel` and `systemctl stop` do it."""
+    launcher = os.getpid()
+
+    def all_of_them() -> None:
+        for pid in (os.getppid(), launcher, os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+
+    stopped_at = stop_step(dataset_fn=disturbed(2, all_of_them), procs=2)
+    assert saved_steps()[-1] == stopped_at
+    assert outcome(start(resume="auto")) == undisturbed
+
+
 def test_a_signal_during_evaluation_stops_there_and_evaluates_again_later(undisturbed: dict) -> None:
     log, ask = Path("fetched").resolve(), send_self(signal.SIGTERM)
     validation = {"size": 61, "augment": False}

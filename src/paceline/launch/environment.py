@@ -34,8 +34,13 @@ def shares_cores(ddp: Any, procs: Any) -> bool:
 
 
 def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(which_cores())
+
+
+def which_cores() -> set[int]:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def chosen_threads(shares: int, *, injected: str | None = None) -> int:

@@ -203,7 +203,9 @@ def _hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
     # What a program does with SIGUSR1 is its own affair, unless its ranks save when they get it.
     names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     names += [signal.SIGUSR1] if request is not None else []
-    before = {name: signal.signal(name, hear) for name in names}
+    # `nohup` and `&` have some of them ignored.
+    heard = [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]
+    before = {name: signal.signal(name, hear) for name in heard}
     try:
         yield
     finally:

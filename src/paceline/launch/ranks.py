@@ -15,12 +15,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from pathlib import Path
 
-from paceline.launch.environment import usable_cores
+from paceline.launch.environment import which_cores
 from paceline.nursery import Birth
 
 # What libraries read while they are loaded: a nursery that was started with other values is of no use.
-READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "PYTHON", "PYTORCH", "TORCH_")
+READ_AT_LOAD = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "PYTHON",
+    "PYTORCH", "TORCH_", "TORCHDYNAMO_",
+)  # fmt: skip
+# This very Paceline, and nothing of the working folder: a file there may be called like a module of Python's.
+COMMAND = (
+    "import sys; sys.path.insert(0, sys.argv[2]); import paceline; sys.path = [path for path in sys.path[1:] if path]; "
+    "from paceline.nursery import main; main()"
+)
 # Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
 # ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -32,10 +41,11 @@ class Ranks:
     def __init__(self, *, is_passive: bool) -> None:
         self.setting, self.owner = _setting(is_passive), os.getpid()
         self._policy = {WAIT_POLICY: "passive"} if is_passive else {}
+        _open_standard_files()
         self._channel, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "paceline.nursery", str(theirs.fileno())],
+                [sys.executable, "-u", "-c", COMMAND, str(theirs.fileno()), str(Path(__file__).parents[2])],
                 env={**self._policy, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -79,7 +89,7 @@ class Ranks:
     def end(self, number: int, grace_s: float) -> None:
         """End the ranks by a signal, and by SIGKILL those that do not follow in time."""
         deadline = time.monotonic() + grace_s
-        while self.pids:
+        while self.pids and time.monotonic() < deadline + grace_s:  # or the nursery tells nothing any more
             is_late = time.monotonic() >= deadline
             self.signal(signal.SIGKILL if is_late else number, to_groups=True)
             self.look(max(0.1, deadline - time.monotonic()))
@@ -144,4 +154,13 @@ def _setting(is_passive: bool) -> tuple[object, ...]:
     """All that a rank has from its nursery and cannot be told later."""
     read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    return is_passive, usable_cores(), limits, read
+    return is_passive, which_cores(), os.getpriority(os.PRIO_PROCESS, 0), limits, read
+
+
+def _open_standard_files() -> None:
+    """Have files 0, 1 and 2, which some program starts others without: a pipe must not take their place."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
