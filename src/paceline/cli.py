@@ -206,6 +206,30 @@ def predict(
 
 
 @app.command()
+@_interruptible
+def export(
+    run_dir: Run,
+    format: Annotated[str, typer.Option(help="safetensors, torch, onnx or hf.")],
+    to: Annotated[Path, typer.Option(help="The folder to create.")],
+    checkpoint: Weights = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="A CSV or Parquet file to try the model on; else the run's data."),
+    ] = None,
+    config: Extra = None,
+) -> None:
+    """Write a trained model for other programs: paceline export runs/NAME/DATE-TIME --format torch --to FOLDER"""
+    from paceline.export import export as write_export
+    from paceline.trained import load
+
+    _check_data(data)
+    with redirect_stdout(sys.stderr):  # what the user's functions and torch print
+        run = load(run_dir, checkpoint, config)
+        write_export(run, format, to, data, say=lambda text: typer.echo(f"{text} …", err=True))
+    typer.echo(f"{to}: {format}, weights: {run.origin}; compared with the trained model, see {to / 'README.md'}")
+
+
+@app.command()
 def checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
 ) -> None:
@@ -231,6 +255,20 @@ def checkpoints(
         typer.echo(f"{run_dir} has no checkpoints")
         return
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+@app.command()
+@_interruptible
+def board(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them; runs by default.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The first free one from 6006 on by default; 0: any.")] = None,
+) -> None:
+    """Open TensorBoard on runs, for this machine alone: paceline board runs/mnist runs/tabular"""
+    from paceline.telemetry.server import serve
+
+    serve(runs or [Path("runs")], port, say=typer.echo)
 
 
 @app.command()
@@ -275,8 +313,7 @@ def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int |
     from paceline.config import read_yaml
     from paceline.run_folder import RunFolder
 
-    if data is not None and not data.is_file():
-        raise ConfigError(f"--data {data} does not exist; give a CSV or Parquet file")
+    _check_data(data)
     written = RunFolder(run_dir).config
     if written.exists():
         raw = read_yaml(written)
@@ -284,6 +321,11 @@ def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int |
     from paceline.trained import load
 
     return load(run_dir, checkpoint, config)
+
+
+def _check_data(data: Path | None) -> None:
+    if data is not None and not data.is_file():
+        raise ConfigError(f"--data {data} does not exist; give a CSV or Parquet file")
 
 
 def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:

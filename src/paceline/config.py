@@ -88,7 +88,7 @@ class Pacing(_Section):
 
     column: str | None = None
     start: float = Field(0.2, gt=0, le=1)
-    epochs: int = Field(ge=1)
+    epochs: int = Field(5, ge=1)
     name: Literal["linear", "root", "step"] = "linear"
 
 

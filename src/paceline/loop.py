@@ -18,12 +18,14 @@ from paceline.data.loader import Turn
 from paceline.digest import check_replicas, digests_of
 from paceline.evaluate import Evaluator
 from paceline.guard import Past
+from paceline.memory import Memory
 from paceline.progress import Progress
-from paceline.step import Stepper
+from paceline.step import LANES, NORM, SKIPPED, Stepper
 from paceline.stop import Stop, StopAgreed
 from paceline.telemetry.events import Events
 from paceline.world import Exchange, World
 
+FACTS = -2  # where the numbers that a rank sends beside its rows begin
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
 
@@ -224,7 +226,7 @@ class Loop:
 class Sent(NamedTuple):
     """The rows of some steps on their way to the host, and what the host knows of those steps."""
 
-    rows: torch.Tensor  # steps × ranks × (sum and count for each lane of the rank, whether the step was skipped)
+    numbers: torch.Tensor  # of each rank: the rows of its steps, then seconds for a step and bytes of memory
     arrived: torch.cuda.Event | None
     steps: list[tuple[int, list[tuple[int, Any]]]]  # each step's number, and its lanes on this rank with their indices
     log: Log | None
@@ -246,6 +248,7 @@ class LossRecord:
     ) -> None:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
+        self._memory = Memory(world.device)
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
@@ -256,6 +259,7 @@ class LossRecord:
         self._rows.append(row)
         self._steps.append((turn.step, [(lane.lane, lane.indices) for lane in turn.lanes]))
         self._samples += turn.lanes[0].step_samples
+        self._timed_steps += 1
 
     def is_overdue(self, step: int) -> bool:
         """Whether a log point has been on its way for so long that waiting for it costs nothing."""
@@ -264,13 +268,18 @@ class LossRecord:
     def send(self, log: Log | None = None) -> None:
         """Let the rows set out for the host, which goes on meanwhile. All ranks."""
         self.settle()
-        rows = torch.stack(self._world.gather_equal(torch.stack(self._rows).double()), dim=1)
+        rows = torch.stack(self._rows).double().flatten()
+        # What the host knows of this rank goes along. It is filled in: a copy from the host would wait for the device.
+        facts = [rows.new_full((1,), number) for number in (self._step_s(), self._memory.used)]
+        numbers = torch.stack(self._world.gather_equal(torch.cat([rows, *facts])))
         arrived = None
-        if rows.device.type == "cuda":
-            rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+        if numbers.device.type == "cuda":
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
-        self._sent = Sent(rows, arrived, self._steps, log)
+        self._sent = Sent(numbers, arrived, self._steps, log)
         self._rows, self._steps = [], []
+        if log is not None:
+            self._restart_steps()
 
     def settle(self) -> None:
         """Wait for the rows that were sent, and take them in. All ranks."""
@@ -279,14 +288,17 @@ class LossRecord:
             return
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        skipped = [bool(flag) for flag in sent.rows[:, 0, -1].tolist()]
+        rows = sent.numbers[:, :FACTS].reshape(len(sent.numbers), len(sent.steps), -1).transpose(0, 1)
+        skipped = [bool(flag) for flag in rows[:, 0, SKIPPED].tolist()]
         # Steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
-        totals = sent.rows[:, :, :-1].reshape(len(skipped), -1, 2)
+        totals = rows[:, :, LANES].reshape(len(skipped), -1, 2).contiguous()
         # One step after the other, so that it does not matter when this is called.
         for (total, count), is_skipped in zip(totals.sum(dim=1).tolist(), skipped, strict=True):
             self._fit.sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
         if sent.log is not None:
-            self._close_window(sent.log)
+            norm = rows[-1, 0, NORM].item()  # of the step that is told, the same on all ranks
+            is_known = 0 <= norm < math.inf and not skipped[-1]
+            self._close_window(sent.log, norm if is_known else None, sent.numbers[:, FACTS:])
         facts = zip(sent.steps, totals.tolist(), skipped, strict=True)
         self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in facts])
 
@@ -297,17 +309,20 @@ class LossRecord:
             self.send()
             self.settle()
 
-    def _close_window(self, log: Log) -> None:
+    def _close_window(self, log: Log, norm: float | None, facts: torch.Tensor) -> None:
+        step_s, memory = facts.T.tolist()
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         sums = self._fit.sums
         self._events.write(
             "step", step=log.step, steps=self._plan.total_steps, epoch=log.epoch, epochs=self._plan.epochs,
             loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
-            lr=log.lr, samples_per_s=round(self._samples / elapsed, 1),
+            lr=log.lr, samples_per_s=round(self._samples / elapsed, 1), grad_norm=norm,
+            step_ms=[round(1e3 * seconds, 3) for seconds in step_s],
+            memory_mb=[round(used / 1e6, 1) for used in memory],
         )  # fmt: skip
         sums.window = sums.window_count = 0.0
-        self.restart_clock()
+        self._restart_window()
 
     def epoch_mean(self) -> float | None:
         """The mean loss of this epoch so far; None if every step was skipped."""
@@ -320,5 +335,17 @@ class LossRecord:
 
     def restart_clock(self) -> None:
         """Begin to time anew, so that an evaluation does not count as slow training."""
+        self._restart_window()
+        self._restart_steps()
+
+    def _restart_window(self) -> None:
         self._samples = 0
         self._since = time.perf_counter()
+
+    def _restart_steps(self) -> None:
+        self._timed_steps = 0
+        self._steps_since = time.perf_counter()
+
+    def _step_s(self) -> float:
+        """Seconds from step to step on this rank's host, since the last log point."""
+        return (time.perf_counter() - self._steps_since) / max(self._timed_steps, 1)

@@ -130,10 +130,10 @@ def write(
     **facts: Any,
 ) -> None:
     """Leave the weights, what `train_fn` returned and `result.json`, in this order. Rank 0 only."""
-    facts["weights_sha256"], facts["ema_sha256"] = _save_weights(model, folder.weights), None
+    facts["weights_sha256"], facts["ema_sha256"] = save_weights(model, folder.weights), None
     if ema is not None:
         with ema.applied():
-            facts["ema_sha256"] = _save_weights(model, folder.ema)
+            facts["ema_sha256"] = save_weights(model, folder.ema)
     if value is not None:
         write_value(folder, value)
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -173,7 +173,8 @@ def collect(folder: RunFolder) -> Outcome:
     return Outcome(folder.path, facts, folder.value.read_bytes() if folder.value.exists() else None, stopped)
 
 
-def _save_weights(model: torch.nn.Module, path: Path) -> str:
+def save_weights(model: torch.nn.Module, path: Path) -> str:
+    """Write a file of weights that is seen whole or not at all; returns their fingerprint."""
     partial = path.with_name(f".{path.name}")
     safetensors.torch.save_model(model, str(partial))
     partial.chmod(path.parent.stat().st_mode & 0o666)  # the library leaves it to its owner alone

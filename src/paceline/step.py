@@ -25,6 +25,11 @@ from paceline.zero import Sharding
 
 Segment = Callable[[Lane], AbstractContextManager[None]]
 
+# The row of a step: the loss's (sum, count) for each lane of the rank, then these columns.
+NORM, SKIPPED = -2, -1
+LANES = slice(0, NORM)
+NO_NORM = -1.0  # of gradients that nobody has measured
+
 
 class Stepper:
     """Takes the lanes of a step through forward, backward, reduction and update; as CUDA graphs where that works."""
@@ -92,8 +97,9 @@ class Stepper:
     def take(self, turn: Turn) -> torch.Tensor:
         """One update, unless the step is not finite: then nothing changes. All ranks.
 
-        Returns one row on the device: the loss's sum and count for each lane of this rank, then 1 if the device has
-        skipped the step, else 0. A step that the host has skipped is a row of zeros.
+        Returns one row on the device: the loss's sum and count for each lane of this rank; the norm of the gradients
+        before they were clipped; 1 if the device has skipped the step, else 0. Where the host has skipped it, nothing
+        is counted.
         """
         factor = self.lr_factor(turn.step)
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
@@ -126,10 +132,11 @@ class Stepper:
         if self.guard is not None and self.guard.is_deferred:
             is_bad = found_bad(self.backward.sums())
         elif self.guard is not None and not self.guard.allows(self.backward.sums()):
-            self._skip(lanes, inputs, _row(totals))
-            return torch.zeros(len(totals) + 1, device=self.world.device)
+            self._skip(lanes, inputs, torch.stack(tuple(totals)))
+            return self._row([number_on(0, self.world.device)] * len(totals), NO_NORM, 0)
+        norm: torch.Tensor | float = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.config.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
         if is_bad is not None:
             self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         (self.sharding or self.optimizer).step()
@@ -137,7 +144,10 @@ class Stepper:
             self.ema.update(is_bad)
         if self.guard is not None and is_bad is not None:
             self.guard.undo_if(is_bad)
-        return _row([*totals, is_bad if is_bad is not None else number_on(0, self.world.device)])
+        return self._row(totals, norm, is_bad if is_bad is not None else 0)
+
+    def _row(self, totals: Sequence[torch.Tensor], *tail: torch.Tensor | float) -> torch.Tensor:
+        return torch.stack([*totals, *(number_on(number, self.world.device) for number in tail)])
 
     def _skip(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], totals: torch.Tensor) -> None:
         assert self.guard is not None
@@ -167,7 +177,3 @@ class Stepper:
         if not all(isinstance(group["lr"], torch.Tensor) for group in self.optimizer.param_groups):
             return f"{name}, as it is set, takes its learning rate from the host; use fused: true"
         return None
-
-
-def _row(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(tuple(numbers))

@@ -45,6 +45,12 @@ class TrainedRun(Trained):
         """The file of the weights to use, or the checkpoint that holds them."""
         return self.source
 
+    def export(self, format: str, to: Path | str, data: Path | None = None) -> Path:
+        """Write the model into the new folder `to`: as safetensors, torch, onnx or hf; compared before it counts."""
+        from paceline.export import export
+
+        return export(self, format, to, data)
+
 
 def load(run_dir: Path | str, checkpoint: str | int | None = None, config: Path | str | None = None) -> TrainedRun:
     """The run in a folder, to evaluate it, to predict, or to have its model.

@@ -161,7 +161,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
                 metrics=fit.metrics, history=fit.history, step=fit.step, epoch=len(fit.history),
                 world_size=world.size, lanes=lanes, seconds=round(fit.seconds, 3), samples=fit.samples,
             )  # fmt: skip
-        events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics)
+        settled = {**identity["config"], "lanes": lanes}
+        events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics, config=settled)
     events.close()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 
 from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events, rewind
@@ -23,6 +26,12 @@ def add(path: Path, steps: range, scale: float = 1.0) -> None:
     writer = Events(path)
     for step in steps:
         writer.write("step", step=step, steps=9, epoch=0, epochs=1, loss=scale / step, lr=0.1, samples_per_s=5)
+    writer.close()
+
+
+def finish(path: Path, config: dict[str, Any]) -> None:
+    writer = Events(path)
+    writer.write("run_finished", step=3, epoch=0, metrics={}, config=config)
     writer.close()
 
 
@@ -46,6 +55,59 @@ def test_numbers_of_steps_and_epochs_are_there_as_soon_as_they_are_told(events: 
     ]  # fmt: skip
     assert [scalar.step for scalar in read.Scalars("train_loss")] == [3]
     board.close()
+
+
+def test_what_each_rank_has_measured_is_a_plot_of_its_own(events: Path, tmp_path: Path) -> None:
+    writer = Events(events)
+    writer.write("step", step=4, loss=0.1, grad_norm=None, step_ms=[2.5, 3.5], memory_mb=[64.0, 32.0])
+    writer.write("step", step=5, loss=0.1, grad_norm=0.75, step_ms=[2.0, 3.0], memory_mb=[64.0, 32.0])
+    writer.close()
+    board = Board(events, tmp_path / "board")
+    board.look()
+    board.close()
+    read = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("grad_norm")] == [(5, 0.75)]
+    assert [scalar.value for scalar in read.Scalars("step_ms/rank-1")] == [3.5, 3.0]
+    assert [scalar.value for scalar in read.Scalars("memory_mb/rank-0")] == [64.0, 64.0]
+
+
+def test_a_finished_run_has_its_config_in_the_hparams_tab(events: Path, tmp_path: Path) -> None:
+    """Once, and as it was in the end: a run that had finished was made longer."""
+    finish(events, {"batch_size": 32, "optimizer": {"lr": 0.1}})
+    writer = Events(events)
+    writer.write("run_started")
+    writer.close()
+    add(events, range(4, 6))
+    optimizer = {"name": "sgd", "lr": 0.5, "betas": [0.5, 0.9], "momentum": None}
+    finish(events, {"batch_size": 64, "exact": True, "optimizer": optimizer, "model_args": {}, "metrics": []})
+    board = Board(events, tmp_path / "board")
+    board.look()
+    board.close()
+    content = EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()} == {
+        "batch_size": 64.0,
+        "exact": True,
+        "optimizer.betas": "[0.5, 0.9]",
+        "optimizer.lr": 0.5,
+        "optimizer.name": "sgd",
+    }
+    end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    assert end.status == STATUS_SUCCESS
+
+
+@pytest.mark.parametrize("last", ["run_started", "run_stopped"])
+def test_a_run_that_has_not_finished_is_not_in_the_hparams_tab(events: Path, tmp_path: Path, last: str) -> None:
+    if last == "run_started":
+        finish(events, {"batch_size": 32})
+    writer = Events(events)
+    writer.write(last, step=3)
+    writer.close()
+    board = Board(events, tmp_path / "board")
+    board.look()
+    board.close()
+    with pytest.raises(KeyError):
+        EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
 
 
 def test_steps_that_are_taken_back_are_there_once(events: Path, tmp_path: Path) -> None:

@@ -88,3 +88,8 @@ def test_mistakes_are_named(make_config: MakeConfig) -> None:
     other = make_config(curriculum={"epochs": 1, "column": "easy"}, df=pandas.DataFrame({"hard": [1, 2]}))
     with pytest.raises(DataError, match="is not a column of df"):
         make_curriculum(other, [1, 2])
+
+
+def test_a_run_with_a_curriculum_is_written_down(make_config: MakeConfig) -> None:
+    config = make_config(curriculum={"epochs": 3, "start": 0.5}, difficulty_fn=len)
+    assert "curriculum:\n  start: 0.5\n  epochs: 3\n" in config.to_yaml()

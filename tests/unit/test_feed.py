@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from paceline.config import Config, build
 from paceline.data import batches
 from paceline.data.augment import Augment
-from paceline.data.feed import Feed, _with_images, make_feeds, map_tensors, tensors_in
+from paceline.data.feed import Feed, make_feeds, map_tensors, tensors_in, with_images
 from paceline.data.loader import Lane, LaneSampler, evaluation_loader, lane_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import Part
@@ -275,11 +275,11 @@ def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
 
 def test_images_are_the_first_input_of_four_dimensions() -> None:
     features, images, masks = torch.zeros(2, 3), torch.ones(2, 1, 4, 4), torch.full((2, 1, 4, 4), 5.0)
-    change = _with_images((features, images, masks), lambda tensor: tensor * 2)
+    change = with_images((features, images, masks), lambda tensor: tensor * 2)
     assert [int(tensor.max()) for tensor in change] == [0, 2, 5]
-    named = _with_images({"labels": masks, "age": features, "pixels": images}, lambda tensor: tensor * 2)
+    named = with_images({"labels": masks, "age": features, "pixels": images}, lambda tensor: tensor * 2)
     assert {key: int(tensor.max()) for key, tensor in named.items()} == {"labels": 5, "age": 0, "pixels": 2}
-    assert int(_with_images((masks,), lambda tensor: tensor * 2)[0].max()) == 10
+    assert int(with_images((masks,), lambda tensor: tensor * 2)[0].max()) == 10
 
 
 class Endless(IterableDataset[Any]):

@@ -18,7 +18,7 @@ from paceline.guard import are_finite
 from paceline.precision import GROW_AFTER, Scaler
 from paceline.reduce import cast
 from paceline.replica import Single
-from paceline.step import Stepper
+from paceline.step import LANES, Stepper
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
@@ -69,7 +69,7 @@ class Run:
             taken.append(Lane(step, lane, len(data[1]), samples, indices, data))
         row = self.stepper.take(Turn(step, 0, taken, ends_epoch=False, ends_run=False))
         assert row[-1] == 0  # the host has decided
-        return row[:-1].view(-1, 2)
+        return row[LANES].view(-1, 2)
 
     def state(self) -> dict[str, Any]:
         """All that a step may change, to the last bit."""

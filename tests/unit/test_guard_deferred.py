@@ -20,7 +20,7 @@ from paceline.ema import Ema
 from paceline.errors import NotFinite
 from paceline.guard import Guard, Past, found_bad
 from paceline.replica import Single
-from paceline.step import Stepper
+from paceline.step import LANES, NO_NORM, NORM, Stepper
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
@@ -149,10 +149,22 @@ def test_weights_optimizer_average_and_buffers_stay_as_they_were(
     row = run.take(1, *(batch(seed, poison if seed == lanes - 1 else None) for seed in range(lanes)))
     assert run.state() == before
     assert row[-1] == 1
-    assert row[:-1].view(-1, 2)[:-1].isfinite().all()  # and the others' losses are told as they are
+    assert row[LANES].view(-1, 2)[:-1].isfinite().all()  # and the others' losses are told as they are
     assert run.take(2, *(batch(seed) for seed in range(lanes)))[-1] == 0
     assert all(run.state()[name] != before[name] for name in before if not name.endswith("empty"))
     assert run.said == []  # nobody has looked yet
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_the_row_holds_the_norm_that_the_gradients_had_before_clipping(
+    monkeypatch: pytest.MonkeyPatch, is_deferred: bool
+) -> None:
+    clipped, free = (Run(monkeypatch, is_deferred=is_deferred, **keys) for keys in ({"clip_norm": 1e-3}, {}))
+    row = clipped.take(0, batch(0))
+    assert free.take(0, batch(0))[NORM] == NO_NORM
+    gradients = [parameter.grad for parameter in free.stepper.parameters if parameter.grad is not None]
+    assert row[NORM] == torch.nn.utils.get_total_norm(gradients)
+    assert row[NORM] > 1e-3
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

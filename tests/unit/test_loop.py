@@ -10,7 +10,8 @@ import torch
 
 from paceline.data.loader import Lane, Turn
 from paceline.guard import Past
-from paceline.loop import LAG, Fit, Log, LossRecord, Plan
+from paceline.loop import FACTS, LAG, Fit, Log, LossRecord, Plan
+from paceline.step import NO_NORM, NORM
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
@@ -36,7 +37,8 @@ class Pair(World):
     """Two ranks that hold the same rows, without a process group; the second's are tenfold."""
 
     def gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor, torch.cat([10 * tensor[:, :-1], tensor[:, -1:]], dim=1)]
+        rows, facts = tensor[:FACTS].view(-1, 2 * LANES + 2), tensor[FACTS:]
+        return [tensor, torch.cat([torch.cat([10 * rows[:, :NORM], rows[:, NORM:]], dim=1).flatten(), 3 * facts])]
 
 
 def make(world: World = HERE) -> tuple[LossRecord, Fit, Listener]:
@@ -49,13 +51,13 @@ def turn(step: int) -> Turn:
     return Turn(step, 0, lanes, ends_epoch=False, ends_run=False)
 
 
-def row(step: int, *, is_skipped: bool = False) -> torch.Tensor:
+def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     losses = torch.rand(LANES, dtype=torch.float64, generator=generator) * 10 ** (step % 7)
     if is_skipped:
         losses[1] = torch.nan
     pairs = [number for loss in losses.tolist() for number in (loss, 2.0)]
-    return torch.tensor([*pairs, float(is_skipped)], dtype=torch.float64)  # whose sums depend on their order
+    return torch.tensor([*pairs, norm, float(is_skipped)], dtype=torch.float64)  # whose sums depend on their order
 
 
 def summed(record: LossRecord, fit: Fit, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
@@ -85,7 +87,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
     total = 0.0
     for step in range(STEPS):
         if step not in skipped:
-            total += row(step)[:-1].view(-1, 2)[:, 0].double().sum().item()
+            total += row(step)[:NORM].view(-1, 2)[:, 0].double().sum().item()
     assert fit.sums.epoch == fit.sums.window == total
     assert fit.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
     assert record.epoch_mean() == total / fit.sums.epoch_count
@@ -93,7 +95,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
 
 def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
     record, fit, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
-    record.add(turn(0), torch.tensor([1.0, 2, 3, 4, 5, 6, 0]))
+    record.add(turn(0), torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0]))
     record.collect()
     assert (fit.sums.epoch, fit.sums.epoch_count) == (9 + 90, 12 + 120)
     [past] = listener.reviewed
@@ -104,7 +106,7 @@ def test_rows_of_several_formats_go_together() -> None:
     """A loss in float64, and the zeros of a step that the host has skipped."""
     record, fit, _ = make()
     record.add(turn(0), row(0))
-    record.add(turn(1), torch.zeros(2 * LANES + 1))
+    record.add(turn(1), torch.zeros(2 * LANES + 2))
     record.collect()
     assert fit.sums.epoch_count == 2 * LANES
 
@@ -120,7 +122,7 @@ def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int
     assert [past.step for past in listener.reviewed if past.is_skipped] == [1, 6, 7]
     for past in listener.reviewed:
         assert past.lanes == [(lane, [past.step, lane]) for lane in range(LANES)]
-        expected = row(past.step, is_skipped=past.is_skipped)[:-1].double().view(-1, 2).tolist()
+        expected = row(past.step, is_skipped=past.is_skipped)[:NORM].double().view(-1, 2).tolist()
         assert str(past.totals) == str(expected)
 
 
@@ -150,7 +152,7 @@ def test_a_log_point_that_is_written_later_tells_its_own_step() -> None:
     assert {key: event[key] for key in ("event", "step", "steps", "epoch", "epochs", "lr")} == {
         "event": "step", "step": 2, "steps": 40, "epoch": 0, "epochs": 2, "lr": 0.25,
     }  # fmt: skip
-    losses = [row(step)[:-1].double().view(-1, 2).sum(0) for step in range(3)]
+    losses = [row(step)[:NORM].double().view(-1, 2).sum(0) for step in range(3)]
     assert event["loss"] == pytest.approx(((losses[0] + losses[1])[0] / 12).item())
     assert fit.sums.window == 0.0
     record.send(Log(3, 1, 0.125))
@@ -158,6 +160,41 @@ def test_a_log_point_that_is_written_later_tells_its_own_step() -> None:
     assert listener.events[1]["loss"] == pytest.approx((losses[2][0] / 6).item())
     assert (listener.events[1]["epoch"], listener.events[1]["lr"]) == (1, 0.125)
     assert fit.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_skipped", "told"),
+    [(2.5, False, 2.5), (0.0, False, 0.0), (NO_NORM, False, None), (float("nan"), True, None), (7.0, True, None)],
+)
+def test_the_norm_of_the_gradients_is_that_of_the_step_told(norm: float, is_skipped: bool, told: float | None) -> None:
+    record, _, listener = make()
+    record.add(turn(0), row(0, norm=99.0))
+    record.add(turn(1), row(1, norm=norm, is_skipped=is_skipped))
+    record.send(Log(2, 0, 0.25))
+    record.add(turn(2), row(2, norm=98.0))
+    record.settle()
+    assert listener.events[0]["grad_norm"] == told
+
+
+def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
+    clock = [100.0]
+    monkeypatch.setattr("paceline.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.memory.used_on", lambda device: 5_000_000)
+    record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
+    for step in range(9):
+        clock[0] += 0.5 if step < 3 else 0.25
+        record.add(turn(step), row(step))
+        if step == 1:
+            record.collect()
+        if step in (2, 4, 8):
+            record.send(Log(step + 1, 0, 0.1))  # told later, as on a GPU
+        if step == 6:
+            clock[0] += 60
+            record.restart_clock()
+    record.settle()
+    assert [event["step_ms"] for event in listener.events] == [[500, 1500], [250, 750], [250, 750]]
+    assert [event["memory_mb"] for event in listener.events] == [[5, 15]] * 3
 
 
 def test_a_checkpoint_between_log_points_closes_no_window() -> None:

@@ -89,7 +89,7 @@ class Feed:
             data = self.rows.gather(indices)
         augment = self.augment
         if augment is not None and indices is not None and epoch is not None:
-            data = _with_images(data, lambda images: augment.train(images, indices, epoch))
+            data = with_images(data, lambda images: augment.train(images, indices, epoch))
         return to_channels_last(data) if self.by_channels else data
 
     def evaluation_batch(self, dealt: Dealt) -> Any:
@@ -97,7 +97,7 @@ class Feed:
         rows = self.rows
         batch = to_device(dealt.data, self.world.device) if rows is None else rows.gather(dealt.indices)
         if self.augment is not None:
-            batch = _with_images(batch, self.augment.evaluate)
+            batch = with_images(batch, self.augment.evaluate)
         return to_channels_last(batch) if self.by_channels else batch
 
     def sample(self) -> Any:
@@ -175,7 +175,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return tensors_in(list(tree.values())) if isinstance(tree, Mapping) else []
 
 
-def _with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The batch with its images changed: the first input that has four dimensions, or else the first."""
     named = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
     inputs = [key for key in named if key != "labels"]

@@ -1,0 +1,68 @@
+"""The card of an exported model, README.md: what was trained, its figures, how to use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import paceline
+from paceline.config import Config
+from paceline.functions import name_of
+from paceline.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from paceline.trained import TrainedRun
+
+
+def text(run: TrainedRun, weights_sha256: str, usage: str, notes: Sequence[str]) -> str:
+    """The whole card; `usage` is Python code that loads the model, `notes` what to know about it."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run, weights_sha256).items())
+    listed = "\n".join(f"- {note}" for note in notes)
+    return f"""# {run.config.name}
+
+Trained with Paceline; `config.yaml` is the config of the run.
+
+| | |
+|---|---|
+{rows}
+
+{listed}
+
+```python
+{usage}
+```
+"""
+
+
+def loading_weights(config: Config) -> str:
+    """Python code that loads weights.safetensors into a model of `model_fn`."""
+    module, _, name = name_of(config.function("model_fn")).partition(":")
+    arguments = ", ".join(f"{key}={value!r}" for key, value in config.model_args.items())
+    return "\n".join(
+        (
+            f"from {module} import {name.partition('.')[0]}; from safetensors.torch import load_model",
+            f"model = {name}({arguments}).eval()",
+            'load_model(model, "weights.safetensors")',
+        )
+    )
+
+
+def _figures(run: TrainedRun, weights_sha256: str) -> dict[str, Any]:
+    config, folder = run.config, RunFolder(run.run_dir)
+    facts = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
+    history = {row["step"]: row["epoch"] + 1 for row in facts.get("history", ())}
+    numbers = sum(parameter.numel() for parameter in run.model.parameters())
+    figures = {
+        "model": f"`{name_of(config.function('model_fn'))}`, {numbers:,} parameters",
+        "data": f"`{name_of(config.function('dataset_fn'))}`" if config.dataset_fn is not None else None,
+        "weights": run.origin,
+        "epochs": facts.get("epoch") if run.step == facts.get("step") else history.get(run.step),
+        **{name: f"{value:.6g}" for name, value in run.metrics.items()},
+        "weights SHA-256": f"`{weights_sha256}`",
+        "trained with": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        "exported with": f"paceline {paceline.__version__}, torch {torch.__version__}",
+    }
+    return {name: value for name, value in figures.items() if value not in (None, "")}
