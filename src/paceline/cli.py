@@ -280,9 +280,7 @@ def init(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
     if recipe is not None and recipe not in RECIPE_CONFIGS:
-        near = difflib.get_close_matches(recipe, RECIPE_CONFIGS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPE_CONFIGS)}"
-        raise ConfigError(f"--recipe {recipe} is not known; {hint}")
+        raise ConfigError(f"--recipe {recipe} is not known; {_hint(recipe)}")
     source = RECIPE_CONFIGS[recipe].parent if recipe is not None else PROJECT_TEMPLATE
     left_out = ("__pycache__", "*.yaml") if recipe is not None else ("__pycache__",)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
@@ -363,9 +361,13 @@ def find_config(target: str) -> Path:
             return path
     if target in RECIPE_CONFIGS:
         return RECIPE_CONFIGS[target]
-    near = difflib.get_close_matches(target, [*RECIPE_CONFIGS, *map(str, Path().glob("*.yaml"))], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
-    raise ConfigError(f"{target} is neither a file nor a recipe; {hint}")
+    raise ConfigError(f"{target} is neither a file nor a recipe; {_hint(target, *map(str, Path().glob('*.yaml')))}")
+
+
+def _hint(name: str, *others: str) -> str:
+    """What somebody may have meant by the name of a recipe."""
+    near = difflib.get_close_matches(name, [*RECIPE_CONFIGS, *others], n=1)
+    return f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
 
 
 def main() -> None:
@@ -406,6 +408,9 @@ def _say_done(result: Any, target: str) -> None:
     typer.echo(f"run folder: {result.run_dir}")
     typer.echo("try next:")
     typer.echo(f"  paceline train {target} --procs 1 num_epochs=2     # other processes, other values")
+    if result.metrics:
+        typer.echo(f"  paceline evaluate {result.run_dir}")
+    typer.echo("  paceline board                                     # curves, in TensorBoard")
     typer.echo("  paceline init mylab                                # a folder of your own")
 
 

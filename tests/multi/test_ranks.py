@@ -19,7 +19,8 @@ from paceline import Trainer
 
 def about_this_rank(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> dict[str, Any]:
     return {
-        "nursery": os.getppid(), "folder": str(Path.cwd()), "note": os.environ.get("NOTE"),
+        "nursery": os.getppid(), "name": psutil.Process().name(),
+        "folder": str(Path.cwd()), "note": os.environ.get("NOTE"),
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)],
         "policy": os.environ.get("OMP_WAIT_POLICY"), "group": os.getpgid(0) == os.getpid(),
     }  # fmt: skip
@@ -86,6 +87,8 @@ def test_a_rank_begins_as_a_process_of_its_own() -> None:
     told = tell()
     assert told["signals"] == [str(signal.SIG_DFL), str(signal.SIG_DFL)]
     assert told["group"]
+    assert told["name"] == "paceline-rank-0"
+    assert psutil.Process(told["nursery"]).name() == "paceline-nursery"[:15]
 
 
 def test_nothing_is_left_when_the_script_ends_and_nothing_is_said(tmp_path: Path) -> None:
