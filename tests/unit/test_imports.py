@@ -58,7 +58,8 @@ LAYERS = [
     ["datasets"],
     ["datasets.download", "datasets.reader"],
     ["datasets.catalog"],
-    ["bench.models", "data.batches", "data.claims", "functions", "fused_loss", "nursery", "predictions", "travel"],
+    ["bench.models", "data.batches", "data.claims", "data.workers", "functions", "fused_loss"],
+    ["nursery", "predictions", "travel"],
     [
         "cpu",
         "data.order",

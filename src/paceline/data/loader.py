@@ -16,10 +16,9 @@ from paceline.data.curriculum import Curriculum
 from paceline.data.order import Indices, indices_of
 from paceline.data.rows import gathered
 from paceline.data.sources import Part, fetch
+from paceline.data.workers import Workers, start_worker
 from paceline.errors import DataError
-from paceline.lifeline import die_with_parent
 from paceline.randomness import seed_for, seed_generators
-from paceline.stop import ignore_signals
 from paceline.world import World
 
 
@@ -296,16 +295,9 @@ def loader_options(workers: int, world: World, seed: int) -> dict[str, Any]:
         options |= {
             "worker_init_fn": start_worker,
             "persistent_workers": True,
-            # Fork, so that data sets defined in a script or notebook need not be pickled again.
-            "multiprocessing_context": "fork",
+            "multiprocessing_context": Workers(),
         }
     # The seeds of the workers come from here, so they differ between ranks.
     generator = torch.Generator()
     generator.manual_seed(seed_for(seed, "workers", world.rank))
     return {**options, "generator": generator}
-
-
-def start_worker(worker: int) -> None:
-    """In a DataLoader worker, before it reads anything."""
-    ignore_signals()
-    die_with_parent()

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paceline.data import batches
 from paceline.data.claims import claim_of, compare_claims
-from paceline.data.loader import Lane, Turn, collate_of, loader_options, start_worker
+from paceline.data.loader import Lane, Turn, collate_of, loader_options
 from paceline.data.shard import Share
+from paceline.data.workers import start_worker
 from paceline.errors import DataError
 from paceline.progress import Progress
 from paceline.randomness import seed_generators

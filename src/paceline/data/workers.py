@@ -1,0 +1,68 @@
+"""The processes of a DataLoader: forked, so that data sets of a script or notebook need not be pickled.
+
+A rank has threads, and a fork beside threads has two traps. In Python 3.11 the child may wait for ever, before it runs
+anything, for a lock that a thread of torch's held in that moment; so every child must say that it lives, or it is made
+anew. And a child that collects its parent's garbage may destroy a process group, which waits for threads that it lacks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
+
+from paceline.lifeline import die_with_parent
+from paceline.stop import ignore_signals
+
+PATIENCE_S = 2.0  # at first; a child that is only slow has done nothing yet and is made anew, too
+
+
+class Worker(ForkProcess):
+    """A process that says when it lives."""
+
+    cry = -1  # where to
+
+    @staticmethod
+    def _Popen(process_obj: Worker) -> Popen:  # type: ignore[override]  # noqa: N802, the standard library's name
+        return Birth(process_obj)
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        os.write(self.cry, b".")
+        gc.freeze()
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
+
+
+class Birth(Popen):
+    """Forks until a child lives."""
+
+    def _launch(self, process_obj: Worker) -> None:
+        patience_s = PATIENCE_S
+        while not self._lives(process_obj, patience_s):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.finalizer()  # type: ignore[misc]
+            patience_s *= 2
+
+    def _lives(self, process_obj: Worker, patience_s: float) -> bool:
+        ear, process_obj.cry = os.pipe()
+        try:
+            super()._launch(process_obj)  # type: ignore[misc]
+            return bool(select.select([ear], [], [], patience_s)[0])
+        finally:
+            os.close(ear)
+            os.close(process_obj.cry)
+
+
+class Workers(ForkContext):
+    """How a DataLoader is told to make such processes."""
+
+    Process = Worker
+
+
+def start_worker(worker: int) -> None:
+    """In a worker, before it reads anything."""
+    ignore_signals()
+    die_with_parent()

@@ -1,0 +1,82 @@
+"""Worker processes of a DataLoader, forked beside threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data import workers
+
+
+def fork_that_sticks(times: int) -> Callable[[], int]:
+    """A fork whose first children never come to run anything."""
+    fork, made = os.fork, []
+
+    def stuck() -> int:
+        made.append(None)
+        pid = fork()
+        if not pid and len(made) <= times:
+            time.sleep(1000)
+        return pid
+
+    return stuck
+
+
+def test_a_child_that_is_stuck_in_the_fork_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(os, "fork", fork_that_sticks(times=2))
+    before = set(Path("/dev/fd").iterdir())
+    worker = workers.Workers().Process(target=os._exit, args=(7,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 7
+    worker.close()
+    assert set(Path("/dev/fd").iterdir()) == before
+    with pytest.raises(ChildProcessError):  # nobody is left, not even as a zombie
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_dataloader_reads_through_such_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(os, "fork", fork_that_sticks(times=1))
+    loader = DataLoader(range(6), batch_size=2, num_workers=2, multiprocessing_context=workers.Workers())  # type: ignore[arg-type, var-annotated]
+    assert torch.cat(list(loader)).tolist() == list(range(6))
+
+
+class Loud:
+    """Tells when it is destroyed."""
+
+    def __init__(self, ear: int) -> None:
+        self.ear, self.me = ear, self
+
+    def __del__(self) -> None:
+        os.write(self.ear, b"destroyed")
+
+
+def test_garbage_of_the_parent_is_not_destroyed_in_a_worker() -> None:
+    """A process group among it would wait for its threads, which a child has not got."""
+    read, write = os.pipe()
+    gc.collect()
+    gc.disable()
+    try:
+        Loud(write)
+        worker = workers.Workers().Process(target=gc.collect)
+        worker.start()
+        worker.join()
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 100)
+        assert worker.exitcode == 0
+        gc.collect()
+        assert os.read(read, 100) == b"destroyed"
+    finally:
+        gc.enable()
+        os.close(read)
+        os.close(write)
