@@ -36,6 +36,9 @@ LIBRARIES = tuple(
 )
 
 
+HOST_LOST = -1000  # in place of an exit code, of ranks on a host that does not answer any more
+
+
 @dataclass
 class Failure:
     """What went wrong in one rank."""
@@ -122,6 +125,8 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
             "SIGKILL",
             "the process was killed; most likely the machine ran out of memory (see `dmesg`)",
         )
+    elif code == HOST_LOST:
+        error, text = "HostLost", "its host does not answer any more"
     elif code < 0:
         names = {signal.value: signal.name for signal in Signals}  # real-time signals have none
         error, text = names.get(-code, "Signal"), f"the process was ended by signal {-code}"

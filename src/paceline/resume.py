@@ -20,7 +20,7 @@ from paceline.run_folder import RunFolder
 
 # Keys that do not decide what a run computes, only how, where and how safely.
 HANDS = {
-    "name", "run_dir", "launcher", "procs", "max_restarts", "hang_timeout_s", "device", "backend", "log", "checkpoint",
+    "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device", "backend", "log", "checkpoint",
     "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp", "bucket_mb", "static_graph", "lanes",
     "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip

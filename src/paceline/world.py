@@ -154,7 +154,9 @@ def _next_meeting(rank: int, size: int) -> dist.Store:
 
     What lies there, such as the address of a rank that is gone, would be taken for ours.
     """
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # A store of the agent outlives the ranks. Otherwise it is a new one, and agents of several hosts count differently.
+    is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_old else "0"
     return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _meeting_place(rank, size))
 
 

@@ -49,6 +49,14 @@ def test_the_same_bits_at_any_number_of_ranks(outcomes: dict[str, Outcomes], cas
     assert outcomes[other][case] == outcomes["1 ranks"][case]
 
 
+def test_sixteen_ranks_give_the_bits_of_one(tmp_path: Path) -> None:
+    options = {**matrix.options_of("AdamW"), "lanes": 16, "batch_size": 1, "num_epochs": 2, "launcher": "local"}
+    alone, many = (Trainer(**options, procs=procs, run_dir=tmp_path / str(procs)).start() for procs in (1, 16))
+    assert many.weights_sha256 == alone.weights_sha256
+    assert many.optimizer_sha256 == alone.optimizer_sha256
+    assert many.history == alone.history
+
+
 def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
     """A hash that ignored what a case changes would make the test above worthless."""
     hashes = [outcome["weights"] for case, outcome in outcomes["1 ranks"].items()]

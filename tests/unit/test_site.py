@@ -1,4 +1,4 @@
-"""launch/local.py: how many ranks a run gets. What it does with them is for tests/multi."""
+"""launch/site.py: how many ranks a run gets. What the launcher does with them is for tests/multi."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.config import Config
-from paceline.launch import local
-from paceline.launch.local import pick_ranks
+from paceline.launch import site
+from paceline.launch.site import Here
 
 MakeConfig = Callable[..., Config]
 
@@ -41,9 +41,9 @@ def test_as_many_ranks_as_there_is_room_for(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(local, "usable_cores", lambda: cores)
-    assert pick_ranks(make_config(**keys), lanes) == ranks
+    monkeypatch.setattr(site, "usable_cores", lambda: cores)
+    assert Here(make_config(**keys)).ranks_for(lanes) == ranks
 
 
 def test_lanes_that_no_number_in_the_range_can_share_are_left_to_be_refused(make_config: MakeConfig) -> None:
-    assert pick_ranks(make_config(procs=4), 6) == 4
+    assert Here(make_config(procs=4)).ranks_for(6) == 4

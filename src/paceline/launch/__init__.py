@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import Config
 from paceline.errors import Interrupted, PacelineError, Stopped
 from paceline.launch import ranks
-from paceline.launch.environment import load_dotenv, pick_launcher, shares_cores
+from paceline.launch.environment import join_step, load_dotenv, pick_launcher, shares_cores
 
 if TYPE_CHECKING:
     from paceline.job import Task
@@ -22,17 +23,24 @@ def prepare(raw: Mapping[str, Any], folder: Path) -> None:
 
     `raw` holds the keys of a config that may not have been checked yet.
     """
-    if pick_launcher(raw.get("launcher", "auto")) == "local":
+    if raw.get("nodes") is not None:  # the head serves a store, which complains of clients without a name
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if pick_launcher(raw.get("launcher", "auto"), has_rendezvous=raw.get("rendezvous") is not None) == "local":
         load_dotenv(folder)
-        ranks.prepare(is_passive=shares_cores(raw.get("ddp", True), raw.get("procs")))
+        is_passive = shares_cores(raw.get("ddp", True), raw.get("procs")) or raw.get("nodes") is not None
+        ranks.prepare(is_passive=is_passive)
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:
     """Do a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
-    launcher = pick_launcher(config.launcher)
+    launcher = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
     load_dotenv(folder)
-    if launcher == "torchrun":
+    if launcher == "slurm":
+        join_step()
+    if launcher in ("torchrun", "slurm"):
         from paceline.launch import torchrun as chosen
+    elif config.rendezvous is not None:
+        from paceline.launch import nodes as chosen  # type: ignore[no-redef]
     else:
         from paceline.launch import local as chosen  # type: ignore[no-redef]
     outcome: Outcome = chosen.start(config, task)

@@ -9,6 +9,8 @@ from typing import Any
 from dotenv import dotenv_values
 
 from paceline.errors import ConfigError
+from paceline.launch.network import variables_towards
+from paceline.launch.slurm import is_step, world_of
 
 
 def load_dotenv(folder: Path) -> None:
@@ -18,14 +20,25 @@ def load_dotenv(folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
-def pick_launcher(wanted: str) -> str:
-    """`torchrun` inside a world that somebody else has started, else `local`."""
+def pick_launcher(wanted: str, *, has_rendezvous: bool = False) -> str:
+    """`torchrun` or `slurm` inside a world that they have started, else `local`."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not is_rank:
         raise ConfigError("launcher=torchrun but RANK and WORLD_SIZE are not set; start it with torchrun …")
+    if wanted == "slurm" and not is_step(os.environ):
+        raise ConfigError("launcher=slurm but this is not one of several tasks of srun; start it with srun …")
     if wanted != "auto":
         return wanted
-    return "torchrun" if is_rank else "local"
+    if is_rank:
+        return "torchrun"
+    # With a rendezvous, a task is a host that starts its ranks itself.
+    return "slurm" if is_step(os.environ) and not has_rendezvous else "local"
+
+
+def join_step() -> None:
+    """Take this process's place in the world of `srun` from its variables."""
+    world = world_of(os.environ)
+    os.environ.update(world | variables_towards(world["MASTER_ADDR"]))
 
 
 def shares_cores(ddp: Any, procs: Any) -> bool:

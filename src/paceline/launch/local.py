@@ -1,13 +1,8 @@
-"""The ranks of one machine, forked from a nursery and watched until all have ended.
-
-Nothing can connect from outside: the ranks meet in a file of a private folder, and Gloo and NCCL listen on loopback.
-"""
+"""Starts the ranks of a run at a site, watches them until all have ended, and starts them again after a failure."""
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from paceline import failure, hang, job, result, resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
@@ -25,16 +18,16 @@ from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed
 from paceline.failure import Failure
 from paceline.job import Task
-from paceline.launch import ranks as processes
-from paceline.launch.environment import chosen_threads, shares_cores, usable_cores
-from paceline.launch.ranks import Ranks
+from paceline.launch.environment import chosen_threads
 from paceline.launch.restarts import Restarts
+from paceline.launch.site import Here, Meeting, Ranks, Site
 from paceline.nursery import LOOK_S, Birth
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS
 from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
+from paceline.telemetry.trackers import tracking
 from paceline.worker import train
 from paceline.world import pick_backend, pick_device
 
@@ -44,19 +37,21 @@ ECHO_S = 0.3  # between a rank that has failed and what its neighbours see of it
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 
 
-def start(config: Config, task: Task) -> Outcome:
+def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
     began = time.time()
+    site = site or Here(config)
     past = resume.find(config)
+    site.gather()
     lanes = past.lanes(config)
-    ranks = pick_ranks(config, lanes)
+    ranks = site.ranks_for(lanes)
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
-    threads = past.threads(config) or chosen_threads(lanes or ranks)
+    threads = past.threads(config) or chosen_threads(site.shares_of(lanes or ranks))
     config = config.model_copy(update={"threads": threads})
     if config.train_fn is None:
-        config = config.model_copy(update={"lanes": lanes or ranks})
+        config = config.model_copy(update={"lanes": lanes or site.lanes_for(ranks)})
     # What would fail in every rank fails here, before a folder is made or a process started.
-    pick_backend(config.backend, pick_device(config.device, 0), ranks)
+    pick_backend(config.backend, pick_device(config.device, 0), site.shares_of(ranks))
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
@@ -71,29 +66,15 @@ def start(config: Config, task: Task) -> Outcome:
                 f"run_dir={folder.path} cannot be written to: {error.strerror}; make room, or choose another folder"
             ) from None
         try:
-            _run_to_end(config, folder, began, is_managed=task is train and config.train_fn is None)
+            with tracking(config.log.trackers, folder):
+                _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
         finally:
             with suppress(OSError):
                 folder.job.unlink(missing_ok=True)  # it holds a copy of the data
         return result.collect(folder)
 
 
-def pick_ranks(config: Config, lanes: int | None) -> int:
-    """As many ranks as the config allows and the machine has room for, and as the lanes can be shared among."""
-    if not config.ddp:
-        return 1
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.procs_range is None:
-        least, most = 1, gpus or 1
-    else:
-        least, most = config.procs_range
-        if least < most:
-            most = max(least, min(most, gpus or usable_cores()))
-    fitting = [number for number in range(least, most + 1) if (lanes or number) % number == 0]
-    return max(fitting, default=most)
-
-
-def _run_to_end(config: Config, folder: RunFolder, began: float, *, is_managed: bool) -> None:
+def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, is_managed: bool) -> None:
     """Start the ranks, and start them again from the last checkpoint as often as the config allows.
 
     The managed loop is asked to save and stop; anything else is ended by a signal at once.
@@ -103,8 +84,13 @@ def _run_to_end(config: Config, folder: RunFolder, began: float, *, is_managed: 
     request = Request() if is_managed else None
     news = ""
     while True:
-        ranks = pick_ranks(config, config.lanes)
-        first = _live(config, folder, ranks, began, request, news)
+        site.gather()
+        ranks = site.ranks_for(config.lanes)
+        first = _live(config, site, folder, ranks, began, request, news)
+        if first is None and request is not None and request.is_for_growth and folder.stopped.exists():
+            request.signal, request.is_for_growth = 0, False
+            news = "there is room for more ranks; starting again with them"
+            continue
         if first is None:
             break
         if story := hang.explain(folder, ranks, config.hang_timeout_s):
@@ -121,22 +107,22 @@ def _run_to_end(config: Config, folder: RunFolder, began: float, *, is_managed: 
 
 
 def _live(
-    config: Config, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str
+    config: Config, site: Site, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str
 ) -> Failure | None:
     """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
     folder.forget_last_life()
     shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as private, shown:
+    with site.meeting(ranks) as meeting, shown:
         if news:
             with closing(Events(folder.events)) as events:
                 events.write("restarted", text=news)
         if request is not None:
             request.say = shown.screen.note
-        births = _births(folder, ranks, Path(private) / "store", began, is_deaf=request is not None)
-        with processes.ranks(is_passive=shares_cores(config.ddp, config.procs)) as started, _hearing(request, folder):
+        births = _births(folder, meeting, began, is_deaf=request is not None)
+        with site.ranks() as started, _hearing(request, folder):
             started.start(births)
-            codes = _watch(started, request)
-        return failure.first(folder, codes, spare=Path(private)) if any(codes.values()) else None
+            codes = _watch(started, request, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
+        return failure.first(folder, codes, meeting.spare) if any(codes.values()) else None
 
 
 @dataclass
@@ -144,33 +130,29 @@ class Request:
     """What the launcher has been asked by signals, over all lives of the ranks."""
 
     signal: int = 0
+    is_for_growth: bool = False  # nobody has asked; the ranks are to stop only to be more
     say: Callable[[str], None] = print
 
 
-def _births(folder: RunFolder, ranks: int, store: Path, began: float, *, is_deaf: bool) -> list[Birth]:
-    """The ranks of one life, which meet in the file `store`."""
-    arguments = (str(folder.job), str(store), str(began))
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def _births(folder: RunFolder, meeting: Meeting, began: float, *, is_deaf: bool) -> list[Birth]:
+    """The ranks of one life."""
+    common = {"folder": str(Path.cwd()), "arguments": (str(folder.job), meeting.store, str(began)), "is_deaf": is_deaf}
     return [
-        Birth(
-            variables={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            folder=str(Path.cwd()),
-            log=str(folder.log(rank)),
-            arguments=arguments,
-            is_deaf=is_deaf,
-        )
-        for rank in range(ranks)
+        Birth(variables=variables, log=str(folder.log(rank)), **common)  # type: ignore[arg-type]
+        for rank, variables in enumerate(meeting.variables)
     ]
 
 
-def _watch(ranks: Ranks, request: Request | None) -> dict[int, int]:
+def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool]) -> dict[int, int]:
     """Wait for the ranks. When one fails, end the others. The exit codes, 0 for those that were ended here."""
     passed_on = 0.0
     try:
         while ranks.pids and not any(ranks.codes.values()):
             ranks.look(LOOK_S)
+            if request is not None and not request.signal and is_outgrown():
+                request.signal, request.is_for_growth = signal.SIGTERM, True
             if request is not None and request.signal and time.monotonic() - passed_on > RESEND_S:
-                if not passed_on:
+                if not passed_on and not request.is_for_growth:
                     again = "Ctrl-C again" if request.signal == signal.SIGINT else "a second signal"
                     request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
                 passed_on = time.monotonic()
@@ -193,8 +175,8 @@ def _hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if request is not None and not request.signal and number in SIGNALS:
-            request.signal = number
+        if request is not None and (not request.signal or request.is_for_growth) and number in SIGNALS:
+            request.signal, request.is_for_growth = number, False
         elif number == signal.SIGINT:
             raise KeyboardInterrupt(f"the run folder is {folder.path}")
         else:

@@ -42,7 +42,7 @@ class Ranks:
         self.setting, self.owner = _setting(is_passive), os.getpid()
         self._policy = {WAIT_POLICY: "passive"} if is_passive else {}
         _open_standard_files()
-        self._channel, theirs = Pipe()
+        self.channel, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", COMMAND, str(theirs.fileno()), str(Path(__file__).parents[2])],
@@ -62,14 +62,14 @@ class Ranks:
         self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
         with suppress(OSError):  # `look` says that it is gone
             for rank, birth in enumerate(births):
-                variables = {**self._policy, **birth.variables}
-                self._channel.send((rank, birth._replace(variables=variables)))
+                variables = {**self._policy, **os.environ, **birth.variables}
+                self.channel.send((rank, birth._replace(variables=variables)))
 
     def look(self, seconds: float) -> None:
         """Take in what has happened to the ranks; wait for news for so long."""
         try:
-            while self.pids and self._channel.poll(seconds):
-                rank, pid, code = self._channel.recv()
+            while self.pids and self.channel.poll(seconds):
+                rank, pid, code = self.channel.recv()
                 if code is None:
                     self.pids[rank] = pid
                 else:
@@ -96,7 +96,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the process, and with it any rank that is left."""
-        self._channel.close()
+        self.channel.close()
         self._process.kill()
         self._process.wait()
 

@@ -17,6 +17,7 @@ from paceline.progress import Progress
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.telemetry.follow import Follower
+from paceline.telemetry.trackers import tracking
 from paceline.watch import watching
 from paceline.world import join, use_threads
 
@@ -24,9 +25,10 @@ from paceline.world import join, use_threads
 def start(config: Config, task: Task) -> Outcome:
     """Do the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
     progress = Progress()
-    if is_restarted() and config.train_fn is None:
-        config = config.model_copy(update={"resume": "auto"})
     with ExitStack() as held, join(config) as world:
+        # Agents of several hosts count for themselves: one that came late has not seen a restart.
+        if any(world.gather_objects(is_restarted())) and config.train_fn is None:
+            config = config.model_copy(update={"resume": "auto"})
         path, settled = world.decide(lambda: _open(config, world.size, held))
         config = config.model_copy(update=settled)
         use_threads(config)
@@ -35,7 +37,8 @@ def start(config: Config, task: Task) -> Outcome:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
             follower = Follower(folder, ranks=0, from_now=True, board=config.log.tensorboard)
             watch = watching(config, folder, world.rank, world.size, progress)
-            with follower if world.is_main else nullcontext(), watch:
+            tracked = tracking(config.log.trackers if world.is_main else (), folder)
+            with tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
         except Exception as error:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)

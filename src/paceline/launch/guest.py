@@ -1,0 +1,120 @@
+"""A host that offers room for ranks to the head of a run, and starts and ends them as it is told."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from paceline.config import Config
+from paceline.errors import ConfigError, Interrupted, RankFailed
+from paceline.launch import network
+from paceline.launch import ranks as processes
+from paceline.launch.hosts import PATIENCE_S, TELL_S, address_in, key_of, versions
+from paceline.launch.ranks import Ranks
+from paceline.launch.site import room
+from paceline.nursery import LOOK_S
+from paceline.result import Outcome
+from paceline.stop import SIGNALS
+
+RETURN_S = 60.0  # for a head that was there and does not answer
+RETRY_S = 0.5
+GRACE_S = 5.0
+
+Say = Callable[[str], None]
+
+
+def serve(config: Config, say: Say) -> Outcome:
+    """Take part in a run until its head says that it is over; the outcome that it has there."""
+    assert config.rendezvous is not None
+    patience_s = PATIENCE_S
+    with processes.ranks(is_passive=True) as ranks, _hearing(ranks):
+        while True:
+            connection = _joined(config, config.rendezvous, patience_s, say)
+            try:
+                return _follow(connection, ranks, network.variables_towards(address_in(config.rendezvous)[0]))
+            except (EOFError, OSError):
+                patience_s = RETURN_S
+                say(f"the head at {config.rendezvous} does not answer any more; trying to reach it again")
+            finally:
+                ranks.end(signal.SIGKILL, GRACE_S)
+                connection.close()
+
+
+def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Connection:
+    """A connection to the head, which knows this host now."""
+    host, port = address_in(rendezvous)
+    began = told = time.monotonic()
+    while True:
+        try:
+            connection = network.connect(host, port, key_of(config))
+            connection.send({"name": socket.gethostname(), "room": room(config)[1], "versions": versions()})
+            answer, text = connection.recv()
+        except PermissionError:
+            raise ConfigError(
+                f"rendezvous={rendezvous} does not know the key that lies in the run's folder here; all hosts must see "
+                "one shared folder, and start in the same place of it"
+            ) from None
+        except (EOFError, OSError) as error:
+            now = time.monotonic()
+            if now - began > patience_s:
+                raise RankFailed(f"no head could be reached at {rendezvous} for {patience_s:.0f} s: {error}") from None
+            if told == began or now - told > TELL_S:
+                told = now
+                say(f"waiting for the head at {rendezvous}")
+            time.sleep(RETRY_S)
+            continue
+        if answer == "refused":
+            raise ConfigError(f"rendezvous={rendezvous} takes only hosts of its own versions: {text}")
+        say(f"joined {text} at {rendezvous}")
+        return connection
+
+
+def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str]) -> Outcome:
+    """Do as the head says, and tell it what happens to the ranks."""
+    told: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    while True:
+        while connection.poll(0 if ranks.pids else LOOK_S):
+            order, *values = connection.recv()
+            if order == "start":
+                ranks.start([birth._replace(variables={**birth.variables, **variables}) for birth in values[0]])
+            elif order == "signal":
+                ranks.signal(values[0])
+            elif order == "end":
+                ranks.end(*values)
+            elif order == "over":
+                outcome, error = values
+                if outcome is None:
+                    raise RankFailed(error)
+                return outcome  # type: ignore[no-any-return]
+        ranks.look(LOOK_S)
+        if told != (ranks.pids, ranks.codes):
+            told = (dict(ranks.pids), dict(ranks.codes))
+            connection.send(told)
+
+
+@contextmanager
+def _hearing(ranks: Ranks) -> Iterator[None]:
+    """Pass a request to stop on to the ranks, which agree on it with all others; a second one ends this host's part."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if heard or not ranks.pids:
+            raise Interrupted(f"ended by {signal.Signals(number).name}; the other hosts see that this one is gone")
+        heard.append(number)
+        ranks.signal(number)
+
+    before = {name: signal.signal(name, hear) for name in SIGNALS if signal.getsignal(name) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)

@@ -1,0 +1,274 @@
+"""Several hosts as one site: the head gathers them, says which ranks they start, and hears how those end.
+
+Every host runs the same command. The one that owns the rendezvous address becomes the head; it opens the run folder
+and takes all decisions, just as on a single machine. The others are its guests (`launch/guest.py`). All of them see one
+shared folder, and a key in it is what a guest must know.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.config import Config
+from paceline.errors import ConfigError
+from paceline.failure import HOST_LOST
+from paceline.launch import network
+from paceline.launch import ranks as processes
+from paceline.launch.site import Meeting, fitting, room, variables_of
+from paceline.nursery import Birth
+from paceline.result import Outcome
+from paceline.run_folder import write_private
+
+PATIENCE_S = 900.0  # for hosts to come
+LAST_CALL_S = 3.0  # after the last one of `nodes: 1:4` that came
+TELL_S = 10.0  # between words about who is still missing
+
+
+@dataclass
+class Guest:
+    """Another host, as the head sees it."""
+
+    name: str
+    room: int
+    connection: Connection
+    first: int = 0  # the number of its first rank
+    ranks: int = 0
+
+    def tell(self, *message: Any) -> None:
+        """Send something; whoever is gone will be missed by the next look."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+
+@dataclass
+class Hosts:
+    """The site of a run on several hosts, and its ranks: those of the head come first."""
+
+    config: Config
+    door: socket.socket
+    key: bytes
+    say: Callable[[str], None]
+    guests: list[Guest] = field(default_factory=list)
+    pids: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.config.nodes_range is not None
+        assert self.config.rendezvous is not None
+        self.host = address_in(self.config.rendezvous)[0]
+        self.least, self.most = self.config.nodes_range
+        self.room = room(self.config)[1]
+        self._variables = network.variables_towards(self.host)
+        self._arrived: queue.SimpleQueue[Guest] = queue.SimpleQueue()
+        self._own: processes.Ranks | None = None
+        self._own_ranks = 0
+        threading.Thread(target=self._open_door, name="paceline-door", daemon=True).start()
+
+    # --- who is here -----------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Wait for the least number of hosts, and a moment longer for others."""
+        began = told = time.monotonic()
+        last, here = began, -1
+        while True:
+            self.look(0.1)
+            now = time.monotonic()
+            if len(self.guests) + 1 != here:
+                here, last = len(self.guests) + 1, now
+            if here >= self.most or (here >= self.least and now - last >= LAST_CALL_S):
+                return
+            names = ", ".join([socket.gethostname(), *(guest.name for guest in self.guests)])
+            if now - began > PATIENCE_S:
+                raise ConfigError(f"nodes={self.config.nodes} but after {PATIENCE_S:.0f} s only {names} came")
+            if here < self.least and (told == began or now - told > TELL_S):
+                told = now
+                self.say(f"waiting for hosts at {self.config.rendezvous}: {here} of {self.least} ({names})")
+
+    def _open_door(self) -> None:
+        """Let in whoever knows the key, each in a thread of its own: one that is silent must keep nobody waiting."""
+        while True:
+            try:
+                knocking, _ = self.door.accept()
+            except OSError:  # it is closed
+                return
+            threading.Thread(target=self._greet, args=(knocking,), daemon=True).start()
+
+    def _greet(self, knocking: socket.socket) -> None:
+        with suppress(OSError, EOFError):
+            connection = network.greeted(knocking, self.key, is_host=True)
+            hello = connection.recv()
+            if hello["versions"] != versions():
+                connection.send(("refused", f"{hello['name']} has {hello['versions']}, the head {versions()}"))
+                return
+            connection.send(("welcome", socket.gethostname()))
+            self._arrived.put(Guest(hello["name"], hello["room"], connection))
+
+    # --- room ------------------------------------------------------------------------------------------------------
+
+    def ranks_for(self, lanes: int | None) -> int:
+        """As many as all hosts have room for."""
+        return fitting(1, self.room + sum(guest.room for guest in self.guests), lanes)
+
+    def lanes_for(self, ranks: int) -> int:
+        """As many as there may be ranks once all hosts have come."""
+        return max(ranks, self.most * self.room if self.least < self.most else 0)
+
+    def shares_of(self, ranks: int) -> int:
+        """Those of one host, when all have come."""
+        return -(-ranks // self.most)
+
+    def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
+        """Whether somebody has come who makes them more."""
+        return self.ranks_for(lanes) > ranks
+
+    # --- one life --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def meeting(self, ranks: int) -> Iterator[Meeting]:
+        """In a store of this process, at a port that the system chooses."""
+        rooms = [self.room, *(guest.room for guest in self.guests)]
+        seats = seated(ranks, rooms)
+        self._own_ranks, taken = seats[0], seats[0]
+        for guest, number in zip(self.guests, seats[1:], strict=True):
+            guest.first, guest.ranks, taken = taken, number, taken + number
+        listening = socket.create_server((network.resolve(self.host), 0))
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            self.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        common = {
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torch calls a store that no rank has to serve
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        places = [(local, number) for number in seats for local in range(number)]
+        yield Meeting([{**variables_of(rank, ranks, *place), **common} for rank, place in enumerate(places)])
+        del store
+
+    @contextmanager
+    def ranks(self) -> Iterator[Hosts]:
+        """On all hosts."""
+        with processes.ranks(is_passive=True) as self._own:
+            yield self
+        self._own = None
+
+    def start(self, births: Sequence[Birth]) -> None:
+        """Start ranks 0, 1, 2, and so on, each on its host."""
+        assert self._own is not None
+        self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
+        own = [birth._replace(variables={**birth.variables, **self._variables}) for birth in births[: self._own_ranks]]
+        self._own.start(own)
+        for guest in self.guests:
+            guest.tell("start", list(births[guest.first : guest.first + guest.ranks]))
+
+    def look(self, seconds: float) -> None:
+        """Take in what has happened on all hosts; wait for news for so long."""
+        own = [self._own.channel] if self._own is not None else []
+        ready = wait([*own, *(guest.connection for guest in self.guests)], seconds)
+        for guest in [guest for guest in self.guests if guest.connection in ready]:
+            self._hear(guest)
+        if self._own is not None:
+            self._own.look(0)
+            self._note(0, self._own.pids, self._own.codes)
+        while not self._arrived.empty():
+            guest = self._arrived.get()
+            self.guests.append(guest)
+            self.say(f"host {guest.name} has come, with room for {guest.room}")
+
+    def _hear(self, guest: Guest) -> None:
+        try:
+            while guest.connection.poll():
+                self._note(guest.first, *guest.connection.recv())
+        except (EOFError, OSError):
+            guest.connection.close()
+            self.guests.remove(guest)
+            self.say(f"host {guest.name} is gone")
+            lost = [rank for rank in range(guest.first, guest.first + guest.ranks) if rank in self.pids]
+            self._note(0, {}, dict.fromkeys(lost, HOST_LOST))
+
+    def _note(self, first: int, pids: dict[int, int], codes: dict[int, int]) -> None:
+        """What a host knows of its ranks, which it counts from 0."""
+        for rank, pid in pids.items():
+            if first + rank in self.pids:
+                self.pids[first + rank] = pid
+        for rank, code in codes.items():
+            if self.pids.pop(first + rank, None) is not None:
+                self.codes[first + rank] = code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks, on all hosts."""
+        if self._own is not None:
+            self._own.signal(number)
+        for guest in self.guests:
+            guest.tell("signal", number)
+
+    def end(self, number: int, grace_s: float) -> None:
+        """End the ranks by a signal, and by SIGKILL those that do not follow; a host that does not answer is left."""
+        for guest in self.guests:
+            guest.tell("end", number, grace_s)
+        if self._own is not None:
+            self._own.end(number, grace_s)
+        deadline = time.monotonic() + 3 * grace_s
+        while self.pids and time.monotonic() < deadline:
+            self.look(0.1)
+        for guest in list(self.guests):
+            if any(rank in self.pids for rank in range(guest.first, guest.first + guest.ranks)):
+                guest.connection.close()
+                self.guests.remove(guest)
+
+    def part(self, outcome: Outcome | None, error: str = "") -> None:
+        """Tell the guests how it ended, and close the door."""
+        self.door.close()
+        for guest in self.guests:
+            guest.tell("over", outcome, error)
+            guest.connection.close()
+
+
+def seated(ranks: int, rooms: Sequence[int]) -> list[int]:
+    """How many ranks each host gets: as equally many as their rooms allow (pure)."""
+    seats = [0] * len(rooms)
+    for _ in range(ranks):
+        free = [host for host, taken in enumerate(seats) if taken < rooms[host]]
+        seats[min(free, key=lambda host: seats[host])] += 1
+    return seats
+
+
+def address_in(rendezvous: str) -> tuple[str, int]:
+    """The host and the port of `host:port`."""
+    host, _, port = rendezvous.rpartition(":")
+    return host, int(port)
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all hosts for equal bits, and for a common language."""
+    return {"paceline": version("paceline"), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def key_of(config: Config) -> bytes:
+    """The key of the shared folder; whoever comes first makes it."""
+    folder = config.run_dir or Path("runs") / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    path, mine = folder / ".key", folder / f".key.{socket.gethostname()}.{os.getpid()}"
+    if not path.exists():
+        write_private(mine, secrets.token_bytes(32))
+        with suppress(FileExistsError):
+            os.link(mine, path)  # a name that is there already stays
+        mine.unlink()
+    return path.read_bytes()

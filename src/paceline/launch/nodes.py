@@ -1,0 +1,27 @@
+"""A run on several hosts: the same command on each, one of which is the head."""
+
+from __future__ import annotations
+
+from paceline.config import Config
+from paceline.errors import PacelineError
+from paceline.job import Task
+from paceline.launch import guest, hosts, local, network
+from paceline.result import Outcome
+from paceline.telemetry.console import Screen
+
+
+def start(config: Config, task: Task) -> Outcome:
+    """Do the task together with the other hosts, and return the outcome on each of them."""
+    assert config.rendezvous is not None
+    say = Screen().note
+    door = network.listen(*hosts.address_in(config.rendezvous))
+    if door is None:
+        return guest.serve(config, say)
+    site = hosts.Hosts(config, door, hosts.key_of(config), say)
+    try:
+        outcome = local.start(config, task, site)
+    except BaseException as error:
+        site.part(None, str(error) if isinstance(error, PacelineError) else f"the head ended: {error!r}")
+        raise
+    site.part(outcome)
+    return outcome

@@ -1,0 +1,130 @@
+"""Where ranks live: on this machine alone, or on several hosts of which it is the first (`launch/hosts.py`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from paceline.config import Config
+from paceline.launch import ranks as processes
+from paceline.launch.environment import shares_cores, usable_cores
+from paceline.nursery import Birth
+
+
+class Ranks(Protocol):
+    """The ranks of one life, wherever they are."""
+
+    pids: dict[int, int]  # of the living
+    codes: dict[int, int]  # of those that have ended: 0, an exit code, or minus the signal
+
+    def start(self, births: Sequence[Birth]) -> None:
+        """Start ranks 0, 1, 2, and so on."""
+
+    def look(self, seconds: float) -> None:
+        """Take in what has happened to the ranks; wait for news for so long."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks."""
+
+    def end(self, number: int, grace_s: float) -> None:
+        """End the ranks by a signal, and by SIGKILL those that do not follow in time."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of one life find each other."""
+
+    variables: list[dict[str, str]]  # of each rank
+    store: str = ""  # a file that all of them see; without it, they meet at MASTER_ADDR
+    spare: Path | None = None  # a folder for their failures, should the run folder's disk be full
+
+
+class Site(Protocol):
+    """A place for ranks."""
+
+    def gather(self) -> None:
+        """Wait until there is room enough for a life to begin."""
+
+    def ranks_for(self, lanes: int | None) -> int:
+        """As many ranks as the config allows and there is room for, and as the lanes can be shared among."""
+
+    def lanes_for(self, ranks: int) -> int:
+        """The lanes of a run that begins with so many ranks."""
+
+    def shares_of(self, ranks: int) -> int:
+        """How many of so many ranks share one machine."""
+
+    def meeting(self, ranks: int) -> AbstractContextManager[Meeting]:
+        """A place to meet for so many ranks."""
+
+    def ranks(self) -> AbstractContextManager[Ranks]:
+        """Those who will be born, and nobody else meanwhile."""
+
+    def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
+        """Whether a life of so many ranks could have more by now."""
+
+
+class Here:
+    """This machine alone. Its ranks meet in a file of a private folder, and Gloo and NCCL listen on loopback."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def gather(self) -> None:
+        """Nobody else comes."""
+
+    def ranks_for(self, lanes: int | None) -> int:
+        """As many as the machine has room for."""
+        least, most = room(self.config)
+        return fitting(least, most, lanes)
+
+    def lanes_for(self, ranks: int) -> int:
+        """One for each."""
+        return ranks
+
+    def shares_of(self, ranks: int) -> int:
+        """All of them."""
+        return ranks
+
+    @contextmanager
+    def meeting(self, ranks: int) -> Iterator[Meeting]:
+        """In a file."""
+        with tempfile.TemporaryDirectory(prefix="paceline-") as private:
+            variables = [variables_of(rank, ranks, rank, ranks) for rank in range(ranks)]
+            yield Meeting(variables, store=f"{private}/store", spare=Path(private))
+
+    def ranks(self) -> AbstractContextManager[Ranks]:
+        """Children of this machine's nursery."""
+        return processes.ranks(is_passive=shares_cores(self.config.ddp, self.config.procs))
+
+    def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
+        """Never."""
+        return False
+
+
+def variables_of(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """What a rank is told of its place in the world."""
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def room(config: Config) -> tuple[int, int]:
+    """The least and the most ranks that this machine shall have."""
+    if not config.ddp:
+        return 1, 1
+    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.procs_range is None:
+        return 1, gpus or 1
+    least, most = config.procs_range
+    return least, max(least, min(most, gpus or usable_cores())) if least < most else most
+
+
+def fitting(least: int, most: int, lanes: int | None) -> int:
+    """The largest of these numbers that the lanes can be shared among; the largest of all if none can (pure)."""
+    return max((number for number in range(least, most + 1) if (lanes or number) % number == 0), default=most)

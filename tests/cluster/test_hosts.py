@@ -1,0 +1,148 @@
+"""Several hosts, the same command on each: one hash, whatever happens to a rank, a host or a link."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from lab import PACELINE, Lab, go_on, is_rank, outcome, processes_with, rank_of, until
+
+Process = subprocess.Popen[bytes]
+
+
+def train(lab: Lab, host: str, *options: str, nodes: str = "2") -> Process:
+    command = [PACELINE, "train", "config.yaml", "--nodes", nodes, "--rendezvous", "n1:29400", "--procs", "1"]
+    return lab.on(host, *command, *options, log=Path(f"{host}.log"))
+
+
+def said(host: str) -> str:
+    return Path(f"{host}.log").read_text(errors="replace")
+
+
+def held_run(lab: Lab, *hosts: str, nodes: str = "2") -> list[Process]:
+    """A run of these hosts that has saved a few checkpoints and waits in the middle of an epoch."""
+    Path("hold").touch()
+    started = [train(lab, host, nodes=nodes) for host in hosts]
+    until(Path("held").exists)
+    return started
+
+
+def test_two_hosts_give_the_bits_of_one_process(lab: Lab, expected: dict[str, object]) -> None:
+    with lab.slowed("n2", "100mbit"):
+        guest = train(lab, "n2")
+        until(lambda: "waiting for the head at n1:29400" in said("n2"))
+        head = train(lab, "n1")
+        assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+    assert "2 ranks on cpu" in said("n1")
+    for host in ("n1", "n2"):  # each tells the end
+        assert f"weights {str(expected['weights_sha256'])[:12]}" in said(host)
+    assert oct(Path("run/.key").stat().st_mode)[-3:] == "600"
+    assert not Path("run/job.bin").exists()
+
+
+def test_a_killed_rank_costs_a_restart_on_all_hosts(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = held_run(lab, "n1", "n2")
+    os.kill(rank_of(1), signal.SIGKILL)
+    go_on()
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+    assert "rank 1 failed" in said("n1")
+    assert "restart 1 of 3" in said("n1")
+
+
+def test_a_host_that_is_lost_leaves_its_work_to_the_others(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = held_run(lab, "n1", "n2", nodes="1:2")
+    guest.kill()
+    until(lambda: "host n2 is gone" in said("n1"))
+    go_on()
+    assert head.wait(90) == 0
+    assert outcome(Path()) == expected
+    assert "HostLost" in said("n1")
+
+
+def test_a_host_that_comes_late_takes_its_share(lab: Lab, expected: dict[str, object]) -> None:
+    (head,) = held_run(lab, "n1", nodes="1:2")
+    guest = train(lab, "n2", nodes="1:2")
+    until(lambda: "host n2 has come" in said("n1"))
+    go_on()
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+    assert "there is room for more ranks" in said("n1")
+    assert "2 ranks on cpu" in said("n1")
+
+
+def test_a_link_that_is_cut_is_noticed_and_a_host_that_is_back_joins_again(
+    lab: Lab, expected: dict[str, object]
+) -> None:
+    head, guest = held_run(lab, "n1", "n2", nodes="1:2")
+    with lab.cut("n2"):
+        until(lambda: "host n2 is gone" in said("n1"))
+        until(lambda: "does not answer any more" in said("n2"))
+        assert not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 1)]
+    go_on()
+    assert head.wait(90) == 0
+    assert outcome(Path()) == expected
+    until(lambda: guest.poll() is not None or "joined n1" in said("n2").partition("any more")[2])
+
+
+def test_a_signal_to_any_host_saves_and_stops_the_run(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = held_run(lab, "n1", "n2")
+    guest.send_signal(signal.SIGTERM)
+    go_on()
+    assert (head.wait(60), guest.wait(30)) == (3, 3)
+    assert "everything is saved" in said("n2")
+    again = [train(lab, host, "--resume", "auto") for host in ("n2", "n1")]
+    assert [process.wait(90) for process in again] == [0, 0]
+    assert outcome(Path()) == expected
+
+
+def test_a_head_that_is_killed_leaves_nobody_and_the_run_goes_on_later(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = held_run(lab, "n1", "n2")
+    head.kill()
+    until(lambda: "does not answer any more" in said("n2"))
+    until(lambda: not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 0) or is_rank(pid, 1)])
+    go_on()
+    head = train(lab, "n1", "--resume", "auto")  # the guest still tries
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+
+
+def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab) -> None:
+    head = train(lab, "n1")
+    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in said("n1"))
+    Path("elsewhere").mkdir()
+    for name in ("work.py", "config.yaml"):
+        Path("elsewhere", name).write_text(Path(name).read_text())
+    silent = lab.on("n3", "sh", "-c", "sleep 60 | nc n1 29400 || exec sleep 60", log=Path("n3.log"))
+    stranger = lab.on(
+        "n2", "sh", "-c", f"cd elsewhere; exec {PACELINE} train config.yaml --nodes 2 --rendezvous n1:29400",
+        log=Path("stranger.log"),
+    )  # fmt: skip
+    assert stranger.wait(60) == 2
+    assert "all hosts must see one shared folder" in Path("stranger.log").read_text()
+    guest = train(lab, "n2")
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    os.killpg(silent.pid, signal.SIGKILL)
+
+
+def test_torchrun_on_each_host_does_the_same(lab: Lab, expected: dict[str, object]) -> None:
+    Path("hold").touch()
+    words = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500"]
+    command = [PACELINE.parent / "torchrun", *words, "-m", "paceline", "train", "config.yaml"]
+    started = [
+        lab.on(host, "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command, log=Path(f"{host}.log"))
+        for host in ("n1", "n2")
+    ]
+    until(Path("held").exists)
+    os.kill(_child_of(started[1].pid), signal.SIGKILL)
+    go_on()
+    assert [process.wait(120) for process in started] == [0, 0]
+    assert outcome(Path()) == expected
+    assert "going on from step" in said("n1") + said("n2")
+
+
+def _child_of(parent: int) -> int:
+    return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])

@@ -1,0 +1,159 @@
+"""Real Slurm over two hosts: a submitted run comes to the bits of a single process, whatever Slurm does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from lab import PACELINE, Lab, Slurm, go_on, is_rank, outcome, processes_with, rank_of, until
+
+import paceline as paceline_package
+
+RUN = Path("run")
+
+
+def paceline(*words: str) -> str:
+    ended = subprocess.run([PACELINE, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def submit(*options: str) -> str:
+    """Submit the work to two nodes; the number of the job."""
+    told = paceline("submit", "config.yaml", "--nodes", "2", "--procs", "1", "--time", "10", *options)
+    return told.partition("job ")[2].partition(",")[0]
+
+
+def held_job(*options: str) -> str:
+    """A job that has saved a few checkpoints and waits in the middle of an epoch."""
+    Path("hold").touch()
+    job = submit(*options)
+    until(Path("held").exists)
+    return job
+
+
+def state(slurm: Slurm, job: str) -> dict[str, str]:
+    told = slurm.ask("scontrol", "--oneliner", "show", "job", job)
+    return dict(word.partition("=")[::2] for word in told.split() if "=" in word)  # type: ignore[misc]
+
+
+def wait_for(slurm: Slurm, job: str, *states: str) -> None:
+    until(lambda: state(slurm, job).get("JobState") in states, timeout_s=120)
+
+
+def log() -> str:
+    return (RUN / "logs" / "slurm.log").read_text(errors="replace")
+
+
+def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
+    slurm: Slurm, expected: dict[str, object]
+) -> None:
+    job = held_job()
+    shown = paceline("status", "run")
+    assert f"job {job}: RUNNING" in shown
+    assert "step 14 of 35" in shown
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
+    go_on()
+    wait_for(slurm, job, "COMPLETED")
+    assert state(slurm, job)["Restarts"] == "1"
+    assert outcome(Path()) == expected
+    assert "stopped by SIGUSR1" in log()
+    shown = paceline("status", "run")
+    assert "requeued 1 times" in shown
+    assert "finished" in shown
+    assert "2 ranks on cpu" in paceline("logs", "run")
+
+
+def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm) -> None:
+    job = held_job("--max-requeues", "0")
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    go_on()
+    wait_for(slurm, job, "FAILED")
+    assert state(slurm, job)["Restarts"] == "0"
+    assert "not running, stopped by SIGUSR1" in paceline("status", "run")
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, expected: dict[str, object]) -> None:
+    job = held_job()
+    paceline("cancel", "run")
+    go_on()
+    wait_for(slurm, job, "CANCELLED")
+    until(lambda: not processes_with(str(Path.cwd())))
+    assert "stopped by SIGTERM" in log()
+    assert state(slurm, job)["Restarts"] == "0"
+    job = submit()  # the same folder: the run goes on
+    wait_for(slurm, job, "COMPLETED")
+    assert outcome(Path()) == expected
+    assert "going on from step" in log()
+
+
+def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: dict[str, object]) -> None:
+    job = held_job("--sbatch=--exclusive")
+    other = slurm.ask(
+        "sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
+    )
+    until(lambda: state(slurm, job).get("PreemptTime", "None") != "None" or "SIGTERM" in log(), timeout_s=60)
+    go_on()
+    wait_for(slurm, other, "COMPLETED")
+    wait_for(slurm, job, "COMPLETED")
+    assert outcome(Path()) == expected
+    assert "going on from step" in log()
+
+
+@pytest.mark.parametrize("which", ["rank", "task"])
+def test_what_is_killed_in_a_job_starts_again(slurm: Slurm, expected: dict[str, object], which: str) -> None:
+    job = held_job()
+    pid = rank_of(1)
+    if which == "task":  # the command itself, on the second node, and all its processes with it
+        pid = next(
+            pid
+            for pid in processes_with("--rendezvous")
+            if os.getpgid(pid) != os.getpgid(rank_of(0)) and _is_guest(pid)
+        )
+    os.kill(pid, signal.SIGKILL)
+    go_on()
+    wait_for(slurm, job, "COMPLETED")
+    assert outcome(Path()) == expected
+
+
+def test_a_job_of_a_node_that_fails_comes_again(lab: Lab, slurm: Slurm, expected: dict[str, object]) -> None:
+    job = held_job()
+    slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    until(lambda: not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 0) or is_rank(pid, 1)])
+    slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    go_on()
+    wait_for(slurm, job, "COMPLETED")
+    assert outcome(Path()) == expected
+
+
+def test_the_script_that_init_lays_down_does_the_same_by_hand(slurm: Slurm, expected: dict[str, object]) -> None:
+    text = (Path(paceline_package.__file__).parent / "templates" / "project" / "train.slurm").read_text()
+    Path("train.slurm").write_text(text.replace("paceline train", f"{PACELINE} train"))
+    Path("hold").touch()
+    job = slurm.ask("sbatch", "--parsable", "train.slurm")
+    until(Path("held").exists)
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    go_on()
+    wait_for(slurm, job, "COMPLETED")
+    assert state(slurm, job)["Restarts"] == "1"
+    Path(f"runs/job-{job}").rename("run")
+    assert outcome(Path()) == expected
+
+
+def test_srun_may_start_the_ranks_itself(slurm: Slurm, expected: dict[str, object]) -> None:
+    command = f"srun {PACELINE} train config.yaml"
+    job = slurm.ask("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--output=out", f"--wrap={command}")
+    wait_for(slurm, job, "COMPLETED")
+    assert outcome(Path()) == expected
+    assert "4 ranks on cpu" in Path("out").read_text()
+
+
+def _is_guest(pid: int) -> bool:
+    """Whether a process is the command on the second node."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return (
+        words[1:4] == [b"-m", b"paceline", b"train"] and b"SLURM_NODEID=1" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
