@@ -80,6 +80,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str
 
 def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
     changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local", "resume": "never"}
+    changes |= {"nodes": None, "rendezvous": None}
     return Trainer.from_config(config.model_copy(update=changes), home).start()
 
 

@@ -22,6 +22,7 @@ from paceline.functions import FunctionNotFound, home_of, name_of, resolve
 
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
+TABLE_KEYS = ("df", "val_df")
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
@@ -87,6 +88,7 @@ class Pacing(_Section):
     """Which share of the samples, the easiest first, an epoch may use."""
 
     column: str | None = None
+    by: Literal["loss"] | None = None
     start: float = Field(0.2, gt=0, le=1)
     epochs: int = Field(5, ge=1)
     name: Literal["linear", "root", "step"] = "linear"
@@ -97,6 +99,9 @@ class Log(_Section):
 
     every_steps: int = Field(10, ge=1)
     tensorboard: bool = True
+    trackers: Annotated[
+        list[Literal["wandb", "mlflow"]], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = []
     digests: bool = False
 
 
@@ -131,12 +136,26 @@ def _seconds(value: Any) -> Any:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def _procs(value: Any) -> Any:
-    """A number of processes, or "least:most"."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
-    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-        raise ValueError("must be a number of processes, or least:most such as 1:4")
-    return match[0] if match[2] else int(match[1])
+def _range(what: str) -> Callable[[Any], Any]:
+    """Checks for a number of something, or "least:most"."""
+
+    def check(value: Any) -> Any:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ValueError(f"must be a number of {what}, or least:most such as 1:4")
+        return match[0] if match[2] else int(match[1])
+
+    return check
+
+
+def _ends(value: int | str | None) -> tuple[int, int] | None:
+    """The least and the most of such a range."""
+    if value is None:
+        return None
+    least, _, most = str(value).partition(":")
+    return int(least), int(most or least)
 
 
 class Config(_Section):
@@ -198,8 +217,10 @@ class Config(_Section):
     nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
     nan_limit: int = Field(20, ge=1)
 
-    launcher: Literal["auto", "local", "torchrun"] = "auto"
-    procs: Annotated[int | str | None, BeforeValidator(_procs)] = None
+    launcher: Literal["auto", "local", "torchrun", "slurm"] = "auto"
+    procs: Annotated[int | str | None, BeforeValidator(_range("processes"))] = None
+    nodes: Annotated[int | str | None, BeforeValidator(_range("hosts"))] = None
+    rendezvous: str | None = Field(None, pattern=r"^[^:\s]+:\d{1,5}$")
     max_restarts: int | None = Field(None, ge=0)
     hang_timeout_s: float = Field(600, ge=0)
     threads: int | None = Field(None, ge=1)
@@ -216,15 +237,17 @@ class Config(_Section):
     @property
     def procs_range(self) -> tuple[int, int] | None:
         """The least and the most processes that the config asks for, if it does."""
-        if self.procs is None:
-            return None
-        least, _, most = str(self.procs).partition(":")
-        return int(least), int(most or least)
+        return _ends(self.procs)
+
+    @property
+    def nodes_range(self) -> tuple[int, int] | None:
+        """The least and the most hosts that the config asks for, if it does."""
+        return _ends(self.nodes)
 
     def to_yaml(self) -> str:
         """The config as resolved, for people to read; data given in memory is named by its type."""
         plain = {key: to_plain(value) for key, value in self.__dict__.items() if value is not None}
-        return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return dump_yaml(plain)
 
 
 def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
@@ -270,8 +293,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def dump_yaml(plain: Mapping[str, Any]) -> str:
+    """YAML that `read_yaml` reads back as it was."""
+    return yaml.dump(dict(plain), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply `key=value` and `key.inner=value` from the command line; values are read as YAML."""
+    """Apply `key=value` and `key.inner=value` from the command line; values are read as YAML.
+
+    A table is looked for in the working folder first, where people see it when they type, then in the config's.
+    """
     problems = []
     for assignment in assignments:
         dotted, separator, text = assignment.partition("=")
@@ -287,6 +318,8 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
             target[last] = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError:
             target[last] = text
+        if dotted in TABLE_KEYS and Path(text).is_file():
+            target[last] = str(Path(text).resolve())
     if problems:
         raise ConfigError(problems)
 
@@ -372,6 +405,8 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
             problems.append(
                 f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
             )
+        if config.log.trackers:
+            problems.append("log.trackers has nothing to tell of your own loop; remove it, and log inside train_fn")
     if config.optimizer_fn is not None and "optimizer" in given:
         problems.append("optimizer and optimizer_fn are both given; keep one of them")
     problems += _curriculum(config)
@@ -382,6 +417,10 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
     measured = ["val_loss", "train_loss", *config.metrics]
     if best is not None and best.metric not in measured and "metrics" not in wrong:
         problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
+    if (config.nodes is None) != (config.rendezvous is None):
+        problems.append("nodes and rendezvous belong together, as in --nodes 2 --rendezvous HOST:29400; give both")
+    if not config.ddp and config.nodes is not None:
+        problems.append(f"nodes={config.nodes} needs DDP; remove ddp: false")
     if not config.ddp and (config.procs_range or (1, 1))[0] > 1:
         problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
     problems += _inexact(config)
@@ -396,8 +435,11 @@ def _curriculum(config: Config) -> list[str]:
     """Difficulty comes from one place, and only for a curriculum."""
     if config.curriculum is None:
         return ["difficulty_fn belongs to a curriculum; add curriculum: {epochs: …}"] if config.difficulty_fn else []
-    if (config.curriculum.column is None) == (config.difficulty_fn is None):
-        return ["curriculum needs the difficulty of the samples; give either difficulty_fn or curriculum.column"]
+    given = (config.difficulty_fn, config.curriculum.column, config.curriculum.by)
+    if sum(source is not None for source in given) != 1:
+        return ["curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"]
+    if config.curriculum.by == "loss" and config.num_epochs == 1:
+        return ["curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"]
     return []
 
 
@@ -471,7 +513,7 @@ def unknown_names(config: Config) -> list[str]:
 def resolve_tables(config: Config, folder: Path | None) -> list[str]:
     """Make the paths of tables absolute; what is wrong with them, one sentence each."""
     problems = []
-    for key in ("df", "val_df"):
+    for key in TABLE_KEYS:
         table = getattr(config, key)
         if table is None or hasattr(table, "columns"):
             continue

@@ -7,14 +7,15 @@ before anything is added up, so no sum knows how many ranks there were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.config import Config
-from paceline.data.feed import Feed, to_device
+from paceline.data.feed import Feed, map_tensors, to_device
 from paceline.errors import DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
@@ -68,7 +69,32 @@ class Evaluator:
                 mine.append(outcome[0].cpu())
         return torch.cat(_dealt_back(self.world.gather_objects(mine)))
 
-    def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Iterator[tuple[Any, Any, int] | None]:
+    @torch.no_grad()
+    def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
+        """Every sample's own loss, in the order of the data set, on the CPU of all ranks. All ranks."""
+        outcomes = self._outcomes(model, on_round)
+        mine = [self._each_loss(*outcome).cpu() for outcome in outcomes if outcome is not None]
+        return torch.cat(_dealt_back(self.world.gather_objects(mine)))
+
+    @torch.no_grad()
+    def try_losses(self, model: torch.nn.Module) -> None:
+        """Refuse what `losses` could not measure: now, on one batch, and not after an epoch."""
+        outcomes = self._outcomes(model, lambda done, total: None)
+        outcome = next(outcomes)
+        outcomes.close()
+        if outcome is None:
+            return
+        each = self._each_loss(*outcome)
+        total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
+        # However a loss weighs its samples, if theirs are all equal it is that, too.
+        is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
+        if not is_mean and torch.allclose(each, each[0], rtol=0, atol=0, equal_nan=True):
+            raise DataError(
+                f"curriculum.by=loss but loss_fn gives {each[0]:g} for every sample by itself, as if it compared them "
+                "with each other; give a difficulty_fn or curriculum.column instead"
+            )
+
+    def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
         """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
         was_training = model.training
         model.eval()
@@ -96,6 +122,15 @@ class Evaluator:
             row[place, 0], row[place, 1] = sum_and_count(measure(output, target), samples, name)
         return row
 
+    def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:
+        """The loss of each sample as if it were the only one; NaN where it counts nothing."""
+        losses = []
+        for place in range(samples):
+            row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in (output, target)]
+            total, count = sum_and_count(self.measures["val_loss"](*row), 1, "loss_fn")
+            losses.append(total.double() / count)
+        return torch.stack(losses)
+
     def _update_stateful(self, outcome: tuple[Any, Any, int] | None) -> None:
         """Metrics with a state of their own, as of torchmetrics, take all batches in order on every rank. All ranks."""
         mine = None if outcome is None else to_device(outcome[:2], torch.device("cpu"))
@@ -103,6 +138,16 @@ class Evaluator:
             if batch is not None:
                 for metric in self.stateful.values():
                     metric.update(*batch)
+
+
+def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
+    """What one sample has in a batch, as a batch of one."""
+    if tensor.ndim == 0 or len(tensor) != samples:
+        raise DataError(
+            f"curriculum.by=loss needs outputs and targets with a row for each of {samples} samples, not a tensor of "
+            f"shape {tuple(tensor.shape)}; give a difficulty_fn or curriculum.column instead"
+        )
+    return tensor[place : place + 1]
 
 
 def _in_full(output: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ class Plan:
     check_replicas_every: int
     log_digests: bool
     best: Best | None
+    ranks_by_loss: bool = False  # the samples, after the first epoch
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Fit:
     owes_evaluation: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_broken_off: bool = False  # the last row is of an epoch that `max_steps` has cut short
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
+    losses: torch.Tensor | None = None  # of every sample after the first epoch, where they are ranked by them
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Fit:
@@ -83,7 +85,7 @@ class Loop:
     """One run from its present step to its end, or to the step at which all ranks agree to stop."""
 
     stepper: Stepper
-    turns: Iterable[Turn]
+    turns: Callable[[torch.Tensor | None], Iterable[Turn]]  # from where the run is, as far as the losses allow
     evaluator: Evaluator | None
     plan: Plan
     saver: Saver
@@ -106,7 +108,7 @@ class Loop:
                 self._end_epoch(self.fit.history[-1]["epoch"] + 1 if self.fit.history else 0)
             self.progress.phase = "training"
             is_first = True
-            for turn in self.turns:
+            for turn in self._turns():
                 self._take(turn)
                 if is_first:  # the optimizer has its state now
                     self.saver.reserve(self._capture())
@@ -121,6 +123,24 @@ class Loop:
         """Save the present state and wait for it; whether it is on the disk. All ranks."""
         self.progress.phase = "saving"
         return self.saver.save_now(self.fit.step, self._state, self._measured())
+
+    def _turns(self) -> Iterator[Turn]:
+        """What is left to do. Where the samples' losses are needed, they are measured on the way. All ranks."""
+        yield from self.turns(self.fit.losses)
+        is_over = self.plan.total_steps is not None and self.fit.step >= self.plan.total_steps
+        if self.plan.ranks_by_loss and self.fit.losses is None and not is_over:
+            self.fit.losses = self._measure_samples()
+            yield from self.turns(self.fit.losses)
+
+    def _measure_samples(self) -> torch.Tensor:
+        """Every training sample's loss under the weights as they are now. All ranks."""
+        self.progress.phase = "ranking the samples"
+        self.stepper.replica.share_buffers()
+        evaluator = Evaluator(self.stepper.feed, self.stepper.config, self.world)
+        losses = evaluator.losses(self.stepper.replica.module, self._on_round)
+        self.progress.phase, self.progress.batch = "training", None
+        self.losses.restart_clock()
+        return losses
 
     def _take(self, turn: Turn) -> None:
         """One step, and whatever is due after it. All ranks."""

@@ -34,6 +34,9 @@ class RunFolder:
         self.value = path / "value.pkl"
         self.result = path / "result.json"
         self.metrics = path / "metrics.json"  # of an evaluation
+        self.slurm = path / "slurm.json"
+        self.job_script = path / "slurm.sh"
+        self.job_log = self.logs / "slurm.log"
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -78,6 +81,14 @@ class RunFolder:
     def log(self, rank: int | str) -> Path:
         """The log of one rank: everything it wrote to stdout and stderr."""
         return self.logs / f"rank-{rank}.log"
+
+    def tracker(self, name: str) -> Path:
+        """What a tracker knows of this run, to go on with it in a later life."""
+        return self.path / f"{name}.json"
+
+    def tracker_log(self, name: str) -> Path:
+        """What a tracker has printed."""
+        return self.logs / f"{name}.log"
 
     def failure(self, rank: int) -> Path:
         """What a rank wrote about its own failure before it ended."""

@@ -46,7 +46,9 @@ class Trainer:
     def start(self) -> Result:
         """Train, on as many ranks as the config says, and return the result; may be called again."""
         from paceline import launch
+        from paceline.telemetry import trackers
 
+        trackers.check(self.config.log.trackers)
         launch.prepare(self.config.__dict__, self._folder)  # before torch is imported here, too
         from paceline.worker import train
 
@@ -68,7 +70,8 @@ class Trainer:
         # The threads of the run, whatever the number of processes now: sums inside an operator depend on them.
         threads = self.config.threads or chosen_threads(trained.lanes)
         changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or self.config.procs}
-        changes |= {"resume": "never", "max_restarts": 0}
+        changes |= {"resume": "never", "max_restarts": 0, "log": self.config.log.model_copy(update={"trackers": []})}
+        changes |= {"nodes": None, "rendezvous": None}  # on this machine
         if df is not None:
             changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
         config = self.config.model_copy(update=changes)

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -26,7 +26,7 @@ from paceline.checkpoint.state import capture, put_weights
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.data.curriculum import make_curriculum
+from paceline.data.curriculum import Curriculum, make_curriculum
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.loader import LaneSampler, Turn, turns_of
 from paceline.data.sources import is_stream, make_datasets, size_of
@@ -55,7 +55,8 @@ from paceline.world import World, join, world_size
 
 def main() -> None:
     """One rank of a local run: load the job, join the others, do it; leave a failure where the launcher looks."""
-    job_path, store, began, parent = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    job_path, began, parent = Path(sys.argv[1]), float(sys.argv[3]), int(sys.argv[4])
+    store = Path(sys.argv[2]) if sys.argv[2] else None  # without it, the ranks meet at MASTER_ADDR
     die_with_parent(parent)
     rank = int(os.environ["RANK"])
     warnings.showwarning = _show_with_rank(rank)
@@ -65,7 +66,8 @@ def main() -> None:
         with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
             task(config, folder, world, progress)
     except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is told
-        failure.write(failure.capture(error, rank=rank, progress=progress, folder=folder), folder, spare=store.parent)
+        captured = failure.capture(error, rank=rank, progress=progress, folder=folder)
+        failure.write(captured, folder, spare=store.parent if store else None)
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
@@ -244,6 +246,7 @@ def build_stepper(
         check_replicas_every=config.check_replicas_every,
         log_digests=config.log.digests,
         best=config.checkpoint.best,
+        ranks_by_loss=config.curriculum is not None and config.curriculum.by == "loss",
     )
     stepper = Stepper(
         replica,
@@ -274,35 +277,44 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
 
 
 def build_turns(
-    config: Config, feed: Feed, lanes: int, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
-) -> Iterable[Turn]:
-    """The lanes of this rank, step by step, from where the run is. All ranks."""
-    training = feed.dataset
+    config: Config, stepper: Stepper, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
+) -> Callable[[torch.Tensor | None], Iterable[Turn]]:
+    """The lanes of this rank, step by step, from where the run is; a function of the samples' losses. All ranks."""
+    feed, training, lanes = stepper.feed, stepper.feed.dataset, stepper.lanes_per_rank * world.size
     if config.curriculum is not None:
         progress.phase = "ranking the samples"
     curriculum = make_curriculum(config, training)
     if is_stream(training):
-        return StreamTurns(
+        return lambda losses: StreamTurns(
             training, seed=config.seed, batch_size=config.batch_size, lanes=lanes, workers=config.workers,
             epochs=config.num_epochs, max_steps=config.max_steps, step=fit.step, mark=fit.mark, world=world,
             progress=progress, tell=lambda text: events.write("warning", text=text),
         )  # fmt: skip
-    assert plan.total_steps is not None
-    sampler = partial(
-        LaneSampler,
-        seed=config.seed,
-        size=len(training),
-        batch_size=config.batch_size,
-        lanes=lanes,
-        steps=range(fit.step, plan.total_steps),
-        ridden=batches.lanes_of(world.rank, world.size, lanes),
-        curriculum=curriculum,
-    )
-    return turns_of(
-        feed.lanes(sampler),
-        steps_per_epoch=batches.steps_per_epoch(len(training), config.batch_size, lanes),
-        total_steps=plan.total_steps,
-    )
+    if plan.ranks_by_loss:
+        Evaluator(feed, config, world).try_losses(stepper.replica.module)
+    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), config.batch_size, lanes)
+    assert total is not None
+
+    def turns(losses: torch.Tensor | None) -> Iterator[Turn]:
+        """Without losses that rank the samples, no further than the first epoch."""
+        paced, end = curriculum, total
+        if plan.ranks_by_loss and losses is None:
+            end = min(per_epoch, total)
+        elif config.curriculum is not None and plan.ranks_by_loss:
+            paced = Curriculum(losses, config.curriculum, first_epoch=1)
+        sampler = partial(
+            LaneSampler,
+            seed=config.seed,
+            size=len(training),
+            batch_size=config.batch_size,
+            lanes=lanes,
+            steps=range(fit.step, end),
+            ridden=batches.lanes_of(world.rank, world.size, lanes),
+            curriculum=paced,
+        )
+        return turns_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
+
+    return turns
 
 
 def build_loop(
@@ -310,8 +322,7 @@ def build_loop(
     world: World, events: Events, progress: Progress,
 ) -> Loop:  # fmt: skip
     """Wire the data and the evaluation into the managed loop. All ranks."""
-    lanes = stepper.lanes_per_rank * world.size
-    turns = build_turns(config, stepper.feed, lanes, plan, fit, world, events, progress)
+    turns = build_turns(config, stepper, plan, fit, world, events, progress)
     evaluator = Evaluator(evaluation, config, world) if evaluation is not None else None
     return Loop(
         stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,

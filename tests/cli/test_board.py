@@ -15,6 +15,7 @@ import pytest
 
 from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events
+from paceline.telemetry.sink import Channel
 
 PACELINE = Path(sys.executable).with_name("paceline")
 TABLE = {"allowedStatuses": ["STATUS_SUCCESS"], "colParams": [], "startIndex": 0, "sliceSize": 10}
@@ -28,9 +29,9 @@ def write_run(folder: Path, lr: float) -> None:
     events.write("epoch", step=1, epoch=0, accuracy=0.75)
     events.write("run_finished", step=1, config={"optimizer": {"lr": lr}})
     events.close()
-    board = Board(folder / "events.jsonl", folder / "tensorboard")
+    board = Channel(folder / "events.jsonl", Board(folder / "tensorboard"))
     board.look()
-    board.close()
+    board.sink.close()
 
 
 def fetch(address: str, body: dict[str, Any] | None = None) -> str:

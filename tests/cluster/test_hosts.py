@@ -146,3 +146,10 @@ def test_torchrun_on_each_host_does_the_same(lab: Lab, expected: dict[str, objec
 
 def _child_of(parent: int) -> int:
     return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+
+
+def test_a_run_of_several_hosts_is_evaluated_on_one(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = train(lab, "n1"), train(lab, "n2")
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    told = subprocess.run([PACELINE, "evaluate", "run"], capture_output=True, text=True, check=True).stdout
+    assert "accuracy" in told

@@ -181,6 +181,10 @@ CASES: dict[str, dict[str, Any]] = {
         "dataset_fn": lambda: Images(ODD, augment=True), "curriculum": {"start": 0.3, "epochs": 2, "name": "root"},
         "difficulty_fn": lambda sample: float(sample[0].mean()),
     },
+    "samples of small loss first": {
+        "model_fn": conv_net, "dataset_fn": lambda: Images(ODD, augment=True),
+        "curriculum": {"by": "loss", "start": 0.3, "epochs": 2}, "workers": 2,
+    },
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
     "AdamW": {"optimizer": ADAMW},
     "Muon": {"model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5},

@@ -118,6 +118,26 @@ def test_a_config_that_is_refused_changes_nothing_of_a_finished_run() -> None:
     assert json.loads(after["result.json"])["step"] == 7
 
 
+def test_a_ranking_by_loss_is_measured_once_and_goes_along() -> None:
+    by_loss = {"curriculum": {"by": "loss", "start": 0.2, "epochs": 2}}
+    whole = start(**by_loss, checkpoint={"every_steps": 1, "keep": 30, "async": False})
+    per_epoch = -(-ODD // 12)
+    # In the first epoch, at its end, and later, when the weights have changed and only the checkpoint knows the losses.
+    for step in (per_epoch - 3, per_epoch, 2 * per_epoch + 2):
+        result = start(**by_loss, resume=f"run/checkpoints/step-{step:08d}", run_dir=f"from-{step}", procs=2)
+        assert result.weights_sha256 == whole.weights_sha256
+
+
+def test_a_stop_while_samples_are_ranked_loses_nothing(undisturbed: dict) -> None:
+    by_loss = {"curriculum": {"by": "loss", "start": 0.5, "epochs": 1}}
+    stopped_at = stop_step(**by_loss, dataset_fn=stopping(3), procs=2)  # visits: a trial, the first epoch, the ranking
+    assert stopped_at == -(-ODD // 12)
+    assert [row["step"] for row in events("epoch")] == [stopped_at]
+    result = start(**by_loss, resume="auto")
+    assert result.weights_sha256 == start(**by_loss, run_dir="whole").weights_sha256
+    assert result.weights_sha256 != undisturbed["weights"]
+
+
 def test_lanes_and_threads_stay_those_of_the_first_launch() -> None:
     start(lanes=None, threads=None, procs=2, num_epochs=1)
     result = start(lanes=None, threads=None, procs=1, resume="auto", num_epochs=2)

@@ -13,6 +13,7 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 
 from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events, rewind
+from paceline.telemetry.sink import Channel
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def test_numbers_of_steps_and_epochs_are_there_as_soon_as_they_are_told(events: Path, tmp_path: Path) -> None:
-    board = Board(events, tmp_path / "board")
+    board = Channel(events, Board(tmp_path / "board"))
     board.look()
     assert losses(tmp_path / "board") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     writer = Events(events)
@@ -54,7 +55,7 @@ def test_numbers_of_steps_and_epochs_are_there_as_soon_as_they_are_told(events: 
         "accuracy", "epoch", "loss", "lr", "samples_per_s", "train_loss", "val_loss",
     ]  # fmt: skip
     assert [scalar.step for scalar in read.Scalars("train_loss")] == [3]
-    board.close()
+    board.sink.close()
 
 
 def test_what_each_rank_has_measured_is_a_plot_of_its_own(events: Path, tmp_path: Path) -> None:
@@ -62,9 +63,9 @@ def test_what_each_rank_has_measured_is_a_plot_of_its_own(events: Path, tmp_path
     writer.write("step", step=4, loss=0.1, grad_norm=None, step_ms=[2.5, 3.5], memory_mb=[64.0, 32.0])
     writer.write("step", step=5, loss=0.1, grad_norm=0.75, step_ms=[2.0, 3.0], memory_mb=[64.0, 32.0])
     writer.close()
-    board = Board(events, tmp_path / "board")
+    board = Channel(events, Board(tmp_path / "board"))
     board.look()
-    board.close()
+    board.sink.close()
     read = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("grad_norm")] == [(5, 0.75)]
     assert [scalar.value for scalar in read.Scalars("step_ms/rank-1")] == [3.5, 3.0]
@@ -80,9 +81,9 @@ def test_a_finished_run_has_its_config_in_the_hparams_tab(events: Path, tmp_path
     add(events, range(4, 6))
     optimizer = {"name": "sgd", "lr": 0.5, "betas": [0.5, 0.9], "momentum": None}
     finish(events, {"batch_size": 64, "exact": True, "optimizer": optimizer, "model_args": {}, "metrics": []})
-    board = Board(events, tmp_path / "board")
+    board = Channel(events, Board(tmp_path / "board"))
     board.look()
-    board.close()
+    board.sink.close()
     content = EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()} == {
@@ -103,21 +104,21 @@ def test_a_run_that_has_not_finished_is_not_in_the_hparams_tab(events: Path, tmp
     writer = Events(events)
     writer.write(last, step=3)
     writer.close()
-    board = Board(events, tmp_path / "board")
+    board = Channel(events, Board(tmp_path / "board"))
     board.look()
-    board.close()
+    board.sink.close()
     with pytest.raises(KeyError):
         EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
 
 
 def test_steps_that_are_taken_back_are_there_once(events: Path, tmp_path: Path) -> None:
-    board = Board(events, tmp_path / "board")
+    board = Channel(events, Board(tmp_path / "board"))
     board.look()
     rewind(events, 1)
     add(events, range(2, 5), scale=2.0)
     board.look()
     assert losses(tmp_path / "board") == [(1, 1.0), (2, 1.0), (3, pytest.approx(2 / 3)), (4, 0.5)]
-    board.close()
+    board.sink.close()
 
 
 def test_a_later_life_begins_the_file_anew_and_leaves_others_alone(events: Path, tmp_path: Path) -> None:
@@ -125,17 +126,17 @@ def test_a_later_life_begins_the_file_anew_and_leaves_others_alone(events: Path,
     folder.mkdir()
     (folder / "events.out.tfevents.1.of-the-user").write_bytes(b"")
     for _ in range(2):
-        board = Board(events, folder)
+        board = Channel(events, Board(folder))
         board.look()
-        board.close()
+        board.sink.close()
     assert len(list(folder.iterdir())) == 2
     assert [step for step, _ in losses(folder)] == [1, 2, 3]
 
 
 def test_without_numbers_there_is_no_file(tmp_path: Path) -> None:
-    board = Board(tmp_path / "events.jsonl", tmp_path / "board")
+    board = Channel(tmp_path / "events.jsonl", Board(tmp_path / "board"))
     board.look()
-    board.close()
+    board.sink.close()
     assert not (tmp_path / "board").exists()
 
 
@@ -146,14 +147,17 @@ def test_a_full_disk_costs_the_file_and_nothing_else(events: Path, tmp_path: Pat
 
         flush = close = write
 
-    board = Board(events, tmp_path / "board")
+    board = Board(tmp_path / "board")
+    channel = Channel(events, board)
     board._writer = Full()
-    board.look()  # a new file: nothing is lost
+    channel.look()  # a new file: nothing is lost
     board.close()
     board._writer = Full()
     add(events, range(4, 6))
-    board.look()
-    board.look()  # there is room again: the file is made anew
+    with pytest.raises(OSError, match="No space left"):
+        channel.look()
+    channel.start_over()
+    channel.look()  # there is room again: the file is made anew
     assert [step for step, _ in losses(tmp_path / "board")] == [1, 2, 3, 4, 5]
     board.close()
     board._writer = Full()

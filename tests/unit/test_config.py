@@ -475,6 +475,18 @@ def test_paths_of_tables_are_looked_up_in_the_folder_of_the_config(tmp_path: Pat
     assert build({**MANAGED, "df": "points.csv"}, folder=folder).df == folder / "points.csv"
 
 
+def test_a_table_on_the_command_line_is_looked_up_in_the_working_folder_first(tmp_path: Path) -> None:
+    folder, here = tmp_path / "elsewhere", Path("points.csv").resolve()
+    folder.mkdir()
+    (folder / "points.csv").write_text("x\n1\n")
+    raw: dict[str, Any] = {**MANAGED}
+    override(raw, ["df=points.csv"])
+    assert build(raw, folder=folder).df == folder / "points.csv"
+    here.write_text("x\n1\n")
+    override(raw, ["df=points.csv"])
+    assert build(raw, folder=folder).df == here
+
+
 @pytest.mark.parametrize(
     ("key", "table", "problem"),
     [

@@ -46,11 +46,14 @@ def test_outputs_that_make_no_table_are_refused() -> None:
         columns(torch.zeros(3, 4, 8))
 
 
-def test_numbers_are_written_to_the_last_digit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_numbers_are_written_to_the_last_digit(tmp_path: Path, ending: str) -> None:
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
     outputs = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    path = tmp_path / "p.csv"
+    path = tmp_path / f"p.{ending}"
     predictions.write(path, predictions.columns_of(Predictions(np.arange(50), outputs), None))
-    read = pd.read_csv(path)
+    read = pd.read_csv(path) if ending == "csv" else pd.read_parquet(path)
     assert torch.equal(torch.tensor(read[["score_0", "score_1", "score_2"]].to_numpy(), dtype=torch.float32), outputs)
     assert read["index"].tolist() == list(range(50))
     assert list(tmp_path.iterdir()) == [path]

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from paceline.config import Config, build
 from paceline.data import sources
 from paceline.data.order import indices_at
-from paceline.data.sources import Part, fetch, make_datasets, size_of
+from paceline.data.sources import Part, columns_of, fetch, make_datasets, size_of, table_of
 from paceline.errors import DataError, MissingExtra
 
 MakeConfig = Callable[..., Config]
@@ -253,6 +253,15 @@ def test_parquet_without_pyarrow_names_the_extra(
     monkeypatch.setitem(sys.modules, "fastparquet", None)
     with pytest.raises(MissingExtra, match=r"reading points\.parquet needs pyarrow; .*'paceline\[parquet\]'"):
         make_datasets(config)
+
+
+def test_a_parquet_file_is_the_table_that_was_written(make_config: MakeConfig, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    table = pd.DataFrame({"x": [1.5, -2.0], "kind": ["b", "a"], "n": [1, 2]}, index=[7, 3])
+    table.to_parquet(tmp_path / "points.parquet")
+    config = make_config(df=tmp_path / "points.parquet")
+    pd.testing.assert_frame_equal(table_of(config.df), table)
+    assert columns_of(config.df) == ["x", "kind", "n"]
 
 
 def test_a_parquet_file_with_a_capital_ending_is_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

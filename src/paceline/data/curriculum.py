@@ -20,10 +20,13 @@ from paceline.randomness import seed_generators
 class Curriculum:
     """The samples by their difficulty, and how many of them an epoch may use."""
 
-    def __init__(self, difficulties: Any, pacing: Pacing) -> None:
-        """`difficulties` are numbers, one a sample; where two are equal, the order of the data set decides."""
+    def __init__(self, difficulties: Any, pacing: Pacing, *, first_epoch: int = 0) -> None:
+        """`difficulties` are numbers, one a sample; where two are equal, the order of the data set decides.
+
+        NaN is harder than anything. `first_epoch` is the one that uses `pacing.start`.
+        """
         self._ranked = np.argsort(np.asarray(difficulties, dtype=np.float64), kind="stable")
-        self._pacing = pacing
+        self._pacing, self._first_epoch = pacing, first_epoch
 
     def choose(self, indices: Indices, epoch: int) -> Indices:
         """The samples in place of those that the epoch's order has."""
@@ -31,7 +34,7 @@ class Curriculum:
 
     def samples_in(self, epoch: int) -> int:
         """How many samples an epoch may use (pure)."""
-        return max(1, round(share_at(epoch, self._pacing) * len(self._ranked)))
+        return max(1, round(share_at(epoch - self._first_epoch, self._pacing) * len(self._ranked)))
 
 
 def share_at(epoch: int, pacing: Pacing) -> float:
@@ -45,11 +48,13 @@ def share_at(epoch: int, pacing: Pacing) -> float:
 
 
 def make_curriculum(config: Config, training: Any) -> Curriculum | None:
-    """The curriculum of a config, if it has one: every sample is asked for its difficulty once."""
+    """The curriculum of a config, if it is known before training: every sample is asked for its difficulty once."""
     if config.curriculum is None:
         return None
     if is_stream(training):
         raise DataError("curriculum needs a data set with a length; order the samples of an iterable one yourself")
+    if config.curriculum.by == "loss":
+        return None
     if config.difficulty_fn is None:
         return Curriculum(_column(config, training), config.curriculum)
     of = config.function("difficulty_fn")

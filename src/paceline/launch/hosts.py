@@ -78,6 +78,7 @@ class Hosts:
         self._arrived: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._own: processes.Ranks | None = None
         self._own_ranks = 0
+        self._last_came = time.monotonic()
         threading.Thread(target=self._open_door, name="paceline-door", daemon=True).start()
 
     # --- who is here -----------------------------------------------------------------------------------------------
@@ -85,13 +86,10 @@ class Hosts:
     def gather(self) -> None:
         """Wait for the least number of hosts, and a moment longer for others."""
         began = told = time.monotonic()
-        last, here = began, -1
         while True:
             self.look(0.1)
-            now = time.monotonic()
-            if len(self.guests) + 1 != here:
-                here, last = len(self.guests) + 1, now
-            if here >= self.most or (here >= self.least and now - last >= LAST_CALL_S):
+            now, here = time.monotonic(), len(self.guests) + 1
+            if here >= self.most or (here >= self.least and now - self._last_came >= LAST_CALL_S):
                 return
             names = ", ".join([socket.gethostname(), *(guest.name for guest in self.guests)])
             if now - began > PATIENCE_S:
@@ -123,7 +121,11 @@ class Hosts:
 
     def ranks_for(self, lanes: int | None) -> int:
         """As many as all hosts have room for."""
-        return fitting(1, self.room + sum(guest.room for guest in self.guests), lanes)
+        return fitting(1, sum(self._rooms()), lanes)
+
+    def _rooms(self) -> list[int]:
+        """The room of this host and of each guest; those who are too many stand by."""
+        return [self.room, *(guest.room if n < self.most else 0 for n, guest in enumerate(self.guests, start=1))]
 
     def lanes_for(self, ranks: int) -> int:
         """As many as there may be ranks once all hosts have come."""
@@ -142,8 +144,7 @@ class Hosts:
     @contextmanager
     def meeting(self, ranks: int) -> Iterator[Meeting]:
         """In a store of this process, at a port that the system chooses."""
-        rooms = [self.room, *(guest.room for guest in self.guests)]
-        seats = seated(ranks, rooms)
+        seats = seated(ranks, self._rooms())
         self._own_ranks, taken = seats[0], seats[0]
         for guest, number in zip(self.guests, seats[1:], strict=True):
             guest.first, guest.ranks, taken = taken, number, taken + number
@@ -190,6 +191,7 @@ class Hosts:
         while not self._arrived.empty():
             guest = self._arrived.get()
             self.guests.append(guest)
+            self._last_came = time.monotonic()
             self.say(f"host {guest.name} has come, with room for {guest.room}")
 
     def _hear(self, guest: Guest) -> None:

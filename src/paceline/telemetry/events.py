@@ -1,4 +1,7 @@
-"""`events.jsonl`: one JSON object a line. Rank 0 writes it; the launcher does between two lives of the ranks."""
+"""`events.jsonl`: one JSON object a line. Rank 0 writes it; the launcher does between two lives of the ranks.
+
+Trackers add a warning if they must.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
 from paceline.telemetry.events import parse
 from paceline.telemetry.lines import FAILED, WARNING
+from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
 
 INTERVAL_S = 0.1
@@ -24,7 +25,7 @@ class Follower:
 
     def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False, board: bool = False) -> None:
         self.screen = Screen()
-        self._board = Board(folder.events, folder.tensorboard) if board else None
+        self._board = Channel(folder.events, Board(folder.tensorboard)) if board else None
         self._events = Tail(folder.events, from_end=from_now)
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
         # Older events come by again when the file is rewound. Their times are rounded, so this one is too.
@@ -48,7 +49,7 @@ class Follower:
         self._look(to_end=True)
         self._plot()
         if self._board is not None:
-            self._board.close()
+            self._board.sink.close()
         self.screen.close()
 
     def _follow(self) -> None:
@@ -60,6 +61,8 @@ class Follower:
         if self._board is not None:
             try:
                 self._board.look()
+            except OSError:  # a disk that is full costs the file, which is made again later
+                self._board.start_over()
             except ImportError as error:
                 self.screen.note(f"nothing is written for TensorBoard: {error}", style="yellow")
                 self._board = None

@@ -133,6 +133,7 @@ def _raw_of(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, A
     """The config of one trial: on this machine, from its last checkpoint if there is one, and not tried again."""
     launcher = raw.get("launcher") or "auto"
     changes = {"run_dir": str(run_dir), "launcher": "local" if launcher == "auto" else launcher}
+    changes |= {"nodes": None, "rendezvous": None}  # a trial has a place on this machine
     if is_managed:
         changes["resume"] = "auto"
     return {"max_restarts": 0, **raw, **changes}
