@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_a_head_that_is_killed_leaves_nobody_and_the_run_goes_on_later(lab: Lab,
     head = train(lab, "n1", "--resume", "auto")  # the guest still tries
     assert (head.wait(90), guest.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
+
+
+def test_a_hang_is_told_with_all_ranks_and_their_hosts(lab: Lab) -> None:
+    Path("hold").touch()
+    head, guest = (train(lab, host, "hang_timeout_s=4") for host in ("n1", "n2"))
+    assert (head.wait(90), guest.wait(30)) == (1, 1)
+    for host in ("n1", "n2"):  # which of them waits for the other depends on who has the sample
+        assert "no rank has moved for" in said(host)
+        assert re.search(r"^  0 +n1 ", said(host), re.M)
+        assert re.search(r"^  1 +n2 ", said(host), re.M)
+        assert "work.py:" in said(host)
 
 
 def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab) -> None:

@@ -34,6 +34,7 @@ from paceline.launch.site import Meeting, fitting, room, variables_of
 from paceline.nursery import Birth
 from paceline.result import Outcome
 from paceline.run_folder import write_private
+from paceline.world import PATIENCE
 
 PATIENCE_S = 900.0  # for hosts to come
 LAST_CALL_S = 3.0  # after the last one of `nodes: 1:4` that came
@@ -148,6 +149,11 @@ class Hosts:
         self._own_ranks, taken = seats[0], seats[0]
         for guest, number in zip(self.guests, seats[1:], strict=True):
             guest.first, guest.ranks, taken = taken, number, taken + number
+        counts = zip([socket.gethostname(), *(guest.name for guest in self.guests)], seats, strict=True)
+        self.say(
+            f"ranks: {', '.join(f'{number} on {name}' for name, number in counts)}; a hang is told after "
+            f"{self.config.hang_timeout_s:.0f} s, Gloo and NCCL would wait for {PATIENCE.days} days"
+        )
         listening = socket.create_server((network.resolve(self.host), 0))
         port = listening.getsockname()[1]
         store = dist.TCPStore(
