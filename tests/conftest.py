@@ -35,3 +35,32 @@ def run(tmp_path: Path) -> Run:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def tiny_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an encoder in $PACELINE_HOME/models: a few words, random weights."""
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+    import torch
+
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # in ranks
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # here, where that has been read already
+    folder = tmp_path / "home" / "models" / "lab" / "tiny"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "very", "a"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+    return "lab/tiny"

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Muon", "Result", "StandardScaler", "Trainer", "datasets", "errors", "indices_at", "linear_cross_entropy", "load",
-    "shard",
+    "Muon", "Result", "StandardScaler", "Trainer", "cached_tensors", "datasets", "errors", "indices_at",
+    "linear_cross_entropy", "load", "models", "shard",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from paceline import datasets, errors
+    from paceline import datasets, errors, models
+    from paceline.cache import cached_tensors
     from paceline.data.order import indices_at
     from paceline.data.shard import shard
     from paceline.fused_loss import linear_cross_entropy
@@ -26,6 +27,7 @@ _HOMES = {
     "Result": "paceline.result",
     "Muon": "paceline.muon",
     "StandardScaler": "paceline.scaler",
+    "cached_tensors": "paceline.cache",
     "indices_at": "paceline.data.order",
     "linear_cross_entropy": "paceline.fused_loss",
     "load": "paceline.trained",
@@ -37,7 +39,7 @@ def __getattr__(name: str) -> Any:
     # Names are loaded when they are used: `paceline --help` must not wait for torch.
     import importlib
 
-    if name in ("datasets", "errors"):
+    if name in ("datasets", "errors", "models"):
         return importlib.import_module(f"paceline.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

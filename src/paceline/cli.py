@@ -12,27 +12,32 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.config import Config
-from paceline.errors import ConfigError, Interrupted, PacelineError
+from paceline.errors import ConfigError, Interrupted, MissingExtra, PacelineError
 
 PACKAGE = Path(__file__).parent
 RECIPES = PACKAGE / "recipes"
 PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
+TRIALS_SHOWN = 20
 
 Command = Callable[..., None]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The data sets that recipes use.")
 app.add_typer(data, name="data")
+model = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Pretrained models of the Hugging Face hub.")
+app.add_typer(model, name="model")
 
 
 def _recipe_name(path: Path) -> str:
@@ -73,6 +78,10 @@ def train(
     procs: Annotated[
         str | None, typer.Option(help="How many processes, or 1:4; one per GPU by default, else 1.")
     ] = None,
+    nodes: Annotated[str | None, typer.Option(help="How many hosts, or 1:4; the same command runs on each.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the hosts meet: one of them, and a free port.")
+    ] = None,
     launcher: Annotated[str | None, typer.Option(help="local or torchrun; found by itself by default.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
     resume: Annotated[
@@ -82,8 +91,98 @@ def train(
     """Train what a config describes: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4"""
     from paceline.trainer import Trainer
 
-    built, folder = _build(target, overrides, procs=procs, launcher=launcher, run_dir=run_dir, resume=resume)
+    built, folder = _build(
+        target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
+        resume=resume,
+    )  # fmt: skip
     _say_done(Trainer.from_config(built, folder).start(), target)
+
+
+@app.command()
+@_interruptible
+def submit(
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node.")] = None,
+    procs: Annotated[str | None, typer.Option(help="Processes on each node; one per GPU by default, else 1.")] = None,
+    time: Annotated[str | None, typer.Option(help="The time limit of the job, such as 4:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition; Slurm's default otherwise.")] = None,
+    notice: Annotated[int, typer.Option(help="Seconds before the time limit at which the run saves.")] = 120,
+    max_requeues: Annotated[int, typer.Option(help="How often the job may go back into the queue.")] = 100,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further option of sbatch, such as --sbatch=--account=lab.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script, and do nothing.")] = False,
+) -> None:
+    """Train as a Slurm job that saves before its time is up and comes again: --nodes 2 --time 4:00:00"""
+    from paceline import config
+    from paceline.run_folder import RunFolder, new_folder
+    from paceline.submit import Plan, script
+    from paceline.submit import submit as hand_over
+
+    path = find_config(target)
+    raw = config.read_yaml(path)
+    config.override(raw, overrides or [])
+    built = config.build(raw, folder=path.parent.resolve())
+    plan = Plan(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
+    words = [str(path.resolve()), *(overrides or [])]
+    wanted = run_dir or built.run_dir
+    if dry_run:
+        shown = wanted or Path("runs") / built.name / "DATE-TIME"
+        typer.echo(script(plan, words, RunFolder(shown.resolve())), nl=False)
+        return
+    folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
+    job = hand_over(script(plan, words, folder), folder)
+    typer.echo(f"submitted: job {job}, run folder {folder.path}")
+    typer.echo("try next:")
+    for command in ("status", "logs", "cancel"):
+        typer.echo(f"  paceline {command} {folder.path}")
+
+
+@app.command()
+@_interruptible
+def status(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Say how a run is doing, and the Slurm job that it was submitted as."""
+    from paceline.submit import describe
+
+    for line in describe(_run_folder(run)):
+        typer.echo(line)
+
+
+@app.command()
+@_interruptible
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option(help="The output of one rank; of the Slurm job by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
+) -> None:
+    """Show what a run has printed."""
+    import time
+
+    from paceline.submit import find_log
+
+    with find_log(_run_folder(run), rank).open(encoding="utf-8", errors="replace") as file:
+        while True:
+            typer.echo(file.read(), nl=False)
+            if not follow:
+                return
+            time.sleep(0.5)
+
+
+@app.command()
+@_interruptible
+def cancel(run: Annotated[Path, typer.Argument(help="The folder of a run that was submitted.")]) -> None:
+    """End the Slurm job of a run, which saves first; `paceline submit … --run-dir RUN` goes on with it."""
+    from paceline.submit import cancel as end_job
+    from paceline.submit import job_of
+
+    job = job_of(_run_folder(run))
+    if job is None:
+        raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
+    end_job(job)
+    typer.echo(f"job {job} is told to end; the run saves first, and goes on with paceline submit … --run-dir {run}")
 
 
 @app.command()
@@ -110,6 +209,63 @@ def compare(
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     typer.echo(comparison.verdict)
     typer.echo(f"see {comparison.folder}/compare.html and compare.json")
+
+
+@app.command()
+@_interruptible
+def tune(
+    target: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to set.",
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="How many trials the study shall have in all.")] = 20,
+    parallel: Annotated[int, typer.Option(help="Trials side by side; they share the GPUs, or the cores.")] = 1,
+    procs: Annotated[str | None, typer.Option(help="How many processes a trial has.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="What counts: val_loss, accuracy, …; by default that of checkpoint.best, or val_loss."),
+    ] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; known by itself for the metrics of Paceline.")] = None,
+    study: Annotated[str | None, typer.Option(help="The study's name; the config's by default.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Where Optuna keeps the study, as a URL; study.db in the folder by default.")
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="tpe, or random.")] = "tpe",
+    pruner: Annotated[str, typer.Option(help="median, hyperband, or none: who ends hopeless trials early.")] = "median",
+    seed: Annotated[int | None, typer.Option(help="Of the sampler; the config's by default.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; runs/NAME-tune by default.")] = None,
+) -> None:
+    """Search for good values, in many runs: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1"""
+    from paceline import config
+    from paceline.tune import space
+
+    if find_spec("optuna") is None:
+        raise MissingExtra("optuna", "tune", "paceline tune")
+    path = find_config(target)
+    searched, fixed = space.parse(words or [])
+    raw = config.read_yaml(path)
+    config.override(raw, fixed)
+    if procs is not None:
+        raw["procs"] = procs
+    from paceline.tune.tune import Plan
+    from paceline.tune.tune import tune as run_search
+
+    plan = Plan(
+        raw, path.parent.resolve(), searched, trials=trials, parallel=parallel, metric=metric, mode=mode, study=study,
+        storage=storage, sampler=sampler, pruner=pruner, seed=seed, run_dir=run_dir,
+    )  # fmt: skip
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with console.status("starting") if console.is_terminal else nullcontext() as status:
+        found = run_search(
+            plan,
+            say=lambda text: console.print(text, markup=False),
+            show=lambda text: status.update(escape(text)) if status is not None else None,
+        )
+    _show_found(found)
 
 
 @app.command()
@@ -295,13 +451,26 @@ def init(
 @data.command("get")
 @_interruptible
 def get_data(
-    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist or cifar10.")],
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or tinyshakespeare.")],
     to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/datasets/NAME by default.")] = None,
 ) -> None:
     """Download a data set, or go on with a download that was cut; what is already there is kept."""
     from paceline.datasets import download
 
     folder = download.get(name, to, say=typer.echo)
+    typer.echo(f"{name} is complete in {folder.resolve()}")
+
+
+@model.command("get")
+@_interruptible
+def get_model(
+    name: Annotated[str, typer.Argument(help="As the hub has it, such as google-bert/bert-base-uncased.")],
+    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/models/NAME by default.")] = None,
+) -> None:
+    """Download a pretrained model, or go on with a download that was cut; what is already there is kept."""
+    from paceline import models
+
+    folder = models.get(name, to, say=typer.echo)
     typer.echo(f"{name} is complete in {folder.resolve()}")
 
 
@@ -337,6 +506,16 @@ def _build(target: str, overrides: list[str] | None, **options: Any) -> tuple[Co
     folder = path.parent.resolve()
     launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
     return config.build(raw, folder=folder), folder
+
+
+def _run_folder(path: Path) -> Any:
+    """A folder that holds a run, or will."""
+    from paceline.run_folder import RunFolder
+
+    folder = RunFolder(path.resolve())
+    if not folder.config.exists() and not folder.slurm.exists():
+        raise ConfigError(f"{path} is not a run folder; give one, such as runs/NAME/2026-01-02_10-00-00")
+    return folder
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -412,6 +591,27 @@ def _say_done(result: Any, target: str) -> None:
         typer.echo(f"  paceline evaluate {result.run_dir}")
     typer.echo("  paceline board                                     # curves, in TensorBoard")
     typer.echo("  paceline init mylab                                # a folder of your own")
+
+
+def _show_found(found: Any) -> None:
+    from paceline.tune.report import shown
+
+    table = Table("trial", "state", found.goal.metric, "epochs", "seconds", *found.best.values, box=None)
+    for row in found.rows[:TRIALS_SHOWN]:
+        value = "" if row.value is None else f"{row.value:.6g}"
+        table.add_row(
+            str(row.number), row.state, value, str(row.epochs), f"{row.seconds:.1f}", *map(shown, row.values.values())
+        )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+    if len(found.rows) > TRIALS_SHOWN:
+        typer.echo(f"and {len(found.rows) - TRIALS_SHOWN} more")
+    for note in found.notes:
+        typer.echo(note)
+    typer.echo(f"best: trial {found.best.number}, {found.goal.metric} {found.best.value:.6g}, {found.best.run_dir}")
+    typer.echo(f"see {found.folder.path}: best.yaml, trials.csv{'' if found.notes else ', plots.html'}")
+    typer.echo("try next:")
+    typer.echo(f"  paceline train {found.folder.best}")
+    typer.echo(f"  paceline board {found.folder.path}     # the curves of all trials, in TensorBoard")
 
 
 def _show_bench(report: dict[str, Any]) -> None:

@@ -22,4 +22,4 @@ def test_a_mistyped_name_gets_the_nearest_one(run) -> None:
 
 def test_help_names_every_recipe(run) -> None:
     ended = run("paceline", "train", "--help", COLUMNS="200")
-    assert "cifar10, cifar10-fast, digits, linear, mnist" in " ".join(ended.stdout.split())
+    assert "cifar10, cifar10-fast, digits, linear, lm, mnist, tabular, text" in " ".join(ended.stdout.split())

@@ -22,14 +22,18 @@ PACKAGE = Path(paceline.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["bench.bench", "compare", "trained"],
-    ["bench.worker"],
-    ["bench.contenders"],
+    ["bench.bench", "compare", "trained", "tune.tune"],
+    ["bench.worker", "tune.search", "tune.trial"],
+    ["bench.contenders", "tune.study", "tune.worker"],
     ["trainer"],
     ["launch"],
-    ["launch.local", "launch.torchrun"],
-    ["launch.ranks", "launch.restarts"],
+    ["launch.nodes"],
+    ["launch.guest", "launch.local", "launch.torchrun"],
+    ["launch.hosts", "launch.restarts"],
+    ["launch.site"],
+    ["launch.ranks"],
     ["launch.environment"],
+    ["launch.network", "launch.slurm"],
     ["apply", "export", "worker"],
     ["watch"],
     ["hang"],
@@ -47,24 +51,37 @@ LAYERS = [
     ["data.sources"],
     ["data.augment", "metrics", "optim"],
     ["checkpoint.saver", "result"],
-    ["checkpoint.state", "resume"],
-    ["card", "failure", "job", "telemetry.follow"],
-    ["checkpoint.store"],
-    ["telemetry.board", "telemetry.server", "zero"],
+    ["checkpoint.state", "resume", "tune.report"],
+    ["card", "submit", "failure", "job", "telemetry.follow", "telemetry.track"],
+    ["cache", "checkpoint.store"],
+    ["telemetry.mlflow_run", "telemetry.wandb_run"],
+    ["telemetry.board", "telemetry.server", "telemetry.tracker", "telemetry.trackers", "zero"],
+    ["telemetry.sink"],
     ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
-    ["world"],
-    ["run_folder"],
+    ["tune.folder", "world"],
+    ["run_folder", "tune.goal", "tune.space"],
     ["config"],
     ["datasets"],
     ["datasets.download", "datasets.reader"],
     ["datasets.catalog"],
-    ["bench.models", "data.batches", "data.claims", "data.workers", "functions", "fused_loss"],
-    ["nursery", "predictions", "travel"],
+    [
+        "bench.models",
+        "data.batches",
+        "data.claims",
+        "data.workers",
+        "functions",
+        "fused_loss",
+        "models",
+        "nursery",
+        "predictions",
+        "travel",
+    ],
     [
         "cpu",
         "data.order",
         "data.shard",
         "errors",
+        "home",
         "lifeline",
         "memory",
         "muon",
@@ -73,8 +90,9 @@ LAYERS = [
         "softmax_kernel",
         "stop",
         "telemetry.tail",
+        "tune.shares",
     ],
-    ["paceline", "bench", "checkpoint", "data", "recipes", "telemetry"],  # packages, which import nothing
+    ["paceline", "bench", "checkpoint", "data", "recipes", "telemetry", "tune"],  # packages, which import nothing
 ]
 
 # Imports inside functions that go up, each for a reason that is told where it stands.
@@ -144,7 +162,7 @@ def row(module: str) -> int:
 def test_the_imports_are_seen() -> None:
     assert {"failure", "job", "result", "data.batches", "data.loader", "world"} <= imported("worker", lazy=False)
     lazily = {"apply", "data.sources", "launch", "launch.environment", "replica", "worker", "world"}
-    assert imported("trainer", lazy=True) == lazily
+    assert imported("trainer", lazy=True) == {*lazily, "telemetry.trackers"}
     # `Result` is for type checkers only.
     assert imported("trainer", lazy=False) == {"config", "errors", "functions", "run_folder"}
 
@@ -173,8 +191,8 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
-    "datasets.catalog", "launch", "launch.environment", "launch.local", "launch.ranks", "launch.torchrun", "nursery",
-    "world",
+    "home", "launch", "launch.environment", "launch.local", "launch.network", "launch.ranks", "launch.torchrun",
+    "nursery", "tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

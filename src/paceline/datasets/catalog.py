@@ -6,13 +6,13 @@ This is the only place that names hosts. Whatever comes from them is used only i
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.home import in_home
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Known:
     """A data set: its files, and the addresses that they can be had from, the best first."""
 
     name: str
-    layout: Literal["idx", "cifar"]
+    layout: Literal["idx", "cifar", "text"]
     files: tuple[File, ...]
     mirrors: tuple[str, ...]
 
@@ -109,7 +109,21 @@ CIFAR10 = Known(
     mirrors=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
 )
 
-ALL = {known.name: known for known in (MNIST, FASHION_MNIST, CIFAR10)}
+TINY_SHAKESPEARE = Known(
+    name="tinyshakespeare",
+    layout="text",
+    files=(
+        File(
+            "input.txt",
+            1_115_394,
+            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            (Content("input.txt", 1_115_394),),
+        ),
+    ),
+    mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
+)
+
+ALL = {known.name: known for known in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE)}
 
 
 def find(name: str) -> Known:
@@ -123,4 +137,4 @@ def find(name: str) -> Known:
 
 def folder_of(name: str) -> Path:
     """Where a data set's files are kept unless another place is named."""
-    return Path(os.environ.get("PACELINE_HOME") or "shared_data", "datasets", name)
+    return in_home("datasets", name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.datasets import catalog
 from paceline.datasets.catalog import Content, File, Known
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,8 @@ def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = No
     from torch.utils.data import TensorDataset
 
     place = _Place(catalog.find(name), Path(root) if root else catalog.folder_of(name))
+    if place.known.layout == "text":
+        raise ConfigError(f"{name} is no set of images; read {place.folder / place.known.files[0].name} as text")
     images, classes = (_read_idx if place.known.layout == "idx" else _read_cifar)(place, train)
     return TensorDataset(images, classes)
 
