@@ -64,6 +64,19 @@ def test_a_host_that_is_lost_leaves_its_work_to_the_others(lab: Lab, expected: d
     assert "HostLost" in said("n1")
 
 
+def test_a_fixed_number_of_hosts_is_waited_for(lab: Lab, expected: dict[str, object]) -> None:
+    head, guest = held_run(lab, "n1", "n2")
+    guest.kill()
+    go_on()
+    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in said("n1").partition("host n2 is gone")[2])
+    head.send_signal(signal.SIGUSR1)  # nothing runs, so nothing is lost
+    assert head.wait(30) == 3
+    assert "stopped by SIGUSR1 while no rank was there" in said("n1")
+    again = [train(lab, host, "--resume", "auto") for host in ("n1", "n2")]
+    assert [process.wait(90) for process in again] == [0, 0]
+    assert outcome(Path()) == expected
+
+
 def test_a_host_that_comes_late_takes_its_share(lab: Lab, expected: dict[str, object]) -> None:
     (head,) = held_run(lab, "n1", nodes="1:2")
     guest = train(lab, "n2", nodes="1:2")

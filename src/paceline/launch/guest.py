@@ -24,6 +24,7 @@ from paceline.stop import SIGNALS
 
 RETURN_S = 60.0  # for a head that was there and does not answer
 RETRY_S = 0.5
+RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 GRACE_S = 5.0
 
 Say = Callable[[str], None]
@@ -33,11 +34,12 @@ def serve(config: Config, say: Say) -> Outcome:
     """Take part in a run until its head says that it is over; the outcome that it has there."""
     assert config.rendezvous is not None
     patience_s = PATIENCE_S
-    with processes.ranks(is_passive=True) as ranks, _hearing(ranks):
+    with processes.ranks(is_passive=True) as ranks, _hearing(ranks) as asked:
         while True:
             connection = _joined(config, config.rendezvous, patience_s, say)
             try:
-                return _follow(connection, ranks, network.variables_towards(address_in(config.rendezvous)[0]))
+                variables = network.variables_towards(address_in(config.rendezvous)[0])
+                return _follow(connection, ranks, variables, asked)
             except (EOFError, OSError):
                 patience_s = RETURN_S
                 say(f"the head at {config.rendezvous} does not answer any more; trying to reach it again")
@@ -75,9 +77,10 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
         return connection
 
 
-def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str]) -> Outcome:
-    """Do as the head says, and tell it what happens to the ranks."""
+def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int]) -> Outcome:
+    """Do as the head says, and tell it what happens to the ranks; pass signals on to them, which agree with all."""
     told: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    passed_on = 0.0
     while True:
         while connection.poll(0 if ranks.pids else LOOK_S):
             order, *values = connection.recv()
@@ -92,6 +95,9 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str]) -> 
                 if outcome is None:
                     raise RankFailed(error)
                 return outcome  # type: ignore[no-any-return]
+        if asked and time.monotonic() - passed_on > RESEND_S:
+            passed_on = time.monotonic()
+            ranks.signal(asked[0])
         ranks.look(LOOK_S)
         if told != (ranks.pids, ranks.codes):
             told = (dict(ranks.pids), dict(ranks.codes))
@@ -99,22 +105,21 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str]) -> 
 
 
 @contextmanager
-def _hearing(ranks: Ranks) -> Iterator[None]:
-    """Pass a request to stop on to the ranks, which agree on it with all others; a second one ends this host's part."""
+def _hearing(ranks: Ranks) -> Iterator[list[int]]:
+    """The requests to stop, once they come: the first is for the ranks, a second one ends this host's part."""
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield asked
         return
-    heard: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if heard or not ranks.pids:
+        if asked or not ranks.pids:
             raise Interrupted(f"ended by {signal.Signals(number).name}; the other hosts see that this one is gone")
-        heard.append(number)
-        ranks.signal(number)
+        asked.append(number)
 
     before = {name: signal.signal(name, hear) for name in SIGNALS if signal.getsignal(name) is not signal.SIG_IGN}
     try:
-        yield
+        yield asked
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.failure import HOST_LOST
 from paceline.launch import network
 from paceline.launch import ranks as processes
-from paceline.launch.site import Meeting, fitting, room, variables_of
+from paceline.launch.site import Meeting, fitting, room, serve_store, variables_of
 from paceline.nursery import Birth
 from paceline.result import Outcome
 from paceline.run_folder import write_private
@@ -84,10 +83,10 @@ class Hosts:
 
     # --- who is here -----------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Wait for the least number of hosts, and a moment longer for others."""
+    def gather(self, is_asked: Callable[[], bool] = bool) -> None:
+        """Wait for the least number of hosts, and a moment longer for others; not when asked to stop."""
         began = told = time.monotonic()
-        while True:
+        while not is_asked():
             self.look(0.1)
             now, here = time.monotonic(), len(self.guests) + 1
             if here >= self.most or (here >= self.least and now - self._last_came >= LAST_CALL_S):
@@ -154,17 +153,7 @@ class Hosts:
             f"ranks: {', '.join(f'{number} on {name}' for name, number in counts)}; a hang is told after "
             f"{self.config.hang_timeout_s:.0f} s, Gloo and NCCL would wait for {PATIENCE.days} days"
         )
-        listening = socket.create_server((network.resolve(self.host), 0))
-        port = listening.getsockname()[1]
-        store = dist.TCPStore(
-            self.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-        common = {
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torch calls a store that no rank has to serve
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
+        store, common = serve_store(self.host)
         places = [(local, number) for number in seats for local in range(number)]
         yield Meeting([{**variables_of(rank, ranks, *place), **common} for rank, place in enumerate(places)])
         del store

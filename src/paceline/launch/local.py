@@ -15,9 +15,9 @@ from paceline import failure, hang, job, result, resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.errors import ConfigError, Interrupted, RankFailed
+from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
 from paceline.failure import Failure
-from paceline.job import Task
+from paceline.job import Job, Task
 from paceline.launch.environment import chosen_threads
 from paceline.launch.restarts import Restarts
 from paceline.launch.site import Here, Meeting, Ranks, Site
@@ -55,23 +55,29 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
-        try:
-            folder.job.unlink(missing_ok=True)  # of a launcher that was killed
-            job.save(packed, folder.job)
-            folder.forget_last_life()
-        except OSError as error:
-            with suppress(OSError):
-                folder.job.unlink(missing_ok=True)
-            raise ConfigError(
-                f"run_dir={folder.path} cannot be written to: {error.strerror}; make room, or choose another folder"
-            ) from None
-        try:
-            with tracking(config.log.trackers, folder):
-                _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
-        finally:
-            with suppress(OSError):
-                folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+        with laid_out(packed, folder), tracking(config.log.trackers, folder):
+            _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
         return result.collect(folder)
+
+
+@contextmanager
+def laid_out(packed: Job, folder: RunFolder) -> Iterator[None]:
+    """The job lies in the run folder inside, and nothing of an earlier life does when it begins."""
+    try:
+        folder.job.unlink(missing_ok=True)  # of a launcher that was killed
+        job.save(packed, folder.job)
+        folder.forget_last_life()
+    except OSError as error:
+        with suppress(OSError):
+            folder.job.unlink(missing_ok=True)
+        raise ConfigError(
+            f"run_dir={folder.path} cannot be written to: {error.strerror}; make room, or choose another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.job.unlink(missing_ok=True)  # it holds a copy of the data
 
 
 def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, is_managed: bool) -> None:
@@ -79,18 +85,22 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
 
     The managed loop is asked to save and stop; anything else is ended by a signal at once.
     """
-    limit = config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
-    restarts, store = Restarts(limit), Store(folder.checkpoints)
+    restarts, store = Restarts(limit_of(config, is_managed)), Store(folder.checkpoints)
     request = Request() if is_managed else None
     news = ""
     while True:
-        site.gather()
+        with hearing(request, folder):
+            site.gather(lambda: request is not None and request.signal != 0)
+        if request is not None and request.signal:
+            name = signal.Signals(request.signal).name
+            raise Stopped(f"stopped by {name} while no rank was there; go on with --resume {folder.path}")
         ranks = site.ranks_for(config.lanes)
         first = _live(config, site, folder, ranks, began, request, news)
-        if first is None and request is not None and request.is_for_growth and folder.stopped.exists():
+        if request is not None and request.is_for_growth:
             request.signal, request.is_for_growth = 0, False
-            news = "there is room for more ranks; starting again with them"
-            continue
+            if first is None and folder.stopped.exists():
+                news = "there is room for more ranks; starting again with them"
+                continue
         if first is None:
             break
         if story := hang.explain(folder, ranks, config.hang_timeout_s):
@@ -119,10 +129,15 @@ def _live(
         if request is not None:
             request.say = shown.screen.note
         births = _births(folder, meeting, began, is_deaf=request is not None)
-        with site.ranks() as started, _hearing(request, folder):
+        with site.ranks() as started, hearing(request, folder):
             started.start(births)
             codes = _watch(started, request, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
         return failure.first(folder, codes, meeting.spare) if any(codes.values()) else None
+
+
+def limit_of(config: Config, is_managed: bool) -> int:
+    """How often the ranks may start again without progress."""
+    return config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
 
 
 @dataclass
@@ -132,6 +147,11 @@ class Request:
     signal: int = 0
     is_for_growth: bool = False  # nobody has asked; the ranks are to stop only to be more
     say: Callable[[str], None] = print
+
+    def answer(self) -> None:
+        """Say what is done about it."""
+        again = "Ctrl-C again" if self.signal == signal.SIGINT else "a second signal"
+        self.say(f"{signal.Signals(self.signal).name}: saving and stopping; {again} ends at once")
 
 
 def _births(folder: RunFolder, meeting: Meeting, began: float, *, is_deaf: bool) -> list[Birth]:
@@ -153,8 +173,7 @@ def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool
                 request.signal, request.is_for_growth = signal.SIGTERM, True
             if request is not None and request.signal and time.monotonic() - passed_on > RESEND_S:
                 if not passed_on and not request.is_for_growth:
-                    again = "Ctrl-C again" if request.signal == signal.SIGINT else "a second signal"
-                    request.say(f"{signal.Signals(request.signal).name}: saving and stopping; {again} ends at once")
+                    request.answer()
                 passed_on = time.monotonic()
                 ranks.signal(request.signal)
         # The death of one rank makes others fail, and the news of both come in any order.
@@ -168,7 +187,7 @@ def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool
 
 
 @contextmanager
-def _hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
+def hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
     """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
     if threading.current_thread() is not threading.main_thread():
         yield

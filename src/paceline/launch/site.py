@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from paceline.config import Config
+from paceline.launch import network
 from paceline.launch import ranks as processes
 from paceline.launch.environment import shares_cores, usable_cores
 from paceline.nursery import Birth
@@ -48,8 +51,8 @@ class Meeting:
 class Site(Protocol):
     """A place for ranks."""
 
-    def gather(self) -> None:
-        """Wait until there is room enough for a life to begin."""
+    def gather(self, is_asked: Callable[[], bool] = bool) -> None:
+        """Wait until there is room enough for a life to begin, or somebody asks to stop."""
 
     def ranks_for(self, lanes: int | None) -> int:
         """As many ranks as the config allows and there is room for, and as the lanes can be shared among."""
@@ -76,7 +79,7 @@ class Here:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def gather(self) -> None:
+    def gather(self, is_asked: Callable[[], bool] = bool) -> None:
         """Nobody else comes."""
 
     def ranks_for(self, lanes: int | None) -> int:
@@ -114,15 +117,32 @@ def variables_of(rank: int, size: int, local_rank: int, local_size: int) -> dict
     return {name: str(number) for name, number in numbers.items()}
 
 
+def serve_store(host: str) -> tuple[dist.Store, dict[str, str]]:
+    """A store of this process at a port that the system chooses, and what ranks must be told to meet there."""
+    listening = socket.create_server((network.resolve(host), 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torch calls a store that no rank has to serve
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def room(config: Config) -> tuple[int, int]:
     """The least and the most ranks that this machine shall have."""
+    return room_among(config, torch.cuda.device_count() if config.device != "cpu" else 0, usable_cores())
+
+
+def room_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
+    """The least and the most ranks where there are so many GPUs and cores for them (pure)."""
     if not config.ddp:
         return 1, 1
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.procs_range is None:
         return 1, gpus or 1
     least, most = config.procs_range
-    return least, max(least, min(most, gpus or usable_cores())) if least < most else most
+    return least, max(least, min(most, gpus or cores)) if least < most else most
 
 
 def fitting(least: int, most: int, lanes: int | None) -> int:
