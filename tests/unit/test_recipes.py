@@ -1,0 +1,25 @@
+"""What holds for every recipe."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.config import build, read_yaml
+
+
+@pytest.mark.parametrize("recipe", cli.RECIPE_CONFIGS)
+def test_its_copy_has_a_config_that_holds_together_and_functions_of_its_own(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    cli.app(["init", str(folder), "--recipe", recipe], standalone_mode=False)
+    for path in folder.glob("*.py"):  # other tests have imported the original
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    config = build(read_yaml(folder / "config.yaml"), folder=folder)
+    assert config.name == recipe
+    assert Path(inspect.getfile(config.function("model_fn"))).parent == folder

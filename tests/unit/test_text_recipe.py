@@ -1,0 +1,128 @@
+"""The recipe `text`: sentences become tokens once, batches are padded by themselves, the model scores classes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cli import find_config
+from paceline.config import Config, build, read_yaml
+from paceline.errors import ConfigError, DataError, MissingExtra
+
+TRAIN = "sentence\tlabel\na good film \t1\na bad \t0\nvery very very very very very bad\t0\n"
+DEV = 'sentence\tlabel\n"good film\t1\n'  # quotes are a part of the text
+
+
+@pytest.fixture
+def config() -> Config:
+    path = find_config("text")
+    return build(read_yaml(path), folder=path.parent)
+
+
+@pytest.fixture
+def make(config: Config, tiny_encoder: str, tmp_path: Path) -> Callable[..., Any]:
+    """Makes the training data set, of SST-2's files by default."""
+    folder = tmp_path / "home" / "datasets" / "sst2"
+    folder.mkdir(parents=True)
+    (folder / "train.tsv").write_text(TRAIN)
+    (folder / "dev.tsv").write_text(DEV)
+    return lambda *tables, **options: config.function("dataset_fn")(*tables, **{"model": tiny_encoder, **options})
+
+
+def test_sentences_are_tokens_and_classes(make, config: Config) -> None:
+    dataset = make()
+    assert len(dataset) == 3
+    assert {key: value.tolist() for key, value in dataset[0].items()} == {"input_ids": [2, 8, 4, 6, 3], "labels": 1}
+    assert dataset[2]["input_ids"].tolist() == [2, 7, 7, 7, 7, 7, 7, 5, 3]
+    assert dataset.classes == ["negative", "positive"]
+    dev = config.function("val_dataset_fn")()  # with what the training data was told
+    assert {key: value.tolist() for key, value in dev[0].items()} == {"input_ids": [2, 1, 4, 6, 3], "labels": 1}
+    assert make(max_length=4)[2]["input_ids"].tolist() == [2, 7, 7, 3]
+
+
+def test_a_text_is_tokenized_once(make, tmp_path: Path) -> None:
+    first = make()
+
+    def made() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "home" / "cache").glob("*.safetensors")}
+
+    before = made()
+    assert len(before) == 1
+    assert make().tokens.equal(first.tokens)
+    assert made() == before
+    make(max_length=4)
+    assert len(made()) == 2
+
+
+def test_a_batch_is_as_long_as_its_longest_sentence(make) -> None:
+    dataset = make()
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    assert batch["input_ids"].tolist() == [[2, 8, 4, 6, 3, 0, 0, 0], [2, 8, 5, 3, 0, 0, 0, 0]]
+    assert batch["attention_mask"].sum(1).tolist() == [5, 4]
+    assert batch["labels"].tolist() == [1, 0]
+    assert dataset.collate_fn([dataset[0], dataset[2]])["input_ids"].shape == (2, 16)
+
+
+def test_a_table_has_classes_by_name_or_number_or_none_to_predict(make, capsys) -> None:
+    table = {"body": ["good", "bad", "film"], "kind": ["spam", 0, "1"]}
+    dataset = make(table, text="body", label="kind", classes=["ham", "spam"])
+    assert dataset.labels.tolist() == [1, 0, 1]
+    dataset = make({"sentence": ["good"]})
+    assert set(dataset.collate_fn([dataset[0]])) == {"input_ids", "attention_mask"}
+    assert "no column label (dataset_args.label), so it is good for predictions only" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"2 is not one of the classes \['negative', 'positive'\]; name all by"):
+        make({"sentence": ["good"], "label": [2]})
+    with pytest.raises(DataError, match=r"has no column sentence; name the texts' by dataset_args\.text"):
+        make({"body": ["good"]})
+
+
+def test_a_table_is_never_measured_on_the_sentences_of_another(make, config: Config) -> None:
+    table = {"sentence": ["good"], "label": [1]}
+    make(table)
+    make_dev = config.function("val_dataset_fn")
+    with pytest.raises(DataError, match="df has no validation data beside it; give val_df, or val_dataset_fn=null"):
+        make_dev()
+    assert len(make_dev(table)) == 1
+    make()
+    assert len(make_dev()) == 1
+
+
+def test_files_and_models_that_are_missing_are_named(make, config: Config, tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}/train.tsv does not exist; put train.tsv and dev.tsv of GLUE's"):
+        make(root=tmp_path)
+    with pytest.raises(DataError, match=r"^lab/gone cannot be loaded \(.*\); run: paceline model get lab/gone$"):
+        make(model="lab/gone")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"the recipe text needs transformers; run: pip install 'paceline\[hf\]'"):
+        make()
+
+
+def test_its_model_scores_the_classes_and_knows_their_names(make, config: Config, tiny_encoder: str) -> None:
+    dataset = make()
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    del batch["labels"]
+    model: Any = config.function("model_fn")(model=tiny_encoder, classes=["no", "yes", "maybe"])
+    assert model(**batch).shape == (2, 3)
+    assert model.model.config.id2label == {0: "no", 1: "yes", 2: "maybe"}
+
+
+def test_in_a_rank_a_model_that_was_told_otherwise_than_the_data_is_refused(
+    make, config: Config, tiny_encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    make_model = config.function("model_fn")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"model_args.model=other is not dataset_args.model=lab/tiny; give both alike"
+    ):
+        make_model(model="other")
+    with pytest.raises(
+        ConfigError, match=r"model_args.classes=\['a'\] is not dataset_args.classes=\('negative', 'posit"
+    ):
+        make_model(model=tiny_encoder, classes=["a"])
+    make_model(model=tiny_encoder, classes=["negative", "positive"])
