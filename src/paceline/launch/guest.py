@@ -80,12 +80,13 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
 def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int]) -> Outcome:
     """Do as the head says, and tell it what happens to the ranks; pass signals on to them, which agree with all."""
     told: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    passed_on = 0.0
+    life, passed_on = 0, 0.0
     while True:
         while connection.poll(0 if ranks.pids else LOOK_S):
             order, *values = connection.recv()
             if order == "start":
-                ranks.start([birth._replace(variables={**birth.variables, **variables}) for birth in values[0]])
+                life, births = values
+                ranks.start([birth._replace(variables={**birth.variables, **variables}) for birth in births])
             elif order == "signal":
                 ranks.signal(values[0])
             elif order == "end":
@@ -101,7 +102,7 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], ask
         ranks.look(LOOK_S)
         if told != (ranks.pids, ranks.codes):
             told = (dict(ranks.pids), dict(ranks.codes))
-            connection.send(told)
+            connection.send((life, *told))
 
 
 @contextmanager

@@ -78,6 +78,7 @@ class Hosts:
         self._arrived: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._own: processes.Ranks | None = None
         self._own_ranks = 0
+        self._life = 0
         self._last_came = time.monotonic()
         threading.Thread(target=self._open_door, name="paceline-door", daemon=True).start()
 
@@ -168,11 +169,12 @@ class Hosts:
     def start(self, births: Sequence[Birth]) -> None:
         """Start ranks 0, 1, 2, and so on, each on its host."""
         assert self._own is not None
+        self._life += 1
         self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
         own = [birth._replace(variables={**birth.variables, **self._variables}) for birth in births[: self._own_ranks]]
         self._own.start(own)
         for guest in self.guests:
-            guest.tell("start", list(births[guest.first : guest.first + guest.ranks]))
+            guest.tell("start", self._life, list(births[guest.first : guest.first + guest.ranks]))
 
     def look(self, seconds: float) -> None:
         """Take in what has happened on all hosts; wait for news for so long."""
@@ -192,7 +194,9 @@ class Hosts:
     def _hear(self, guest: Guest) -> None:
         try:
             while guest.connection.poll():
-                self._note(guest.first, *guest.connection.recv())
+                life, pids, codes = guest.connection.recv()
+                if life == self._life:  # and no late news of an earlier one
+                    self._note(guest.first, pids, codes)
         except (EOFError, OSError):
             guest.connection.close()
             self.guests.remove(guest)
