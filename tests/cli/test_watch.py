@@ -1,0 +1,51 @@
+"""`paceline watch`: a run that another process has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+PACELINE = Path(sys.executable).parent / "paceline"
+
+
+def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) -> None:
+    training = subprocess.Popen(
+        [PACELINE, "train", "digits", "num_epochs=2", "--run-dir", "run"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (tmp_path / "run" / "config.yaml").exists():
+        assert training.poll() is None
+        time.sleep(0.05)
+    watched = run("paceline", "watch", "run")
+    assert watched.returncode == 0, watched.stderr
+    shown = [line for line in training.communicate()[1].splitlines() if "train_loss" in line]
+    assert len(shown) == 2
+    assert [line for line in watched.stderr.splitlines() if "train_loss" in line] == shown
+    again = run("paceline", "watch", "run")  # one that has ended
+    assert "1 rank on cpu" in again.stderr
+
+
+def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
+    assert run("paceline", "train", "linear", "--run-dir", "run").returncode == 0
+    events = tmp_path / "run" / "events.jsonl"
+    lines = events.read_text().splitlines()
+    events.write_text("\n".join(lines[:-1]) + '\n{"event": "torn')  # as if it still ran
+    watching = subprocess.Popen([PACELINE, "watch", "run"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert watching.stderr is not None
+    assert "1 rank on cpu" in watching.stderr.readline()
+    time.sleep(0.3)
+    assert watching.poll() is None
+    os.kill(watching.pid, signal.SIGINT)
+    assert "stopped by Ctrl-C" in watching.communicate()[1]
+
+
+def test_a_folder_without_a_run_is_refused(run: Run) -> None:
+    refused = run("paceline", "watch", "nothing")
+    assert refused.returncode == 2
+    assert "nothing is not a run folder" in refused.stderr
