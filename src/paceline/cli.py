@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +83,7 @@ def train(
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where the hosts meet: one of them, and a free port.")
     ] = None,
-    launcher: Annotated[str | None, typer.Option(help="local or torchrun; found by itself by default.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local, torchrun, slurm or ray; found by itself.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on with the unfinished run; never; or a run folder or checkpoint.")
@@ -149,6 +150,15 @@ def status(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
 
     for line in describe(_run_folder(run)):
         typer.echo(line)
+
+
+@app.command()
+@_interruptible
+def watch(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Show a run that was started elsewhere, as it goes on: in another terminal, on another host, as a Slurm job."""
+    from paceline.telemetry.follow import show
+
+    show(_run_folder(run))
 
 
 @app.command()
@@ -428,6 +438,51 @@ def board(
 
 
 @app.command()
+@_interruptible
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about runs, to read anywhere: paceline report runs/NAME/DATE-TIME --out report.html"""
+    from paceline.report.page import page_of
+    from paceline.report.read import facts_of_all
+    from paceline.run_folder import write_text
+
+    page = page_of(facts_of_all([_run_folder(run).path for run in runs]))
+    try:
+        write_text(out, page)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; choose another file") from None
+    typer.echo(f"{out}: {len(page) / 1e6:.1f} MB; open it in a browser, no network is needed")
+
+
+@app.command()
+@_interruptible
+def doctor(
+    target: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help=CONFIG_HELP)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    procs: Annotated[str | None, typer.Option(help="How many processes; as the config says, and 2 at most.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, and nothing else.")] = False,
+) -> None:
+    """Look at this machine, and rehearse one step of a config, before a long run: exit code 1 if a run would fail"""
+    from paceline.doctor.doctor import examine
+
+    path = find_config(target) if target is not None else None
+    if not _is_main():
+        return
+    findings = []
+    with redirect_stdout(sys.stderr):  # what the user's functions print
+        for finding in examine(path, overrides or [], procs, say=lambda text: typer.echo(f"{text} …", err=True)):
+            findings.append(finding)
+            if not as_json:
+                _show_finding(finding)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    if any(finding.state == "failure" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
     recipe: Annotated[str | None, typer.Option(help=f"Begin with a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
@@ -612,6 +667,15 @@ def _show_found(found: Any) -> None:
     typer.echo("try next:")
     typer.echo(f"  paceline train {found.folder.best}")
     typer.echo(f"  paceline board {found.folder.path}     # the curves of all trials, in TensorBoard")
+
+
+def _show_finding(finding: Any) -> None:
+    state = "FAILURE" if finding.state == "failure" else finding.state
+    lines = [*finding.text.splitlines(), *([f"→ {finding.advice}"] if finding.advice else [])]
+    colour = {"failure": typer.colors.RED, "warning": typer.colors.YELLOW}.get(finding.state)
+    typer.secho(f"{state:8} {finding.name:14} {lines[0]}", fg=colour, file=sys.__stdout__)
+    for line in lines[1:]:
+        typer.secho(f"{'':23} {line}", fg=colour, file=sys.__stdout__)
 
 
 def _show_bench(report: dict[str, Any]) -> None:

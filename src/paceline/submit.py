@@ -123,9 +123,8 @@ def describe(folder: RunFolder) -> list[str]:
     started, step, epoch = last.get("run_started", {}), last.get("step"), last.get("epoch")
     lines.append(f"{started.get('name')}: {started.get('world_size')} ranks, {_ago(events[-1]['time'])}")
     if step is not None:
-        lines.append(
-            f"step {step['step']} of {step['steps'] or '?'}, epoch {step['epoch'] + 1}, loss {step['loss']:.4f}"
-        )
+        loss = "-" if step["loss"] is None else f"{step['loss']:.4f}"
+        lines.append(f"step {step['step']} of {step['steps'] or '?'}, epoch {step['epoch'] + 1}, loss {loss}")
     if epoch is not None:
         facts = {name: value for name, value in epoch.items() if isinstance(value, float) and name != "time"}
         lines.append("  ".join(f"{name} {value:.4f}" for name, value in facts.items()))

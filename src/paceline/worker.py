@@ -36,6 +36,7 @@ from paceline.evaluate import Evaluator
 from paceline.lifeline import die_with_parent
 from paceline.loop import Fit, Loop, Plan
 from paceline.optim import lr_at, make_optimizer
+from paceline.origin import origin_of
 from paceline.own_loop import run_own_loop
 from paceline.past import find_past, restore, tell_past
 from paceline.precision import resolve
@@ -47,7 +48,7 @@ from paceline.run_folder import RunFolder, write_json
 from paceline.scaler import fit_scalers
 from paceline.step import Stepper
 from paceline.stop import Stop, describe
-from paceline.telemetry.events import Events
+from paceline.telemetry.events import VERSION, Events
 from paceline.telemetry.lines import failed_line, warning_line
 from paceline.watch import watching
 from paceline.world import World, join, world_size
@@ -174,10 +175,12 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
 def open_events(config: Config, folder: RunFolder, world: World) -> Events:
     """The events of the run, which begin with who is there."""
     events = Events(folder.events if world.is_main else None)
-    events.write(
-        "run_started", name=config.name, run_dir=str(folder.path), seed=config.seed, world_size=world.size,
-        lanes=config.lanes or world.size, device=world.device.type, backend=world.backend,
-    )  # fmt: skip
+    if world.is_main:
+        events.write(
+            "run_started", version=VERSION, name=config.name, run_dir=str(folder.path), seed=config.seed,
+            world_size=world.size, lanes=config.lanes or world.size, device=world.device.type, backend=world.backend,
+            **origin_of(config.folder, world.device),
+        )  # fmt: skip
     return events
 
 

@@ -22,13 +22,13 @@ PACKAGE = Path(paceline.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["bench.bench", "compare", "trained", "tune.tune"],
-    ["bench.worker", "tune.search", "tune.trial"],
-    ["bench.contenders", "tune.study", "tune.worker"],
-    ["trainer"],
+    ["bench.bench", "compare", "doctor.doctor", "trained", "tune.tune"],
+    ["bench.worker", "doctor.bandwidth", "doctor.rehearsal", "tune.search", "tune.trial"],
+    ["bench.contenders", "doctor.checks", "tune.study", "tune.worker"],
+    ["doctor.facts", "trainer"],
     ["launch"],
-    ["launch.nodes"],
-    ["launch.guest", "launch.local", "launch.torchrun"],
+    ["launch.nodes", "launch.ray"],
+    ["launch.carrier", "launch.guest", "launch.local", "launch.torchrun"],
     ["launch.hosts", "launch.restarts"],
     ["launch.site"],
     ["launch.ranks"],
@@ -53,8 +53,8 @@ LAYERS = [
     ["checkpoint.saver", "result"],
     ["checkpoint.state", "resume", "tune.report"],
     ["card", "submit", "failure", "job", "telemetry.follow", "telemetry.track"],
-    ["cache", "checkpoint.store"],
-    ["telemetry.mlflow_run", "telemetry.wandb_run"],
+    ["cache", "checkpoint.store", "report.page"],
+    ["report.read", "telemetry.mlflow_run", "telemetry.wandb_run"],
     ["telemetry.board", "telemetry.server", "telemetry.tracker", "telemetry.trackers", "zero"],
     ["telemetry.sink"],
     ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
@@ -85,14 +85,17 @@ LAYERS = [
         "lifeline",
         "memory",
         "muon",
+        "origin",
         "progress",
         "randomness",
+        "report.thin",
         "softmax_kernel",
         "stop",
         "telemetry.tail",
         "tune.shares",
     ],
-    ["paceline", "bench", "checkpoint", "data", "recipes", "telemetry", "tune"],  # packages, which import nothing
+    # Packages, which import nothing.
+    ["paceline", "bench", "checkpoint", "data", "doctor", "recipes", "report", "telemetry", "tune"],
 ]
 
 # Imports inside functions that go up, each for a reason that is told where it stands.
@@ -191,8 +194,8 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
-    "home", "launch", "launch.environment", "launch.local", "launch.network", "launch.ranks", "launch.torchrun",
-    "nursery", "tune.shares", "world",
+    "home", "launch", "launch.environment", "launch.local", "launch.network", "launch.ranks", "launch.ray",
+    "launch.torchrun", "nursery", "tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.launch.slurm import first_host, is_step, tasks_per_node, world_of
 from paceline.run_folder import RunFolder
-from paceline.submit import Plan, script
+from paceline.submit import Plan, describe, script
+from paceline.telemetry.events import Events
 
 # As srun 22.05 sets them for the last of four tasks on two nodes.
 STEP = {
@@ -64,6 +66,22 @@ def test_lists_of_nodes_and_tasks() -> None:
     assert tasks_per_node("2(x2),1,3(x1)") == [2, 2, 1, 3]
     names = {"n1": "n1", "n[1-2]": "n1", "gpu[003-006,9],login1": "gpu003", "a,b[1-2]": "a", "r[1-2]-x": "r1-x"}
     assert {nodes: first_host(nodes) for nodes in names} == names
+
+
+def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert describe(folder) == ["the run has not begun yet"]
+    with closing(Events(folder.events)) as events:
+        events.write("run_started", name="lab", world_size=2)
+        events.write("step", step=10, steps=None, epoch=0, loss=None)  # no sample of it was finite
+    assert describe(folder)[1:] == ["step 10 of ?, epoch 1, loss -", "not running; --resume auto goes on with it"]
+    with closing(Events(folder.events)) as events:
+        events.write("epoch", epoch=0, step=12, train_loss=0.5, accuracy=0.75)
+        events.write("restarted", text="rank 1 failed")
+    folder.result.touch()
+    assert describe(folder)[2:] == [
+        "train_loss 0.5000  accuracy 0.7500", "restarted 1 times, last: rank 1 failed", "finished",
+    ]  # fmt: skip
 
 
 def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:

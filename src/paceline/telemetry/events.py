@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+VERSION = 1  # of the events and their fields, which docs/events.md lists
 WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
 REPEATED = ("step", "epoch", "digests")  # what a run says again when it goes on from an earlier step
 

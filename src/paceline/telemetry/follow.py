@@ -15,6 +15,7 @@ from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
 
 INTERVAL_S = 0.1
+AGAIN_S = 5.0  # a run that was stopped may be started again at once
 
 
 class Follower:
@@ -34,6 +35,7 @@ class Follower:
         self._warned: set[str] = set()
         self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
+        self._last: tuple[str, float] = ("", 0.0)  # the newest event: its kind, and when it was read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="paceline-screen", daemon=True)
 
@@ -51,6 +53,12 @@ class Follower:
         if self._board is not None:
             self._board.sink.close()
         self.screen.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has said that it has ended, and nothing since."""
+        kind, read = self._last
+        return kind == "run_finished" or (kind == "run_stopped" and time.monotonic() - read > AGAIN_S)
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -93,4 +101,14 @@ class Follower:
                 self._since = event["time"]
                 self._shown.clear()
             self._shown.add(line)
+            self._last = event["event"], time.monotonic()
+            if event["event"] == "restarted":
+                self._has_failed = False
             self.screen.show(event)
+
+
+def show(folder: RunFolder) -> None:
+    """Show a run that lives elsewhere, from its events alone, until it has ended."""
+    with Follower(folder, ranks=0) as follower:
+        while not follower.is_over:
+            time.sleep(INTERVAL_S)

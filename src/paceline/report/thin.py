@@ -1,0 +1,84 @@
+"""Long runs made short enough to draw: what stays is always a number that was measured (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import NamedTuple, TypeVar
+
+STRAGGLES = 1.25  # so many times the median of all ranks
+
+T = TypeVar("T")
+
+
+class Point(NamedTuple):
+    """A number, and when it was measured."""
+
+    step: int
+    seconds: float  # since the run began
+    value: float
+
+
+class Times(NamedTuple):
+    """What a step took on each rank."""
+
+    step: int
+    step_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Step times as a picture: a column for some steps, a row for a rank."""
+
+    steps: list[int]  # the last step of each column
+    columns: list[list[float]]  # of each rank, the longest time
+    stragglers: list[list[int]]  # the ranks that were much slower than the others
+    points: int  # how often times were measured
+    slow_points: dict[int, int]  # how often a rank was a straggler, if it ever was
+
+
+def thinned(points: Sequence[Point], limit: int) -> list[Point]:
+    """At most `limit` points: the first, the last, and the lowest and highest of equal stretches between them."""
+    if len(points) <= limit:
+        return list(points)
+    inner = points[1:-1]
+    kept = [points[0]]
+    for stretch in stretches(inner, (limit - 2) // 2):
+        low, high = min(stretch, key=lambda point: point.value), max(stretch, key=lambda point: point.value)
+        kept += [low] if low == high else sorted((low, high))
+    return [*kept, points[-1]]
+
+
+def stretches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    """The items in order, in at most `count` parts that are as equal as can be."""
+    count = min(count, len(items))
+    for part in range(count):
+        yield items[part * len(items) // count : (part + 1) * len(items) // count]
+
+
+def heat_of(times: Sequence[Times], limit: int) -> Heat:
+    """Step times in at most `limit` columns; stragglers are found before anything is left out."""
+    slow = [stragglers_in(point.step_ms) for point in times]
+    parts = list(stretches(list(zip(times, slow, strict=True)), limit))
+    counts: dict[int, int] = {}
+    for rank in sorted(rank for ranks in slow for rank in ranks):
+        counts[rank] = counts.get(rank, 0) + 1
+    return Heat(
+        steps=[part[-1][0].step for part in parts],
+        columns=[_longest([point.step_ms for point, _ in part]) for part in parts],
+        stragglers=[sorted({rank for _, ranks in part for rank in ranks}) for part in parts],
+        points=len(times),
+        slow_points=counts,
+    )
+
+
+def stragglers_in(step_ms: Sequence[float]) -> list[int]:
+    """The ranks that took much longer than most."""
+    usual = median_low(step_ms) if step_ms else 0.0
+    return [rank for rank, ms in enumerate(step_ms) if ms > STRAGGLES * usual]
+
+
+def _longest(rows: Sequence[Sequence[float]]) -> list[float]:
+    ranks = max(map(len, rows))  # the number of ranks may change when a run goes on
+    return [max(row[rank] for row in rows if rank < len(row)) for rank in range(ranks)]

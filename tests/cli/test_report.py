@@ -1,0 +1,158 @@
+"""`paceline report` in a real browser: the page loads without an error, and what it shows is what the events say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+WEIGHTS = "0123456789abcdef" * 4
+
+# What a person does with the mouse; what is seen then goes where the test can read it.
+ACTS = """
+const seen = {};
+const charts = () => [...document.querySelectorAll(".u-over")];
+const wait = () => new Promise((done) => setTimeout(done, 50));
+function mouse(kind, x, over = charts()[0], target = over) {
+  const box = over.getBoundingClientRect();
+  const place = { clientX: box.left + x * box.width, clientY: box.top + 20, movementX: 1, movementY: 1 };
+  target.dispatchEvent(new MouseEvent(kind, { bubbles: true, ...place }));
+}
+const legends = () => [...document.querySelectorAll(".u-legend")].map((legend) =>
+  Object.fromEntries([...legend.querySelectorAll(".u-series")].map((row) =>
+    [row.querySelector(".u-label").textContent, row.querySelector(".u-value").textContent])));
+async function hover(x) { mouse("mouseenter", x); mouse("mousemove", x); await wait(); return legends(); }
+async function act() {
+  seen.titles = [...document.querySelectorAll("h3")].map((title) => title.firstChild.textContent);
+  seen.before = legends();
+  seen.hovered = await hover(0.5);
+  mouse("mousedown", 0.5); mouse("mousemove", 0.9); mouse("mouseup", 0.9, charts()[0], document);
+  await wait();
+  seen.zoomed = await hover(0.001);
+  document.querySelectorAll(".axis button")[1].click();
+  await wait();
+  seen.overTime = await hover(0.5);
+  const strip = document.querySelector("canvas[style]"), box = strip.getBoundingClientRect();
+  const right = { clientX: box.right - 2, clientY: box.bottom - 4 };
+  strip.dispatchEvent(new MouseEvent("mousemove", right));
+  seen.strip = document.querySelector("output").textContent;
+  const hue = strip.getContext("2d").getImageData(strip.width - 2, strip.height - 6, 1, 1).data;
+  seen.isStragglerMarked = hue[0] > hue[2];
+  seen.wider = document.documentElement.scrollWidth - innerWidth;
+  document.body.append(Object.assign(document.createElement("pre"), { id: "seen", textContent: JSON.stringify(seen) }));
+}
+setTimeout(act, 100);
+"""
+
+
+def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]:
+    """A run of 3 ranks with 50 steps told, the last of which rank 2 is late at; its events."""
+    started = {"name": "lab <b>", "seed": 0, "world_size": 3, "lanes": 3, "device": "cpu", "backend": "gloo"}
+    events: list[dict[str, Any]] = [{"event": "run_started", **started}]
+    for number in range(1, 51):
+        late = 40.0 if number == 50 else 10.0
+        events.append(
+            {
+                "event": "step", "step": every * number, "steps": 500, "epoch": 0, "epochs": 1, "lr": lr,
+                "loss": 1 / (3 + number * lr), "samples_per_s": 1000.0 + number, "grad_norm": None,
+                "step_ms": [10.0, 10.5, late], "memory_mb": [50.0, 51.0, 52.0],
+            }
+        )  # fmt: skip
+    events.append({"event": "checkpoint", "step": 500, "bytes": 1_000_000, "seconds": 0.1})
+    metrics = {"val_loss": 0.123456, "accuracy": 0.75}
+    events.append({"event": "epoch", "epoch": 0, "step": 500, "train_loss": 0.2, **metrics})
+    events.append({"event": "run_finished", "step": 500, "epoch": 0, "metrics": metrics})
+    path.mkdir(parents=True)
+    lines = (json.dumps({**event, "time": 1000.0 + n}) for n, event in enumerate(events))
+    path.joinpath("events.jsonl").write_text("\n".join(lines) + "\n")
+    path.joinpath("config.yaml").write_text(f"name: lab\noptimizer:\n  lr: {lr}\n")
+    facts = {"metrics": metrics, "seconds": 50.0, "samples": 500, "weights_sha256": WEIGHTS}
+    path.joinpath("result.json").write_text(json.dumps(facts))
+    return events
+
+
+def browse(page: Path, *, width: int = 1200) -> tuple[str, dict[str, Any]]:
+    """The text of the page, and what is seen on a copy in which somebody moves the mouse; no error in its console."""
+    assert CHROMIUM is not None
+    copy = page.with_suffix(".acts.html")
+    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{ACTS}</script></body>"))
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'browser'}",
+            "--enable-logging=stderr", f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom",
+            copy.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    dom = re.sub(r"<script.*?</script>|<style.*?</style>", "", done.stdout, flags=re.DOTALL)
+    [seen] = re.findall(r'<pre id="seen">(.*?)</pre>', dom)
+    return dom, json.loads(seen)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+@needs_browser
+def test_the_page_of_a_run_shows_its_numbers_and_answers_the_mouse(run, tmp_path: Path) -> None:
+    events = leave_run(tmp_path / "one", lr=0.5)
+    ended = run("paceline", "report", "one", "--out", "page.html")
+    assert ended.returncode == 0, ended.stderr
+    dom, seen = browse(tmp_path / "page.html", width=400)
+
+    steps = {event["step"]: event for event in events if event["event"] == "step"}
+    assert seen["titles"][:4] == ["loss", "accuracy", "learning rate", "samples per second"]
+    assert [number(seen["before"][0][name]) for name in ("step", "val_loss")] == [500, 0.12346]
+    loss, *_, speed, _ = seen["hovered"]
+    here = number(loss["step"])
+    assert 200 < here < 300
+    assert number(loss["loss"]) == float(f"{steps[here]['loss']:.5g}")
+    assert number(speed["samples_per_s"]) == steps[here]["samples_per_s"]  # all charts follow one mouse
+    assert abs(number(seen["zoomed"][0]["step"]) - here) <= 10  # what was in the middle is at the left
+    assert seen["overTime"][0]["time"].endswith(" s")
+    assert seen["strip"] == "step 500, rank 2: 40 ms, a straggler"
+    assert seen["isStragglerMarked"]
+    assert seen["wider"] <= 0  # nothing to scroll sideways on a telephone
+    for text in (
+        "0.12346",
+        "0.75",
+        WEIGHTS[:12],
+        WEIGHTS,
+        "lab &lt;b&gt;",
+        "rank 2 at 1 of 50 points",
+        "1.0 MB in 0.1 s",
+    ):
+        assert text in dom
+
+
+@needs_browser
+def test_several_runs_are_compared_in_a_table_and_in_one_chart(run, tmp_path: Path) -> None:
+    told = {"a": leave_run(tmp_path / "runs" / "a", lr=0.5), "b": leave_run(tmp_path / "runs" / "b", lr=0.25, every=7)}
+    ended = run("paceline", "report", "runs/a", "runs/b")
+    assert ended.returncode == 0, ended.stderr
+    dom, seen = browse(tmp_path / "report.html")
+    assert set(seen["hovered"][0]) == {"step", "a loss", "b loss", "a val_loss", "b val_loss"}
+    for name, events in told.items():  # their steps differ; each shows a number of its own, one near the mouse
+        near = [
+            e["loss"]
+            for e in events
+            if e["event"] == "step" and abs(e["step"] - number(seen["hovered"][0]["step"])) <= 5
+        ]
+        assert number(seen["hovered"][0][f"{name} loss"]) in {float(f"{loss:.5g}") for loss in near}
+    assert "the same weights to the last bit: all" in dom
+    assert re.search(r"optimizer\.lr</code></td><td[^>]*>0\.5</td><td[^>]*>0\.25", dom)
+
+
+def test_what_is_not_a_run_is_said(run, tmp_path: Path) -> None:
+    tmp_path.joinpath("empty").mkdir()
+    ended = run("paceline", "report", "empty")
+    assert ended.returncode == 2
+    assert "empty is not a run folder" in ended.stderr
