@@ -247,6 +247,7 @@ def tune(
     sampler: Annotated[str, typer.Option(help="tpe, or random.")] = "tpe",
     pruner: Annotated[str, typer.Option(help="median, hyperband, or none: who ends hopeless trials early.")] = "median",
     seed: Annotated[int | None, typer.Option(help="Of the sampler; the config's by default.")] = None,
+    engine: Annotated[str, typer.Option(help="Who starts the trials: optuna, here; ray, on its cluster.")] = "optuna",
     run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; runs/NAME-tune by default.")] = None,
 ) -> None:
     """Search for good values, in many runs: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1"""
@@ -255,6 +256,8 @@ def tune(
 
     if find_spec("optuna") is None:
         raise MissingExtra("optuna", "tune", "paceline tune")
+    if engine == "ray" and find_spec("ray") is None:
+        raise MissingExtra("ray", "ray", "--engine ray")
     path = find_config(target)
     searched, fixed = space.parse(words or [])
     raw = config.read_yaml(path)
@@ -266,7 +269,7 @@ def tune(
 
     plan = Plan(
         raw, path.parent.resolve(), searched, trials=trials, parallel=parallel, metric=metric, mode=mode, study=study,
-        storage=storage, sampler=sampler, pruner=pruner, seed=seed, run_dir=run_dir,
+        storage=storage, sampler=sampler, pruner=pruner, seed=seed, engine=engine, run_dir=run_dir,
     )  # fmt: skip
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with console.status("starting") if console.is_terminal else nullcontext() as status:
@@ -459,7 +462,7 @@ def report(
 @app.command()
 @_interruptible
 def doctor(
-    target: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help=CONFIG_HELP)] = None,
+    target: Annotated[str | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     procs: Annotated[str | None, typer.Option(help="How many processes; as the config says, and 2 at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, and nothing else.")] = False,

@@ -20,9 +20,9 @@ from paceline.run_folder import RunFolder
 
 # Keys that do not decide what a run computes, only how, where and how safely.
 HANDS = {
-    "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device", "backend",
-    "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp", "bucket_mb",
-    "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
+    "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
+    "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
+    "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip
 # What gives the step number its meaning. All else may change in the middle of a run, and is told.
 FIXED = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")

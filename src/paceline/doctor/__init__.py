@@ -1,0 +1,1 @@
+"""`paceline doctor`: what a machine and a config are good for, before a long run."""

@@ -1,0 +1,32 @@
+"""`paceline doctor` as people use it: a rehearsal on real ranks, and a config that cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def test_a_recipe_is_rehearsed_on_two_ranks_and_leaves_nothing_behind(run, tmp_path: Path) -> None:
+    ended = run("paceline", "doctor", "digits", "device=cpu", "--procs", "2", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = {finding["name"]: finding for finding in json.loads(ended.stdout)}
+    told = {name: finding["text"] for name, finding in found.items()}
+    assert told["rehearsal"].startswith("one step on 2 ranks of CPU")
+    assert "accuracy" in told["rehearsal"]
+    assert "kB each" in told["checkpoints"]
+    assert told["ranks"].startswith("2 ranks on cpu (gloo) here")
+    assert "GB/s among 2 ranks (gloo)" in told["all-reduce"]
+    assert {found[name]["state"] for name in ("config", "travel", "rehearsal", "checkpoints")} == {"ok"}
+    assert "rehearsal: one step on the CPU, processes: 2 …" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_function_that_is_not_there_is_a_failure_with_its_sentence(run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "model_fn: 'digits:get_model'\ndataset_fn: 'torch:zeros'\nloss_fn: cross_entropy\n"
+    )
+    ended = run("paceline", "doctor", "config.yaml")
+    assert ended.returncode == 1
+    last = ended.stdout.splitlines()[-2:]
+    sentence = f"model_fn='digits:get_model' names a module that does not exist: digits.py in {tmp_path}"
+    assert last == [f"{'FAILURE':8} {'config':14} {sentence}", f"{'':23} → mend it, then ask again"]

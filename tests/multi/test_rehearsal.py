@@ -1,0 +1,48 @@
+"""The rehearsal of `paceline doctor` where the user's loop is their own, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.doctor.checks import Finding
+from paceline.doctor.doctor import examine
+
+LAB = """import torch
+
+class Data:
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.zeros(2), 0
+
+class Broken(Data):
+    def __getitem__(self, index): raise KeyError("label")
+
+def model(): return torch.nn.Linear(2, 2)
+
+def train(*arguments): raise AssertionError("it was run")
+"""
+
+
+def rehearsed(path: Path, *overrides: str) -> Finding:
+    findings = examine(path, overrides, None, say=lambda text: None)
+    return next(finding for finding in findings if finding.name == "rehearsal")
+
+
+def test_an_own_loop_is_given_its_model_and_data_but_not_run_and_a_failure_is_told_with_its_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own_lab.py").write_text(LAB)
+    path = tmp_path / "config.yaml"
+    path.write_text("model_fn: 'own_lab:model'\ndataset_fn: 'own_lab:Data'\ntrain_fn: 'own_lab:train'\ndevice: cpu\n")
+    found = rehearsed(path)
+    assert found.state == "ok", found.text
+    assert "model and data were built on 1 rank of CPU" in found.text
+    assert "train_fn has not run" in found.text
+    assert list(tmp_path.glob(".paceline-doctor-*")) == []
+
+    found = rehearsed(path, "dataset_fn=own_lab:Broken")
+    first, error, line, log = found.text.splitlines()
+    assert (found.state, found.advice[:7]) == ("failure", "mend it")
+    assert "fetching a sample" in first
+    assert error.strip() == "KeyError: 'label'"
+    assert line.strip() == f"at {tmp_path / 'own_lab.py'}:8"
+    assert Path(log.partition("full log: ")[2]).is_file()
