@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -36,13 +35,16 @@ def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
     events = tmp_path / "run" / "events.jsonl"
     lines = events.read_text().splitlines()
     events.write_text("\n".join(lines[:-1]) + '\n{"event": "torn')  # as if it still ran
-    watching = subprocess.Popen([PACELINE, "watch", "run"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert watching.stderr is not None
-    assert "1 rank on cpu" in watching.stderr.readline()
-    time.sleep(0.3)
-    assert watching.poll() is None
-    os.kill(watching.pid, signal.SIGINT)
-    assert "stopped by Ctrl-C" in watching.communicate()[1]
+    with subprocess.Popen([PACELINE, "watch", "run"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            assert watching.stderr is not None
+            assert "1 rank on cpu" in watching.stderr.readline()
+            time.sleep(0.3)
+            assert watching.poll() is None
+            watching.send_signal(signal.SIGINT)
+            assert "stopped by Ctrl-C" in watching.communicate(timeout=20)[1]
+        finally:
+            watching.kill()
 
 
 def test_a_folder_without_a_run_is_refused(run: Run) -> None:
