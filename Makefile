@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test chaos lint types bench clean
+.PHONY: setup train test chaos cluster lint types bench clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,11 @@ test: setup
 
 chaos: setup
 	$(BIN)/python tests/multi/chaos.py --hits 20
+
+# Real Slurm and Ray; what is not there is skipped. Hosts are network namespaces, which need root.
+cluster: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/cluster
 
 lint: setup
 	$(BIN)/ruff check .

@@ -132,10 +132,10 @@ def submit(
     wanted = run_dir or built.run_dir
     if dry_run:
         shown = wanted or Path("runs") / built.name / "DATE-TIME"
-        typer.echo(script(plan, words, RunFolder(shown.resolve())), nl=False)
+        typer.echo(script(plan, built.name, words, RunFolder(shown.resolve())), nl=False)
         return
     folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
-    job = hand_over(script(plan, words, folder), folder)
+    job = hand_over(script(plan, built.name, words, folder), folder)
     typer.echo(f"submitted: job {job}, run folder {folder.path}")
     typer.echo("try next:")
     for command in ("status", "logs", "cancel"):

@@ -150,6 +150,14 @@ def _range(what: str) -> Callable[[Any], Any]:
     return check
 
 
+def _rendezvous(value: Any) -> Any:
+    """A host and a port."""
+    match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
+    if value is not None and (match is None or not 1 <= int(match[1]) <= 65_535):
+        raise ValueError("must be a host and a port, such as n1:29400")
+    return value
+
+
 def _ends(value: int | str | None) -> tuple[int, int] | None:
     """The least and the most of such a range."""
     if value is None:
@@ -217,10 +225,10 @@ class Config(_Section):
     nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
     nan_limit: int = Field(20, ge=1)
 
-    launcher: Literal["auto", "local", "torchrun", "slurm"] = "auto"
+    launcher: Literal["auto", "local", "torchrun", "slurm", "ray"] = "auto"
     procs: Annotated[int | str | None, BeforeValidator(_range("processes"))] = None
     nodes: Annotated[int | str | None, BeforeValidator(_range("hosts"))] = None
-    rendezvous: str | None = Field(None, pattern=r"^[^:\s]+:\d{1,5}$")
+    rendezvous: Annotated[str | None, BeforeValidator(_rendezvous)] = None
     max_restarts: int | None = Field(None, ge=0)
     hang_timeout_s: float = Field(600, ge=0)
     threads: int | None = Field(None, ge=1)
@@ -417,8 +425,10 @@ def _conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) 
     measured = ["val_loss", "train_loss", *config.metrics]
     if best is not None and best.metric not in measured and "metrics" not in wrong:
         problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
-    if (config.nodes is None) != (config.rendezvous is None):
+    if (config.nodes is None) != (config.rendezvous is None) and not {"nodes", "rendezvous"}.intersection(wrong):
         problems.append("nodes and rendezvous belong together, as in --nodes 2 --rendezvous HOST:29400; give both")
+    if config.launcher == "ray" and config.nodes is not None:
+        problems.append(f"nodes={config.nodes} is up to Ray with launcher=ray; remove it, procs counts all processes")
     if not config.ddp and config.nodes is not None:
         problems.append(f"nodes={config.nodes} needs DDP; remove ddp: false")
     if not config.ddp and (config.procs_range or (1, 1))[0] > 1:

@@ -45,6 +45,7 @@ def main() -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # some who start processes have them blocked, as Ray has
     _call("nursery")
     if not MUST_LOAD_ANEW:
         importlib.import_module("paceline.worker")

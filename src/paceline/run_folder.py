@@ -28,6 +28,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.stopped = self.logs / "stopped.json"
+        self.request = self.logs / "request"  # a signal for ranks that others than the launcher have started
+        self.ray = path / ".ray"  # what Ray Train writes for itself
         self.lock = path / ".lock"
         self.weights = path / "weights.safetensors"
         self.ema = path / "ema.safetensors"
@@ -94,7 +96,7 @@ class RunFolder:
         """What a rank wrote about its own failure before it ended."""
         return self.logs / f"rank-{rank}.failure.json"
 
-    def place(self, rank: int) -> Path:
+    def place(self, rank: int | str) -> Path:
         """Where a rank was a moment ago, for the others to read."""
         return self.logs / f"rank-{rank}.place.json"
 

@@ -18,8 +18,17 @@ from paceline.run_folder import RunFolder, write_json, write_text
 from paceline.telemetry.events import read
 
 # In every task: one that is killed starts again, and the hosts find each other again.
-TASK = """trap : USR1 TERM
-while :; do "$@"; code=$?; [ "$code" -lt 128 ] && exit "$code"; sleep 1; done"""
+TASK = """asked=
+trap asked=yes USR1 TERM
+while :; do
+    "$@"; code=$?
+    [ "$code" -lt 128 ] && exit "$code"
+    [ -n "$asked" ] && exit 3  # it could not hear yet
+    sleep 1
+done"""
+
+
+ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "SUSPENDED", "PREEMPTED")
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,10 @@ class Plan:
     options: Sequence[str] = ()  # of sbatch, as they are
 
 
-def script(plan: Plan, words: Sequence[str], folder: RunFolder) -> str:
+def script(plan: Plan, name: str, words: Sequence[str], folder: RunFolder) -> str:
     """The batch script of `paceline train WORDS` (pure)."""
     asked = {
-        "job-name": folder.path.parent.name,
+        "job-name": name,
         "nodes": plan.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": plan.gpus_per_node,
@@ -49,7 +58,7 @@ def script(plan: Plan, words: Sequence[str], folder: RunFolder) -> str:
         "output": folder.job_log,
         "open-mode": "append",
     }
-    head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    head = [f'#SBATCH --{key}="{value}"' for key, value in asked.items() if value is not None]
     head += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in plan.options)]
     command = [sys.executable, "-m", "paceline", "train", *words, "--run-dir", str(folder.path), "--resume", "auto"]
     command += ["--procs", plan.procs] if plan.procs is not None else []
@@ -82,6 +91,8 @@ exit "$code"
 
 def submit(text: str, folder: RunFolder) -> str:
     """Hand a batch script to Slurm; the number of the job."""
+    if (job := job_of(folder)) is not None and (state := state_of(job)).startswith(ALIVE):
+        raise ConfigError(f"{folder.path} is job {job} already, {state}; cancel it first, or choose another run_dir")
     write_text(folder.job_script, text)
     folder.logs.mkdir(exist_ok=True)
     job = _slurm("sbatch", "--parsable", str(folder.job_script)).partition(";")[0].strip()
@@ -133,6 +144,8 @@ def describe(folder: RunFolder) -> list[str]:
         lines.append(f"restarted {restarts} times, last: {last['restarted']['text']}")
     if folder.result.exists():
         return [*lines, "finished"]
+    if events[-1]["event"] == "run_failed" and not folder.is_locked():
+        return [*lines, f"failed: {events[-1]['text']}"]
     stopped = "" if not folder.stopped.exists() else f", stopped by {last['run_stopped']['reason']}"
     return [*lines, "running" if folder.is_locked() else f"not running{stopped}; --resume auto goes on with it"]
 

@@ -72,6 +72,8 @@ class Trainer:
         changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or self.config.procs}
         changes |= {"resume": "never", "max_restarts": 0, "log": self.config.log.model_copy(update={"trackers": []})}
         changes |= {"nodes": None, "rendezvous": None}  # on this machine
+        if self.config.launcher == "ray":
+            changes["launcher"] = "local"
         if df is not None:
             changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
         config = self.config.model_copy(update=changes)

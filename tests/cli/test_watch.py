@@ -47,6 +47,16 @@ def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
             watching.kill()
 
 
+def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
+    failed = run("paceline", "train", "linear", "dataset_args.input_size=7", "--run-dir", "run")
+    assert failed.returncode == 1
+    watched = run("paceline", "watch", "run")
+    assert watched.returncode == 0
+    assert "rank 0 on" in watched.stderr
+    assert "RuntimeError" in watched.stderr
+    assert "failed: rank 0 on" in run("paceline", "status", "run").stdout
+
+
 def test_a_folder_without_a_run_is_refused(run: Run) -> None:
     refused = run("paceline", "watch", "nothing")
     assert refused.returncode == 2

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from lab import PACELINE, Lab, go_on, is_rank, outcome, processes_with, rank_of, until
@@ -133,6 +134,28 @@ def test_a_hang_is_told_with_all_ranks_and_their_hosts(lab: Lab) -> None:
         assert re.search(r"^  0 +n1 ", said(host), re.M)
         assert re.search(r"^  1 +n2 ", said(host), re.M)
         assert "work.py:" in said(host)
+
+
+def test_a_head_that_waits_for_its_first_guest_can_be_stopped(lab: Lab) -> None:
+    head = train(lab, "n1")
+    until(lambda: "waiting for hosts" in said("n1"))
+    head.send_signal(signal.SIGUSR1)
+    assert head.wait(30) == 3
+    assert "stopped by SIGUSR1 before it began" in said("n1")
+
+
+def test_a_port_of_another_program_is_named(lab: Lab) -> None:
+    other = lab.on("n1", sys.executable, "-m", "http.server", "29400", "--bind", "n1", log=Path("other.log"))
+    until(lambda: "Serving" in Path("other.log").read_text() or other.poll() is not None or _is_listening(lab))
+    guest = train(lab, "n2")
+    assert guest.wait(60) == 2
+    assert "n1:29400 is used by another program; choose another port" in said("n2").replace("'", "")
+
+
+def _is_listening(lab: Lab) -> bool:
+    listening = lab.on("n1", "ss", "-ltn", log=Path("ss.log"))
+    listening.wait()
+    return ":29400" in Path("ss.log").read_text()
 
 
 def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab) -> None:

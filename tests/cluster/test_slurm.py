@@ -67,8 +67,15 @@ def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
     assert "2 ranks on cpu" in paceline("logs", "run")
 
 
-def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm) -> None:
+def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("my lab").mkdir()
+    for name in ("work.py", "config.yaml"):
+        Path(name).rename(Path("my lab", name))
+    monkeypatch.chdir("my lab")
     job = held_job("--max-requeues", "0")
+    twice = subprocess.run([PACELINE, "submit", "config.yaml"], capture_output=True, text=True, check=False)
+    assert twice.returncode == 2
+    assert f"is job {job} already, RUNNING" in twice.stderr
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     go_on()
     wait_for(slurm, job, "FAILED")

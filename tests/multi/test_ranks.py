@@ -22,6 +22,7 @@ def about_this_rank(model: Any, train_loader: Any, val_loader: Any, device: Any,
         "nursery": os.getppid(), "name": psutil.Process().name(),
         "folder": str(Path.cwd()), "note": os.environ.get("NOTE"),
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)],
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "policy": os.environ.get("OMP_WAIT_POLICY"), "group": os.getpgid(0) == os.getpid(),
     }  # fmt: skip
 
@@ -48,6 +49,15 @@ def test_the_next_run_comes_from_the_same_nursery_and_knows_the_launcher_of_its_
     assert first["nursery"] == second["nursery"]
     assert (first["note"], second["note"]) == (None, "new")
     assert (first["folder"], second["folder"]) == (str(tmp_path), str(tmp_path / "elsewhere"))
+
+
+def test_signals_reach_the_ranks_of_a_launcher_that_blocks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPY_NOTE", "blocked")  # a nursery of its own
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        assert tell()["blocked"] == set()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(monkeypatch: pytest.MonkeyPatch) -> None:

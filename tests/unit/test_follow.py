@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -277,3 +278,18 @@ def test_a_failed_line_is_found_again() -> None:
 def test_the_users_own_lines_are_not_taken_for_ours(line: str) -> None:
     assert not WARNING.match(line)
     assert not FAILED.match(line)
+
+
+def test_what_rank_0_says_after_a_restart_is_shown_again(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    follower = Follower(folder, ranks=1)
+    with folder.log(0).open("a") as log:
+        for line in (failed_line(0), "Traceback", "restarted", "hello again"):
+            if line == "restarted":
+                with closing(Events(folder.events)) as events:
+                    events.write("restarted", text="rank 0 failed")
+            else:
+                print(line, file=log, flush=True)
+            follower._look()
+    out = capsys.readouterr().out
+    assert "hello again" in out
+    assert "Traceback" not in out

@@ -68,6 +68,13 @@ def test_a_connection_needs_the_key() -> None:
     assert answer is PermissionError
 
 
+@pytest.mark.parametrize("address", ["n1", "n1:", ":29400", "n1:abc", "n1:0", "n1:99999"])
+def test_a_rendezvous_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({"train_fn": print, "model_fn": print, "dataset_fn": print, "nodes": 2, "rendezvous": address})
+    assert caught.value.problems == [f"rendezvous={address!r} must be a host and a port, such as n1:29400"]
+
+
 def test_whoever_does_not_speak_at_all_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "GREETING_S", 1)
     silent, knocking = socket.create_server(("127.0.0.1", 0)), socket.socket()

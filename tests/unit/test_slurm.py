@@ -86,9 +86,12 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
 
 def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:
     plan = Plan(nodes=2, gpus_per_node=8, time="4:00:00", partition="gpu", options=["--account=lab"])
-    text = script(plan, ["/shared/my lab/config.yaml", "optimizer.lr=1e-3"], RunFolder(Path("/shared/runs/mnist/1")))
+    text = script(
+        plan, "mnist", ["/shared/my lab/config.yaml", "optimizer.lr=1e-3"], RunFolder(Path("/shared/runs/mnist/1"))
+    )
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=True, capture_output=True).stderr == ""
-    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    lines = [line.replace('"', "") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    asked = [line.removeprefix("#SBATCH ") for line in lines]
     assert asked == [
         "--job-name=mnist", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=4:00:00",
         "--partition=gpu", "--signal=B:USR1@120", "--output=/shared/runs/mnist/1/logs/slurm.log", "--open-mode=append",
@@ -96,4 +99,4 @@ def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:
     ]  # fmt: skip
     assert "train '/shared/my lab/config.yaml' optimizer.lr=1e-3 --run-dir /shared/runs/mnist/1 --resume auto" in text
     assert '--nodes 2 --rendezvous "$head:$port"' in text
-    assert "--rendezvous" not in script(Plan(), ["config.yaml"], RunFolder(Path("/shared/runs/mnist/1")))
+    assert "--rendezvous" not in script(Plan(), "mnist", ["config.yaml"], RunFolder(Path("/shared/runs/mnist/1")))

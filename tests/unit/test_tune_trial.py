@@ -169,7 +169,8 @@ def test_a_trial_goes_on_in_its_folder_and_a_loop_of_your_own_begins_another(fol
 
 def test_a_trials_config_is_for_this_machine_and_is_not_tried_again() -> None:
     raw = tune._raw_of({"launcher": "auto", "run_dir": "x", "resume": "never"}, Path("t"), is_managed=True)
-    assert raw == {"max_restarts": 0, "launcher": "local", "run_dir": "t", "resume": "auto"}
+    settled = {"max_restarts": 0, "launcher": "local", "run_dir": "t", "resume": "auto"}
+    assert raw == {**settled, "nodes": None, "rendezvous": None}
     assert tune._raw_of({"max_restarts": 2}, Path("t"), is_managed=False)["max_restarts"] == 2
     assert "resume" not in tune._raw_of({}, Path("t"), is_managed=False)
 

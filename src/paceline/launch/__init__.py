@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config
-from paceline.errors import Interrupted, PacelineError, Stopped
+from paceline.errors import Interrupted, MissingExtra, PacelineError, Stopped
 from paceline.launch import ranks
 from paceline.launch.environment import join_step, load_dotenv, pick_launcher, shares_cores
 
@@ -39,6 +40,10 @@ def start(config: Config, task: Task, folder: Path) -> Outcome:
         join_step()
     if launcher in ("torchrun", "slurm"):
         from paceline.launch import torchrun as chosen
+    elif launcher == "ray":
+        if find_spec("ray") is None:
+            raise MissingExtra("ray", "ray", "launcher=ray")
+        from paceline.launch import ray as chosen  # type: ignore[no-redef]
     elif config.rendezvous is not None:
         from paceline.launch import nodes as chosen  # type: ignore[no-redef]
     else:

@@ -21,7 +21,7 @@ def load_dotenv(folder: Path) -> None:
 
 
 def pick_launcher(wanted: str, *, has_rendezvous: bool = False) -> str:
-    """`torchrun` or `slurm` inside a world that they have started, else `local`."""
+    """What is wanted; else `torchrun` or `slurm` inside a world that they have started, or `local`."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not is_rank:
         raise ConfigError("launcher=torchrun but RANK and WORLD_SIZE are not set; start it with torchrun …")

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from types import FrameType
 
 from paceline.config import Config
-from paceline.errors import ConfigError, Interrupted, RankFailed
+from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
 from paceline.launch import network
 from paceline.launch import ranks as processes
-from paceline.launch.hosts import PATIENCE_S, TELL_S, address_in, key_of, versions
+from paceline.launch.hosts import PATIENCE_S, TELL_S, address_in, fingerprint, key_of, versions
 from paceline.launch.ranks import Ranks
 from paceline.launch.site import room
 from paceline.nursery import LOOK_S
@@ -24,6 +24,7 @@ from paceline.stop import SIGNALS
 
 RETURN_S = 60.0  # for a head that was there and does not answer
 RETRY_S = 0.5
+STRANGERS = 3  # greetings that failed one after the other
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 GRACE_S = 5.0
 
@@ -39,7 +40,7 @@ def serve(config: Config, say: Say) -> Outcome:
             connection = _joined(config, config.rendezvous, patience_s, say)
             try:
                 variables = network.variables_towards(address_in(config.rendezvous)[0])
-                return _follow(connection, ranks, variables, asked)
+                return _follow(connection, ranks, variables, asked, say)
             except (EOFError, OSError):
                 patience_s = RETURN_S
                 say(f"the head at {config.rendezvous} does not answer any more; trying to reach it again")
@@ -52,10 +53,12 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
     """A connection to the head, which knows this host now."""
     host, port = address_in(rendezvous)
     began = told = time.monotonic()
+    strangers = 0
     while True:
         try:
             connection = network.connect(host, port, key_of(config))
-            connection.send({"name": socket.gethostname(), "room": room(config)[1], "versions": versions()})
+            hello = {"name": socket.gethostname(), "room": room(config)[1], "versions": versions()}
+            connection.send({**hello, "config": fingerprint(config)})
             answer, text = connection.recv()
         except PermissionError:
             raise ConfigError(
@@ -63,9 +66,13 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
                 "one shared folder, and start in the same place of it"
             ) from None
         except (EOFError, OSError) as error:
-            now = time.monotonic()
+            now, strangers = time.monotonic(), strangers + 1 if isinstance(error, network.NoGreeting) else 0
+            if strangers >= STRANGERS:
+                raise ConfigError(f"rendezvous={rendezvous} is used by another program; choose another port") from None
             if now - began > patience_s:
-                raise RankFailed(f"no head could be reached at {rendezvous} for {patience_s:.0f} s: {error}") from None
+                raise RankFailed(
+                    f"no head could be reached at {rendezvous} for {patience_s:.0f} s ({error}); the run may have ended"
+                ) from None
             if told == began or now - told > TELL_S:
                 told = now
                 say(f"waiting for the head at {rendezvous}")
@@ -77,7 +84,7 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
         return connection
 
 
-def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int]) -> Outcome:
+def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int], say: Say) -> Outcome:
     """Do as the head says, and tell it what happens to the ranks; pass signals on to them, which agree with all."""
     told: tuple[dict[int, int], dict[int, int]] = ({}, {})
     life, passed_on = 0, 0.0
@@ -92,11 +99,15 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], ask
             elif order == "end":
                 ranks.end(*values)
             elif order == "over":
-                outcome, error = values
+                outcome, text, code = values
                 if outcome is None:
-                    raise RankFailed(error)
+                    error = RankFailed(text)
+                    error.exit_code = code
+                    raise error
                 return outcome  # type: ignore[no-any-return]
         if asked and time.monotonic() - passed_on > RESEND_S:
+            if not passed_on:
+                say(f"{signal.Signals(asked[0]).name}: asking all ranks to save and stop; again, this host leaves")
             passed_on = time.monotonic()
             ranks.signal(asked[0])
         ranks.look(LOOK_S)
@@ -114,8 +125,11 @@ def _hearing(ranks: Ranks) -> Iterator[list[int]]:
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if asked or not ranks.pids:
-            raise Interrupted(f"ended by {signal.Signals(number).name}; the other hosts see that this one is gone")
+        name = signal.Signals(number).name
+        if asked:
+            raise Interrupted(f"ended by {name}; the other hosts see that this one is gone")
+        if not ranks.pids:
+            raise Stopped(f"stopped by {name} while no rank was here")
         asked.append(number)
 
     before = {name: signal.signal(name, hear) for name in SIGNALS if signal.getsignal(name) is not signal.SIG_IGN}

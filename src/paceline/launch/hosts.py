@@ -32,6 +32,7 @@ from paceline.launch import ranks as processes
 from paceline.launch.site import Meeting, fitting, room, serve_store, variables_of
 from paceline.nursery import Birth
 from paceline.result import Outcome
+from paceline.resume import identity_of
 from paceline.run_folder import write_private
 from paceline.world import PATIENCE
 
@@ -47,6 +48,7 @@ class Guest:
     name: str
     room: int
     connection: Connection
+    has_our_config: bool = True
     first: int = 0  # the number of its first rank
     ranks: int = 0
 
@@ -116,7 +118,8 @@ class Hosts:
                 connection.send(("refused", f"{hello['name']} has {hello['versions']}, the head {versions()}"))
                 return
             connection.send(("welcome", socket.gethostname()))
-            self._arrived.put(Guest(hello["name"], hello["room"], connection))
+            is_alike = hello["config"] == fingerprint(self.config)
+            self._arrived.put(Guest(hello["name"], hello["room"], connection, is_alike))
 
     # --- room ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,8 @@ class Hosts:
             guest = self._arrived.get()
             self.guests.append(guest)
             self._last_came = time.monotonic()
-            self.say(f"host {guest.name} has come, with room for {guest.room}")
+            other = "" if guest.has_our_config else "; its config is another one, that of the head counts"
+            self.say(f"host {guest.name} has come, with room for {guest.room}{other}")
 
     def _hear(self, guest: Guest) -> None:
         try:
@@ -233,12 +237,15 @@ class Hosts:
             if any(rank in self.pids for rank in range(guest.first, guest.first + guest.ranks)):
                 guest.connection.close()
                 self.guests.remove(guest)
+                self.say(f"host {guest.name} does not answer, and is left")
 
-    def part(self, outcome: Outcome | None, error: str = "") -> None:
+    def part(self, outcome: Outcome | None, error: str = "", code: int = 1) -> None:
         """Tell the guests how it ended, and close the door."""
         self.door.close()
+        while not self._arrived.empty():
+            self.guests.append(self._arrived.get())
         for guest in self.guests:
-            guest.tell("over", outcome, error)
+            guest.tell("over", outcome, error, code)
             guest.connection.close()
 
 
@@ -260,6 +267,12 @@ def address_in(rendezvous: str) -> tuple[str, int]:
 def versions() -> dict[str, str]:
     """What must be equal on all hosts for equal bits, and for a common language."""
     return {"paceline": version("paceline"), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def fingerprint(config: Config) -> str:
+    """What tells whether two hosts mean the same run."""
+    identity = identity_of(config, lanes=0, samples=None, device=torch.device("cpu"))
+    return str(identity["config_sha256"])
 
 
 def key_of(config: Config) -> bytes:

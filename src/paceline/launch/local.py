@@ -42,7 +42,7 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     began = time.time()
     site = site or Here(config)
     past = resume.find(config)
-    site.gather()
+    _gather(site, Request(), "before it began")
     lanes = past.lanes(config)
     ranks = site.ranks_for(lanes)
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
@@ -56,7 +56,12 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
         with laid_out(packed, folder), tracking(config.log.trackers, folder):
-            _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
+            try:
+                _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
+            except RankFailed as error:
+                with closing(Events(folder.events)) as events:
+                    events.write("run_failed", text=str(error))
+                raise
         return result.collect(folder)
 
 
@@ -89,11 +94,7 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
     request = Request() if is_managed else None
     news = ""
     while True:
-        with hearing(request, folder):
-            site.gather(lambda: request is not None and request.signal != 0)
-        if request is not None and request.signal:
-            name = signal.Signals(request.signal).name
-            raise Stopped(f"stopped by {name} while no rank was there; go on with --resume {folder.path}")
+        _gather(site, request, f"while no rank was there; go on with --resume {folder.path}")
         ranks = site.ranks_for(config.lanes)
         first = _live(config, site, folder, ranks, began, request, news)
         if request is not None and request.is_for_growth:
@@ -116,6 +117,14 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
 
+def _gather(site: Site, request: Request | None, when: str) -> None:
+    """Wait for room at a site. A request to stop has nothing to wait for then: whatever there is, is saved."""
+    with hearing(request, "nothing was running"):
+        site.gather(lambda: request is not None and request.signal != 0)
+    if request is not None and request.signal:
+        raise Stopped(f"stopped by {signal.Signals(request.signal).name} {when}")
+
+
 def _live(
     config: Config, site: Site, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str
 ) -> Failure | None:
@@ -129,7 +138,7 @@ def _live(
         if request is not None:
             request.say = shown.screen.note
         births = _births(folder, meeting, began, is_deaf=request is not None)
-        with site.ranks() as started, hearing(request, folder):
+        with site.ranks() as started, hearing(request, f"the run folder is {folder.path}"):
             started.start(births)
             codes = _watch(started, request, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
         return failure.first(folder, codes, meeting.spare) if any(codes.values()) else None
@@ -187,7 +196,7 @@ def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool
 
 
 @contextmanager
-def hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
+def hearing(request: Request | None, news: str) -> Iterator[None]:
     """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -197,9 +206,9 @@ def hearing(request: Request | None, folder: RunFolder) -> Iterator[None]:
         if request is not None and (not request.signal or request.is_for_growth) and number in SIGNALS:
             request.signal, request.is_for_growth = number, False
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt(f"the run folder is {folder.path}")
+            raise KeyboardInterrupt(news)
         else:
-            raise Interrupted(f"ended by {signal.Signals(number).name}; the run folder is {folder.path}")
+            raise Interrupted(f"ended by {signal.Signals(number).name}; {news}")
 
     # What a program does with SIGUSR1 is its own affair, unless its ranks save when they get it.
     names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]

@@ -19,6 +19,10 @@ GREETING_S = 10.0  # for whoever knocks to prove that it knows the key
 IDLE_S, PROBE_S, PROBES = 6, 2, 3
 
 
+class NoGreeting(OSError):
+    """Somebody is there, and does not say what one of us would."""
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """A socket that listens at this address; None if it is another host's, or taken by a process that was earlier."""
     address = resolve(host)
@@ -65,7 +69,7 @@ def greeted(raw: socket.socket, key: bytes, *, is_host: bool) -> Connection:
         _set_patience(raw, 0)
     except (OSError, EOFError) as error:
         connection.close()
-        raise OSError(str(error)) from None
+        raise NoGreeting(str(error)) from None
     except (ProcessError, AssertionError, ValueError):  # it does not know the key, or speaks another language
         connection.close()
         raise PermissionError("the keys differ") from None

@@ -20,8 +20,11 @@ def start(config: Config, task: Task) -> Outcome:
     site = hosts.Hosts(config, door, hosts.key_of(config), say)
     try:
         outcome = local.start(config, task, site)
+    except PacelineError as error:
+        site.part(None, str(error), error.exit_code)
+        raise
     except BaseException as error:
-        site.part(None, str(error) if isinstance(error, PacelineError) else f"the head ended: {error!r}")
+        site.part(None, f"the head was ended by {type(error).__name__}")
         raise
     site.part(outcome)
     return outcome

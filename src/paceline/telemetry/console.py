@@ -90,6 +90,11 @@ class Screen:
     def _on_restarted(self, event: dict[str, Any]) -> None:
         self.note(event["text"], style="yellow")
 
+    def _on_run_failed(self, event: dict[str, Any]) -> None:
+        """For somebody who watches; the launcher itself tells it once the screen is closed."""
+        self.close()
+        self.note(event["text"], style="red")
+
     def _on_run_finished(self, event: dict[str, Any]) -> None:
         self.close()
 

@@ -15,6 +15,7 @@ from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
 
 INTERVAL_S = 0.1
+IDLE_S = 10.0  # without a word, until it is looked whether the run still lives
 AGAIN_S = 5.0  # a run that was stopped may be started again at once
 
 
@@ -35,7 +36,7 @@ class Follower:
         self._warned: set[str] = set()
         self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
-        self._last: tuple[str, float] = ("", 0.0)  # the newest event: its kind, and when it was read
+        self._last = "", time.monotonic()  # the newest event: its kind, and when it was read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="paceline-screen", daemon=True)
 
@@ -58,7 +59,13 @@ class Follower:
     def is_over(self) -> bool:
         """Whether the run has said that it has ended, and nothing since."""
         kind, read = self._last
-        return kind == "run_finished" or (kind == "run_stopped" and time.monotonic() - read > AGAIN_S)
+        is_stopped = kind == "run_stopped" and time.monotonic() - read > AGAIN_S
+        return kind in ("run_finished", "run_failed") or is_stopped
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last event was read."""
+        return time.monotonic() - self._last[1]
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -110,5 +117,10 @@ class Follower:
 def show(folder: RunFolder) -> None:
     """Show a run that lives elsewhere, from its events alone, until it has ended."""
     with Follower(folder, ranks=0) as follower:
+        if not folder.events.exists():
+            follower.screen.note("the run has not begun yet")
         while not follower.is_over:
             time.sleep(INTERVAL_S)
+            if follower.idle_s > IDLE_S and folder.events.exists() and not folder.is_locked():
+                follower.screen.note("nobody trains this run; --resume auto goes on with it")
+                return

@@ -43,6 +43,30 @@ class Active:
     last: str = "starting"
 
 
+def take_over(study: Study, candidate: Candidate) -> int | None:
+    """The number of a trial with the same values, whose result this one gets; None if it must be trained."""
+    same = study.same_as(candidate)
+    if same is None or same.value is None:
+        return None
+    study.started(candidate, same.run_dir)
+    study.done(candidate, same.value, 0.0)
+    return same.number
+
+
+def settle(study: Study, candidate: Candidate, outcome: Outcome, seconds: float, *, is_pruned: bool) -> None:
+    """Tell the study how a trial has ended that will not go on."""
+    value = study.goal.value_of(outcome.history)
+    if outcome.state == "done" and value is not None and math.isfinite(value):
+        study.done(candidate, value, seconds)
+    elif outcome.state == "done":
+        what = "was not measured" if value is None else f"is {value}"
+        study.failed(candidate, f"{study.goal.metric} {what}", seconds)
+    elif is_pruned:
+        study.pruned(candidate, seconds)
+    else:
+        study.failed(candidate, outcome.reason, seconds)
+
+
 @dataclass
 class Search:
     """Trials until the study has `total` of them. `start` trains a candidate in one of `parallel` places."""
@@ -82,11 +106,9 @@ class Search:
             candidate = waiting.pop(0) if waiting else self.study.ask(self.total)
             if candidate is None:
                 return
-            same = self.study.same_as(candidate) if self.may_copy else None
-            if same is not None and same.value is not None:
-                self.study.started(candidate, same.run_dir)
-                self.study.done(candidate, same.value, 0.0)
-                self._tell(candidate, f"  (the same as trial {same.number})")
+            same = take_over(self.study, candidate) if self.may_copy else None
+            if same is not None:
+                self._tell(candidate, f"  (the same as trial {same})")
                 continue
             place = min(set(range(self.parallel)) - {active.place for active in self._active})
             run = self.start(candidate, place)
@@ -114,21 +136,12 @@ class Search:
 
     def _close(self, active: Active, outcome: Outcome) -> None:
         """Tell the study how a trial has ended."""
-        candidate, seconds, goal = active.candidate, active.run.seconds, self.study.goal
-        value = goal.value_of(outcome.history)
-        if outcome.state == "done" and value is not None and math.isfinite(value):
-            self.study.done(candidate, value, seconds)
-        elif outcome.state == "done":
-            what = "was not measured" if value is None else f"is {value}"
-            self.study.failed(candidate, f"{goal.metric} {what}", seconds)
-        elif active.is_pruned:
-            self.study.pruned(candidate, seconds)
-        elif self.signal:
+        candidate, seconds = active.candidate, active.run.seconds
+        if outcome.state != "done" and not active.is_pruned and self.signal:
             self.study.left(candidate, seconds)
             self.say(f"trial {candidate.number}  stopped; it goes on with the next search")
             return
-        else:
-            self.study.failed(candidate, outcome.reason, seconds)
+        settle(self.study, candidate, outcome, seconds, is_pruned=active.is_pruned)
         self._tell(candidate)
 
     def _stop_all(self) -> None:

@@ -26,6 +26,8 @@ from paceline.tune.space import Space, examples_of, words_of
 from paceline.tune.study import Candidate, Study, make_pruner
 from paceline.tune.trial import TrialRun, Worker
 
+ENGINES = ("optuna", "ray")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -42,6 +44,7 @@ class Plan:
     storage: str | None = None
     sampler: str = "tpe"
     pruner: str | BasePruner = "median"
+    engine: str = "optuna"
     seed: int | None = None
     run_dir: Path | None = None
 
@@ -87,9 +90,23 @@ def tune(plan: Plan, say: Callable[[str], None], show: Callable[[str], None]) ->
             return TrialRun(folder, candidate.number, raw, workers[place])
 
         say(f"study {name}: {folder.path}, {goal.metric} {goal.mode}")
-        search = Search(study, plan.trials, plan.parallel, start, say, show, may_copy=is_managed)
-        is_whole = search.run()
+        if plan.engine == "ray":
+            is_whole = _search_by_ray(plan, study, config, folder, say)
+        else:
+            is_whole = Search(study, plan.trials, plan.parallel, start, say, show, may_copy=is_managed).run()
         return _report(plan, study, folder, is_whole=is_whole)
+
+
+def _search_by_ray(plan: Plan, study: Study, config: Config, folder: StudyFolder, say: Callable[[str], None]) -> bool:
+    """The same search on a cluster of Ray's."""
+    from paceline.tune import ray
+
+    is_managed = config.train_fn is None
+
+    def config_of(candidate: Candidate) -> dict[str, Any]:
+        return _raw_of(plan.config_of(candidate.values), _run_dir(folder, candidate.number, is_managed), is_managed)
+
+    return ray.search(study, config, folder, config_of, say, total=plan.trials, parallel=plan.parallel)
 
 
 def _checked(plan: Plan) -> Config:
@@ -99,6 +116,8 @@ def _checked(plan: Plan) -> Config:
         problems["nothing is searched; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1"] = None
     if plan.trials < 1 or plan.parallel < 1:
         problems[f"--trials {plan.trials} and --parallel {plan.parallel} must be 1 or more"] = None
+    if plan.engine not in ENGINES:
+        problems[f"--engine {plan.engine} is not known; use {', '.join(ENGINES)}"] = None
     for values in examples_of(plan.space):
         try:
             config = build(plan.config_of(values), folder=plan.folder)

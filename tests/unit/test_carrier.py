@@ -1,0 +1,126 @@
+"""What a carrier does with its rank, and what it finds in the run folder; no process is started here."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline import failure
+from paceline.failure import Failure
+from paceline.launch import carrier
+from paceline.run_folder import RunFolder
+from paceline.telemetry import events
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    return folder
+
+
+class FakeRanks:
+    """One rank, which does something at each look until it has ended."""
+
+    def __init__(self, *happens: Callable[[], object], code: int = 0) -> None:
+        self.pids, self.codes = {0: 1}, {}
+        self.signals: list[int] = []
+        self._happens, self._code = list(happens), code
+
+    def look(self, seconds: float) -> None:
+        if self._happens:
+            self._happens.pop(0)()
+        else:
+            self.pids, self.codes = {}, {0: self._code}
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def failed(rank: int, error: str = "ValueError", **facts: object) -> Failure:
+    told = Failure(rank, "here", "training, step 4", error, "broken", None, "log", time.time())
+    return replace(told, **facts)  # type: ignore[arg-type]
+
+
+def save(folder: RunFolder, step: int) -> None:
+    (folder.checkpoints / f"step-{step:08}").mkdir(parents=True)
+
+
+def test_a_rank_that_is_done_is_no_failure(folder: RunFolder) -> None:
+    assert carrier._watch(FakeRanks(), folder, 0, 2) is None  # type: ignore[arg-type]
+
+
+def test_a_rank_that_was_killed_is_written_down_for_the_others(folder: RunFolder) -> None:
+    first = carrier._watch(FakeRanks(code=-9), folder, 1, 2)  # type: ignore[arg-type]
+    assert first is not None
+    assert (first.rank, first.error, first.is_killed) == (1, "SIGKILL", True)
+    assert failure.written(folder, [1])[1] == first
+
+
+def test_the_cause_is_told_and_not_its_echo(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure.write(failed(0, "RuntimeError", is_echo=True), folder)
+    looks = iter([lambda: None, lambda: failure.write(failed(1), folder)])
+    monkeypatch.setattr(carrier.time, "sleep", lambda seconds: next(looks)())
+    first = carrier._watch(FakeRanks(code=1), folder, 0, 2)  # type: ignore[arg-type]
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_a_failure_elsewhere_ends_the_wait(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "NOTICE_S", 0.0)
+    ranks = FakeRanks(lambda: failure.write(failed(1), folder), lambda: pytest.fail("it went on"))
+    first = carrier._watch(ranks, folder, 0, 2)  # type: ignore[arg-type]
+    assert first is not None
+    assert first.rank == 1
+    assert ranks.pids  # whoever called it ends the rank
+
+
+def test_a_request_to_stop_reaches_the_rank(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "NOTICE_S", 0.0)
+    carrier.ask(folder, 0)
+    ranks = FakeRanks(lambda: None, lambda: carrier.ask(folder, signal.SIGTERM))
+    assert carrier._watch(ranks, folder, 0, 1) is None  # type: ignore[arg-type]
+    assert set(ranks.signals) == {signal.SIGTERM}
+
+
+@pytest.mark.parametrize(
+    ("first", "saved_step", "is_worth"),
+    [
+        (failed(0, "SIGKILL", is_killed=True), None, True),
+        (failed(0), 4, True),
+        (failed(0), None, False),  # before the first checkpoint, most likely the user's own mistake
+        (failed(0, "ConfigError"), 4, False),
+        (failed(0, place="building the model"), 4, False),
+    ],
+)
+def test_ranks_start_again_unless_the_failure_would_come_again(
+    folder: RunFolder, first: Failure, saved_step: int | None, is_worth: bool
+) -> None:
+    if saved_step is not None:
+        save(folder, saved_step)
+    assert carrier.is_worth_another_try(folder, first) == is_worth
+
+
+def test_a_hang_is_not_tried_again(folder: RunFolder) -> None:
+    folder.hang.write_text("nothing moves")
+    assert not carrier.is_worth_another_try(folder, failed(0, "SIGKILL", is_killed=True))
+
+
+def test_a_new_life_says_what_has_ended_the_last_one_and_forgets_it(folder: RunFolder) -> None:
+    save(folder, 6)
+    failure.write(failed(1), folder)
+    carrier.begin_life(folder, 2)
+    [event] = events.read(folder.events)
+    assert event["event"] == "restarted"
+    assert event["text"] == "rank 1 failed (training, step 4): ValueError; starting again from step 6"
+    assert carrier.first_failure(folder, 2) is None
+
+
+def test_a_first_life_says_nothing(folder: RunFolder) -> None:
+    carrier.begin_life(folder, 2)
+    assert not folder.events.exists()
