@@ -145,17 +145,13 @@ def test_a_head_that_waits_for_its_first_guest_can_be_stopped(lab: Lab) -> None:
 
 
 def test_a_port_of_another_program_is_named(lab: Lab) -> None:
-    other = lab.on("n1", sys.executable, "-m", "http.server", "29400", "--bind", "n1", log=Path("other.log"))
-    until(lambda: "Serving" in Path("other.log").read_text() or other.poll() is not None or _is_listening(lab))
+    listens = 'import socket; door = socket.create_server(("n1", 29400)); print("listening", flush=True); input()'
+    other = lab.on("n1", "sh", "-c", f"sleep 60 | {sys.executable} -c '{listens}'", log=Path("other.log"))
+    until(lambda: "listening" in Path("other.log").read_text())
     guest = train(lab, "n2")
     assert guest.wait(60) == 2
-    assert "n1:29400 is used by another program; choose another port" in said("n2").replace("'", "")
-
-
-def _is_listening(lab: Lab) -> bool:
-    listening = lab.on("n1", "ss", "-ltn", log=Path("ss.log"))
-    listening.wait()
-    return ":29400" in Path("ss.log").read_text()
+    assert "n1:29400 is used by another program; choose another port" in said("n2")
+    os.killpg(other.pid, signal.SIGKILL)
 
 
 def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab) -> None:
