@@ -26,7 +26,7 @@ chaos: setup
 # Real Slurm and Ray; what is not there is skipped. Hosts are network namespaces, which need root.
 cluster: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest -m 'long or not long' tests/cluster
 
 lint: setup
 	$(BIN)/ruff check .

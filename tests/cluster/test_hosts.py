@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from lab import PACELINE, Lab, go_on, is_rank, outcome, processes_with, rank_of, until
 
 Process = subprocess.Popen[bytes]
@@ -65,6 +66,7 @@ def test_a_host_that_is_lost_leaves_its_work_to_the_others(lab: Lab, expected: d
     assert "HostLost" in said("n1")
 
 
+@pytest.mark.long
 def test_a_fixed_number_of_hosts_is_waited_for(lab: Lab, expected: dict[str, object]) -> None:
     head, guest = held_run(lab, "n1", "n2")
     guest.kill()
@@ -89,6 +91,7 @@ def test_a_host_that_comes_late_takes_its_share(lab: Lab, expected: dict[str, ob
     assert "2 ranks on cpu" in said("n1")
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_is_noticed_and_a_host_that_is_back_joins_again(
     lab: Lab, expected: dict[str, object]
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_signal_to_any_host_saves_and_stops_the_run(lab: Lab, expected: dict[s
     assert outcome(Path()) == expected
 
 
+@pytest.mark.long
 def test_a_head_that_is_killed_leaves_nobody_and_the_run_goes_on_later(lab: Lab, expected: dict[str, object]) -> None:
     head, guest = held_run(lab, "n1", "n2")
     head.kill()
@@ -144,6 +148,7 @@ def test_a_head_that_waits_for_its_first_guest_can_be_stopped(lab: Lab) -> None:
     assert "stopped by SIGUSR1 before it began" in said("n1")
 
 
+@pytest.mark.long
 def test_a_port_of_another_program_is_named(lab: Lab) -> None:
     listens = 'import socket; door = socket.create_server(("n1", 29400)); print("listening", flush=True); input()'
     other = lab.on("n1", "sh", "-c", f"sleep 60 | {sys.executable} -c '{listens}'", log=Path("other.log"))
@@ -172,6 +177,7 @@ def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab
     os.killpg(silent.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_torchrun_on_each_host_does_the_same(lab: Lab, expected: dict[str, object]) -> None:
     Path("hold").touch()
     words = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500"]
@@ -192,6 +198,7 @@ def _child_of(parent: int) -> int:
     return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
 
 
+@pytest.mark.long
 def test_a_run_of_several_hosts_is_evaluated_on_one(lab: Lab, expected: dict[str, object]) -> None:
     head, guest = train(lab, "n1"), train(lab, "n2")
     assert (head.wait(90), guest.wait(30)) == (0, 0)

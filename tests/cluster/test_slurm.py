@@ -67,6 +67,7 @@ def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
     assert "2 ranks on cpu" in paceline("logs", "run")
 
 
+@pytest.mark.long
 def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my lab").mkdir()
     for name in ("work.py", "config.yaml"):
@@ -97,6 +98,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, expected: di
     assert "going on from step" in log()
 
 
+@pytest.mark.long
 def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: dict[str, object]) -> None:
     job = held_job("--sbatch=--exclusive")
     other = slurm.ask(
@@ -110,6 +112,7 @@ def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: d
     assert "going on from step" in log()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["rank", "task"])
 def test_what_is_killed_in_a_job_starts_again(slurm: Slurm, expected: dict[str, object], which: str) -> None:
     job = held_job()
@@ -126,6 +129,7 @@ def test_what_is_killed_in_a_job_starts_again(slurm: Slurm, expected: dict[str, 
     assert outcome(Path()) == expected
 
 
+@pytest.mark.long
 def test_a_job_of_a_node_that_fails_comes_again(lab: Lab, slurm: Slurm, expected: dict[str, object]) -> None:
     job = held_job()
     slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
@@ -136,6 +140,7 @@ def test_a_job_of_a_node_that_fails_comes_again(lab: Lab, slurm: Slurm, expected
     assert outcome(Path()) == expected
 
 
+@pytest.mark.long
 def test_the_script_that_init_lays_down_does_the_same_by_hand(slurm: Slurm, expected: dict[str, object]) -> None:
     text = (Path(paceline_package.__file__).parent / "templates" / "project" / "train.slurm").read_text()
     Path("train.slurm").write_text(text.replace("paceline train", f"{PACELINE} train"))
