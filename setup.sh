@@ -44,6 +44,7 @@ take_lock() {
         [[ -d $lock || -w . ]] || fail "$PWD cannot be written to"
         read -r host process 2>/dev/null <"$lock/owner" || { sleep 0.2; continue; } # just made, or just gone
         if [[ $host == "$(hostname)" ]] && ! kill -0 "$process" 2>/dev/null; then
+            [[ "$(cat "$lock/owner" 2>/dev/null)" == "$host $process" ]] || continue # it has just ended well
             fail "process $process is gone and has left $PWD/$lock behind; remove that folder and run this again"
         fi
         [[ $told == yes ]] || echo "waiting for process $process on $host, which is installing ($PWD/$lock)"

@@ -216,7 +216,7 @@ def compare(
         speed = (f"{row.seconds:.2f}", f"{row.samples_per_s:,.0f}", f"{row.speed_up:.2f}", f"{row.efficiency:.0%}")
         measured = (f"{row.metrics[name]:.4f}" for name in names)
         table.add_row(row.name, *speed, loss, *measured, row.weights_sha256[:12])
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
     typer.echo(comparison.verdict)
     typer.echo(f"see {comparison.folder}/compare.html and compare.json")
 
@@ -423,7 +423,7 @@ def checkpoints(
     if not table.row_count:
         typer.echo(f"{run_dir} has no checkpoints")
         return
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 
 @app.command()
@@ -660,7 +660,7 @@ def _show_found(found: Any) -> None:
         table.add_row(
             str(row.number), row.state, value, str(row.epochs), f"{row.seconds:.1f}", *map(shown, row.values.values())
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
     if len(found.rows) > TRIALS_SHOWN:
         typer.echo(f"and {len(found.rows) - TRIALS_SHOWN} more")
     for note in found.notes:
@@ -685,7 +685,7 @@ def _show_bench(report: dict[str, Any]) -> None:
     where = report["machine"]
     on = where["gpu"] or f"{where['cores']} cores"
     typer.echo(f"{on}, torch {where['torch']}, Python {where['python']}; medians, rounds: {report['rounds']}")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
     for model in report["models"]:
         typer.echo(f"\n{model['model']}: {model['title']}, processes: {model['procs']}")
         table = Table("loop", "version", "DDP", "µs/step", "ratio", "lowest to highest, µs", box=None)

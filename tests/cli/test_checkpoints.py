@@ -22,7 +22,7 @@ class Data(torch.utils.data.Dataset):
 result = Trainer(lambda: torch.nn.Linear(4, 2), Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"],
                  batch_size=4, lanes=2, num_epochs=4, procs=2, run_dir=sys.argv[1], resume="auto",
                  checkpoint={"every_steps": 3, "keep": 2, "best": {"metric": "accuracy", "mode": "max"}}).start()
-print("done", result.weights_sha256)
+os.write(1, f"done {result.weights_sha256}{chr(10)}".encode())  # at once: both ranks write to one pipe
 """
 
 
