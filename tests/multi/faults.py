@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,14 @@ class Disturbed(Images):
         return super().__getitem__(index)
 
 
-def send(number: signal.Signals, pid: int) -> Callable[[], None]:
-    return lambda: os.kill(pid, number)
+def send(number: signal.Signals, launcher: int) -> Callable[[], None]:
+    """A request that has to be passed on, and has been when the sample is there."""
+
+    def act() -> None:
+        os.kill(launcher, number)
+        time.sleep(1)
+
+    return act
 
 
 def send_self(number: signal.Signals) -> Callable[[], None]:
