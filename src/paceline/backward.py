@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.clock import BACKWARD, FORWARD, REDUCTION, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane
@@ -40,10 +41,12 @@ class Backward:
         *,
         lanes_per_rank: int,
         world: World,
+        clock: Clock,
         through_ddp: bool,
     ) -> None:
         """All ranks."""
         self.replica, self.config, self.feed, self.guard, self.world = replica, config, feed, guard, world
+        self.clock = clock
         self.loss_fn = config.function("loss_fn")
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
@@ -53,7 +56,9 @@ class Backward:
         self.hook: BucketHook | None = None
         # DDP must know what is unused before the other lanes have run.
         if through_ddp and isinstance(replica, Replica) and not config.find_unused_parameters:
-            self.hook = BucketHook(self.parameters, self.reduction, guard.vote if self._votes and guard else None)
+            vote = guard.vote if self._votes and guard else None
+            self.hook = BucketHook(self.parameters, self.reduction, vote, lambda: clock.enter(REDUCTION))
+            replica.on_buffers = lambda is_begun: clock.enter(REDUCTION if is_begun else FORWARD)
             replica.register_comm_hook(self.hook, reduce_bucket)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
         self._value_of = _value_of
@@ -80,6 +85,7 @@ class Backward:
         """Forward and backward of the next lane; the last one's sums over ranks begin here. All ranks."""
         is_first, is_last, place = lane is self._lanes[0], lane is self._lanes[-1], lane.lane % self.lanes_per_rank
         if is_first and self.hook is None and self.world.size > 1:
+            self.clock.enter(REDUCTION)
             self.replica.share_buffers()
         if is_first and not self._follows_first:
             self._keep_statistics()
@@ -128,6 +134,7 @@ class Backward:
         self, lane: Lane, inputs: Inputs, model: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss's sum and its count; the gradients are left in the parameters."""
+        self.clock.enter(FORWARD)
         batch = self.feed.batch(inputs)
         with self._stance(lane), _explained(self.config.precision):
             with autocast(self.config.precision, self.world.device):
@@ -142,6 +149,7 @@ class Backward:
                 total, weight = loss.detach() * count, weight * count
             if self._votes and self.guard is not None and lane.samples:
                 self.guard.see(total)
+            self.clock.enter(BACKWARD)
             loss.backward(number_on(weight, self.world.device, loss.dtype))  # type: ignore[no-untyped-call]
         return total, number_on(count, self.world.device)
 
@@ -172,6 +180,7 @@ class Backward:
 
     def _reduce_after_backward(self) -> None:
         """Where only some lanes may use a parameter. All ranks."""
+        self.clock.enter(REDUCTION)
         total: Gradients | None = None
         for branch in self.lane_sum.remaining(self.lanes_per_rank):
             if total is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import torch
 
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import State, capture
+from paceline.clock import DATA, OTHER, REDUCTION, Clock
 from paceline.config import Best
 from paceline.data.loader import Turn
 from paceline.digest import check_replicas, digests_of
@@ -23,9 +25,9 @@ from paceline.progress import Progress
 from paceline.step import LANES, NORM, SKIPPED, Stepper
 from paceline.stop import Stop, StopAgreed
 from paceline.telemetry.events import Events
+from paceline.telemetry.stragglers import Stragglers
 from paceline.world import Exchange, World
 
-FACTS = -2  # where the numbers that a rank sends beside its rows begin
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
 
@@ -101,7 +103,8 @@ class Loop:
         guard = self.stepper.guard
         review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
         # It must not know this loop: workers of DataLoaders do not end if they are left to the garbage collector.
-        self.losses = LossRecord(self.world, self.fit, self.plan, self.events, review)
+        stragglers = Stragglers(self.world.gather_objects(socket.gethostname()))
+        self.losses = LossRecord(self.world, self.fit, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.fit.step, self.fit.samples
         try:
             if self.fit.owes_evaluation:
@@ -110,6 +113,7 @@ class Loop:
             is_first = True
             for turn in self._turns():
                 self._take(turn)
+                self.stepper.clock.enter(DATA)
                 if is_first:  # the optimizer has its state now
                     self.saver.reserve(self._capture())
                     is_first = False
@@ -151,6 +155,7 @@ class Loop:
         self.progress.epoch, self.progress.step = turn.epoch, turn.step
         self.exchange.begin(self.stop.reason, self.saver.is_time, self.saver.is_busy)
         self.losses.add(turn, self.stepper.take(turn))
+        self.stepper.clock.enter(OTHER)
         fit.step = self.progress.step = turn.step + 1
         fit.samples += turn.lanes[0].step_samples
         fit.mark = turn.mark
@@ -246,7 +251,7 @@ class Loop:
 class Sent(NamedTuple):
     """The rows of some steps on their way to the host, and what the host knows of those steps."""
 
-    numbers: torch.Tensor  # of each rank: the rows of its steps, then seconds for a step and bytes of memory
+    numbers: torch.Tensor  # of each rank: the rows of its steps, then facts about itself
     arrived: torch.cuda.Event | None
     steps: list[tuple[int, list[tuple[int, Any]]]]  # each step's number, and its lanes on this rank with their indices
     log: Log | None
@@ -264,11 +269,19 @@ class LossRecord:
     """The losses of steps, kept on the device until somebody wants to see them."""
 
     def __init__(
-        self, world: World, fit: Fit, plan: Plan, events: Events, review: Callable[[Sequence[Past]], None]
+        self,
+        world: World,
+        fit: Fit,
+        plan: Plan,
+        events: Events,
+        clock: Clock,
+        stragglers: Stragglers,
+        review: Callable[[Sequence[Past]], None],
     ) -> None:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
-        self._memory = Memory(world.device)
+        self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
+        self._facts = -2 - len(clock.names)  # where they begin: memory, milliseconds of a step and of each phase
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
@@ -290,8 +303,10 @@ class LossRecord:
         self.settle()
         rows = torch.stack(self._rows).double().flatten()
         # What the host knows of this rank goes along. It is filled in: a copy from the host would wait for the device.
-        facts = [rows.new_full((1,), number) for number in (self._step_s(), self._memory.used)]
+        facts = [rows.new_full((1,), number) for number in (self._memory.used, *self._step_ms())]
+        self._clock.enter(REDUCTION)
         numbers = torch.stack(self._world.gather_equal(torch.cat([rows, *facts])))
+        self._clock.enter(OTHER)
         arrived = None
         if numbers.device.type == "cuda":
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
@@ -308,7 +323,7 @@ class LossRecord:
             return
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        rows = sent.numbers[:, :FACTS].reshape(len(sent.numbers), len(sent.steps), -1).transpose(0, 1)
+        rows = sent.numbers[:, : self._facts].reshape(len(sent.numbers), len(sent.steps), -1).transpose(0, 1)
         skipped = [bool(flag) for flag in rows[:, 0, SKIPPED].tolist()]
         # Steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
         totals = rows[:, :, LANES].reshape(len(skipped), -1, 2).contiguous()
@@ -318,7 +333,7 @@ class LossRecord:
         if sent.log is not None:
             norm = rows[-1, 0, NORM].item()  # of the step that is told, the same on all ranks
             is_known = 0 <= norm < math.inf and not skipped[-1]
-            self._close_window(sent.log, norm if is_known else None, sent.numbers[:, FACTS:])
+            self._close_window(sent.log, norm if is_known else None, sent.numbers[:, self._facts :].T.tolist())
         facts = zip(sent.steps, totals.tolist(), skipped, strict=True)
         self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in facts])
 
@@ -329,8 +344,10 @@ class LossRecord:
             self.send()
             self.settle()
 
-    def _close_window(self, log: Log, norm: float | None, facts: torch.Tensor) -> None:
-        step_s, memory = facts.T.tolist()
+    def _close_window(self, log: Log, norm: float | None, facts: list[list[float]]) -> None:
+        """Tell of the steps since the last log point; `facts` are lists with a number of each rank."""
+        memory, step_ms, *phases = ([round(number, 3) for number in of_ranks] for of_ranks in facts)
+        phase_ms = dict(zip(self._clock.names, phases, strict=True))
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         sums = self._fit.sums
@@ -338,9 +355,10 @@ class LossRecord:
             "step", step=log.step, steps=self._plan.total_steps, epoch=log.epoch, epochs=self._plan.epochs,
             loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
             lr=log.lr, samples_per_s=round(self._samples / elapsed, 1), grad_norm=norm,
-            step_ms=[round(1e3 * seconds, 3) for seconds in step_s],
-            memory_mb=[round(used / 1e6, 1) for used in memory],
+            step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
         )  # fmt: skip
+        if found := self._stragglers.see(step_ms, phase_ms, elapsed):
+            self._events.write("straggler", step=log.step, **found)
         sums.window = sums.window_count = 0.0
         self._restart_window()
 
@@ -364,8 +382,9 @@ class LossRecord:
 
     def _restart_steps(self) -> None:
         self._timed_steps = 0
-        self._steps_since = time.perf_counter()
+        self._clock.restart()
 
-    def _step_s(self) -> float:
-        """Seconds from step to step on this rank's host, since the last log point."""
-        return (time.perf_counter() - self._steps_since) / max(self._timed_steps, 1)
+    def _step_ms(self) -> list[float]:
+        """Milliseconds from step to step on this rank's host since the last log point, and those of each phase."""
+        seconds = (self._clock.elapsed, *self._clock.seconds)
+        return [1e3 * each / max(self._timed_steps, 1) for each in seconds]

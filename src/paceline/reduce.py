@@ -166,11 +166,18 @@ class BucketHook:
     """What DDP does with a bucket of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, vote: torch.Tensor | None = None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        reduction: Reduction,
+        vote: torch.Tensor | None = None,
+        on_last: Callable[[], None] = lambda: None,
     ) -> None:
-        """`vote`, a single number, is added to the sums of every step, as it is when the first bucket is ready."""
+        """`vote`, a single number, is added to the sums of every step, as it is when the first bucket is ready.
+
+        `on_last` is called when this rank has handed over everything, and begins to wait.
+        """
         self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
-        self._reduction, self._vote = reduction, vote
+        self._reduction, self._vote, self._on_last = reduction, vote, on_last
         self._power = PowerSum(reduction.world) if reduction.compression == "powersgd" else None
         self.begin([], is_empty=False)
 
@@ -196,7 +203,10 @@ class BucketHook:
                 torch._foreach_add_(gradients, [branch[place] for place in places])
         if self._vote is not None and is_first:
             cast(self._vote, buffer)
-        return self._reduction.start(buffer) if self._power is None else self._power.start(bucket)
+        started = self._reduction.start(buffer) if self._power is None else self._power.start(bucket)
+        if bucket.is_last():
+            self._on_last()
+        return started
 
 
 class PowerSum:

@@ -24,7 +24,9 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class Replica(DistributedDataParallel):
-    """DDP whose complaint about unused parameters gives their names."""
+    """DDP whose complaint about unused parameters gives their names, and which says when it waits for buffers."""
+
+    on_buffers: Callable[[bool], None] | None = None  # called before a forward sends rank 0's buffers, and after
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """All ranks: the first forward after a reduction also sends rank 0's buffers to the others."""
@@ -38,6 +40,14 @@ class Replica(DistributedDataParallel):
     def __reduce__(self) -> tuple[Any, ...]:
         """A replica pickles and copies as the model that it wraps: a process group cannot travel."""
         return _as_it_is, (self.module,)
+
+    def _sync_buffers(self) -> None:
+        """DDP's, at the beginning of a forward. All ranks."""
+        if self.on_buffers is not None:
+            self.on_buffers(True)
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        if self.on_buffers is not None:
+            self.on_buffers(False)
 
     def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics, before they are used. All ranks."""

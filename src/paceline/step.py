@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from paceline.backward import Backward
+from paceline.clock import OPTIMIZER, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
@@ -65,8 +66,9 @@ class Stepper:
         self.sharding: Sharding | None = None
         if config.shard_optimizer and world.size > 1:
             self.sharding = Sharding(optimizer, world, bucket_bytes=config.bucket_mb * 2**20)
+        self.clock = Clock(world.device)
         self.backward = Backward(
-            replica, config, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world,
+            replica, config, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,
         )  # fmt: skip
         self.parameters = self.backward.parameters
@@ -127,6 +129,7 @@ class Stepper:
 
     def _update(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
         totals = self.backward.finish()
+        self.clock.enter(OPTIMIZER)
         is_bad: torch.Tensor | None = None
         # Before clipping, whose norm would spread one NaN over everything.
         if self.guard is not None and self.guard.is_deferred:

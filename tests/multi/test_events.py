@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from pathlib import Path
 
-from faults import Disturbed, send_self, start, stop_step
+import pytest
+import torch
+import torch.distributed as dist
+from exactness_cases import Images, conv_net
+from faults import Disturbed, events, send_self, start, stop_step
 
 from paceline.report.read import facts_of
 from paceline.run_folder import RunFolder
@@ -47,3 +52,38 @@ def test_a_run_that_was_stopped_and_had_a_failure_writes_what_is_documented_and_
         "restarted",
         "finished",
     ]
+
+
+class SlowOnRank1(Images):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.02 if dist.get_rank() == 1 else 0)
+        return super().__getitem__(index)
+
+
+def slow_on_rank_0() -> torch.nn.Module:
+    """With BatchNorm, so that the other rank waits at the beginning of its forward, too."""
+    model = conv_net()
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.06 if dist.get_rank() == 0 and model.training else 0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("slow", "rank", "phase"),
+    [
+        ({"dataset_fn": lambda: SlowOnRank1(84)}, 1, "data"),
+        ({"dataset_fn": lambda: Images(84), "model_fn": slow_on_rank_0}, 0, "forward"),
+    ],
+)
+def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(slow: dict, rank: int, phase: str) -> None:
+    start(**slow, procs=2, lanes=2, num_epochs=8, val_dataset_fn=None, val_fraction=0)
+    [late] = events("straggler")
+    assert (late["rank"], late["phase"]) == (rank, phase)
+    assert late["behind_ms"] > 50
+    steps = events("step")
+    for step in steps:  # the phases are all there is
+        for of_rank, total in enumerate(step["step_ms"]):
+            parts = sum(times[of_rank] for times in step["phase_ms"].values())
+            assert parts == pytest.approx(total, rel=0.01, abs=0.05)
+    usual = steps[len(steps) // 2]["phase_ms"]
+    assert usual[phase][rank] > 50 > usual[phase][1 - rank]
+    assert usual["reduction"][1 - rank] > 50 > usual["reduction"][rank]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.backward import Backward
+from paceline.clock import Clock
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.loader import Lane
@@ -48,7 +49,8 @@ def lanes_of(batches: list[Batch], empty: tuple[int, ...] = ()) -> list[Lane]:
 def backward_of(model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross_entropy, **keys: Any) -> Backward:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": loss_fn, **keys})
     feed = Feed([], config, HERE)
-    return Backward(Single(model), config, feed, None, lanes_per_rank=lanes, world=HERE, through_ddp=False)
+    clock = Clock(HERE.device)
+    return Backward(Single(model), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False)
 
 
 def ridden(backward: Backward, lanes: list[Lane]) -> list[torch.Tensor]:

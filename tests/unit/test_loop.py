@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.clock import PHASES, Clock
 from paceline.data.loader import Lane, Turn
 from paceline.guard import Past
-from paceline.loop import FACTS, LAG, Fit, Log, LossRecord, Plan
+from paceline.loop import LAG, Fit, Log, LossRecord, Plan
 from paceline.step import NO_NORM, NORM
+from paceline.telemetry.stragglers import Stragglers
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
 PLAN = Plan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
 STEPS, LANES = 12, 3
+FACTS = -2 - len(PHASES)
 
 
 class Listener:
@@ -43,7 +46,9 @@ class Pair(World):
 
 def make(world: World = HERE) -> tuple[LossRecord, Fit, Listener]:
     fit, listener = Fit(), Listener()
-    return LossRecord(world, fit, PLAN, listener, listener.review), fit, listener  # type: ignore[arg-type]
+    clock, stragglers = Clock(world.device), Stragglers(["here"] * world.size)
+    record = LossRecord(world, fit, PLAN, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
+    return record, fit, listener
 
 
 def turn(step: int) -> Turn:
@@ -180,6 +185,7 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
     """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
     clock = [100.0]
     monkeypatch.setattr("paceline.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.memory.used_on", lambda device: 5_000_000)
     record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
     for step in range(9):
@@ -194,6 +200,7 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
             record.restart_clock()
     record.settle()
     assert [event["step_ms"] for event in listener.events] == [[500, 1500], [250, 750], [250, 750]]
+    assert [event["phase_ms"]["other"] for event in listener.events] == [[500, 1500], [250, 750], [250, 750]]
     assert [event["memory_mb"] for event in listener.events] == [[5, 15]] * 3
 
 
