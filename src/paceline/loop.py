@@ -28,6 +28,8 @@ from paceline.telemetry.events import Events
 from paceline.telemetry.stragglers import Stragglers
 from paceline.world import Exchange, World
 
+SOONEST_S, LATEST_S = 0.02, 1.0  # between two log points that nobody has asked for
+INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
 
@@ -37,7 +39,7 @@ class Plan:
 
     total_steps: int | None  # None where an iterable data set decides
     epochs: int  # begun by the end of the run
-    log_every_steps: int
+    log_every_steps: int | None  # None: by the time that steps take
     check_replicas_every: int
     log_digests: bool
     best: Best | None
@@ -160,7 +162,7 @@ class Loop:
         fit.samples += turn.lanes[0].step_samples
         fit.mark = turn.mark
         self.progress.samples = fit.samples
-        if fit.step % plan.log_every_steps == 0 or turn.ends_epoch:
+        if self.losses.is_due(fit.step) or turn.ends_epoch:
             self._log(turn)
         elif self.losses.is_overdue(fit.step):
             self.losses.settle()
@@ -282,6 +284,7 @@ class LossRecord:
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
         self._facts = -2 - len(clock.names)  # where they begin: memory, milliseconds of a step and of each phase
+        self._every, self._told_s = 1, 0.0
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
@@ -293,6 +296,10 @@ class LossRecord:
         self._steps.append((turn.step, [(lane.lane, lane.indices) for lane in turn.lanes]))
         self._samples += turn.lanes[0].step_samples
         self._timed_steps += 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be told; the same on all ranks."""
+        return step % (self._plan.log_every_steps or self._every) == 0
 
     def is_overdue(self, step: int) -> bool:
         """Whether a log point has been on its way for so long that waiting for it costs nothing."""
@@ -333,9 +340,11 @@ class LossRecord:
         if sent.log is not None:
             norm = rows[-1, 0, NORM].item()  # of the step that is told, the same on all ranks
             is_known = 0 <= norm < math.inf and not skipped[-1]
-            self._close_window(sent.log, norm if is_known else None, sent.numbers[:, self._facts :].T.tolist())
-        facts = zip(sent.steps, totals.tolist(), skipped, strict=True)
-        self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in facts])
+            facts = sent.numbers[:, self._facts :].T.tolist()
+            self._close_window(sent.log, norm if is_known else None, facts)
+            self._adapt(len(sent.steps), max(facts[1]) / 1e3)
+        known = zip(sent.steps, totals.tolist(), skipped, strict=True)
+        self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in known])
 
     def collect(self) -> None:
         """Take in everything there is. All ranks."""
@@ -343,6 +352,11 @@ class LossRecord:
         if self._rows:
             self.send()
             self.settle()
+
+    def _adapt(self, steps: int, step_s: float) -> None:
+        """Choose when the next log points are, by numbers that all ranks have in common."""
+        self._told_s += steps * step_s
+        self._every = log_interval(step_s, self._told_s)
 
     def _close_window(self, log: Log, norm: float | None, facts: list[list[float]]) -> None:
         """Tell of the steps since the last log point; `facts` are lists with a number of each rank."""
@@ -388,3 +402,13 @@ class LossRecord:
         """Milliseconds from step to step on this rank's host since the last log point, and those of each phase."""
         seconds = (self._clock.elapsed, *self._clock.seconds)
         return [1e3 * each / max(self._timed_steps, 1) for each in seconds]
+
+
+def log_interval(step_s: float, elapsed_s: float) -> int:
+    """Steps between two log points (pure).
+
+    A run that is over soon is told in detail, a long one about once a second, so that it costs next to nothing.
+    """
+    pause = min(max(elapsed_s / 100, SOONEST_S), LATEST_S)
+    wanted = pause / max(step_s, 1e-6)
+    return next(each for each in INTERVALS if each >= wanted)

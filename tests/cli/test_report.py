@@ -45,6 +45,9 @@ async function act() {
   seen.strip = document.querySelector("output").textContent;
   const hue = strip.getContext("2d").getImageData(strip.width - 2, strip.height - 6, 1, 1).data;
   seen.isStragglerMarked = hue[0] > hue[2];
+  const parts = (selector, read) => [...document.querySelectorAll(selector)].map((whole) => [...whole.children].map(read));
+  seen.bars = parts(".bar", (part) => part.getBoundingClientRect().width);
+  seen.phases = parts(".phases tbody tr", (cell) => cell.textContent);
   seen.wider = document.documentElement.scrollWidth - innerWidth;
   document.body.append(Object.assign(document.createElement("pre"), { id: "seen", textContent: JSON.stringify(seen) }));
 }
@@ -62,7 +65,10 @@ def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
             {
                 "event": "step", "step": every * number, "steps": 500, "epoch": 0, "epochs": 1, "lr": lr,
                 "loss": 1 / (3 + number * lr), "samples_per_s": 1000.0 + number, "grad_norm": None,
-                "step_ms": [10.0, 10.5, late], "memory_mb": [50.0, 51.0, 52.0],
+                "step_ms": [50.0, 50.0, 50.0], "memory_mb": [50.0, 51.0, 52.0],
+                "phase_ms": {
+                    "data": [1.0, 1.5, late - 9], "forward": [9.0] * 3, "reduction": [40.0, 39.5, 50.0 - late],
+                },
             }
         )  # fmt: skip
     events.append({"event": "checkpoint", "step": 500, "bytes": 1_000_000, "seconds": 0.1})
@@ -120,6 +126,15 @@ def test_the_page_of_a_run_shows_its_numbers_and_answers_the_mouse(run, tmp_path
     assert seen["overTime"][0]["time"].endswith(" s")
     assert seen["strip"] == "step 500, rank 2: 40 ms, a straggler"
     assert seen["isStragglerMarked"]
+    # Rank 2's data: 1 ms in 490 steps, 31 in the last 10.
+    assert [[row[0], *row[2:]] for row in seen["phases"]] == [
+        ["data", "1.3667", "2.7 %"], ["forward", "9", "18.0 %"], ["reduction", "39.633", "79.3 %"],
+    ]  # fmt: skip
+    data, forward, reduction = seen["bars"][2]
+    assert (data / forward, reduction / forward) == (
+        pytest.approx(1.6 / 9, rel=0.01),
+        pytest.approx(39.4 / 9, rel=0.01),
+    )
     assert seen["wider"] <= 0  # nothing to scroll sideways on a telephone
     for text in (
         "0.12346",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from paceline.clock import PHASES, Clock
 from paceline.data.loader import Lane, Turn
 from paceline.guard import Past
-from paceline.loop import LAG, Fit, Log, LossRecord, Plan
+from paceline.loop import LAG, Fit, Log, LossRecord, Plan, log_interval
 from paceline.step import NO_NORM, NORM
 from paceline.telemetry.stragglers import Stragglers
 from paceline.world import World
@@ -44,10 +45,10 @@ class Pair(World):
         return [tensor, torch.cat([torch.cat([10 * rows[:, :NORM], rows[:, NORM:]], dim=1).flatten(), 3 * facts])]
 
 
-def make(world: World = HERE) -> tuple[LossRecord, Fit, Listener]:
+def make(world: World = HERE, plan: Plan = PLAN) -> tuple[LossRecord, Fit, Listener]:
     fit, listener = Fit(), Listener()
     clock, stragglers = Clock(world.device), Stragglers(["here"] * world.size)
-    record = LossRecord(world, fit, PLAN, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
+    record = LossRecord(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
     return record, fit, listener
 
 
@@ -202,6 +203,38 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
     assert [event["step_ms"] for event in listener.events] == [[500, 1500], [250, 750], [250, 750]]
     assert [event["phase_ms"]["other"] for event in listener.events] == [[500, 1500], [250, 750], [250, 750]]
     assert [event["memory_mb"] for event in listener.events] == [[5, 15]] * 3
+
+
+@pytest.mark.parametrize(
+    ("step_s", "elapsed_s", "steps"),
+    [
+        (3.0, 3.0, 1),  # a step that takes long is told at once
+        (0.02, 0.1, 1),
+        (0.001, 0.0, 20),
+        (0.0001, 0.0, 200),
+        (0.001, 10.0, 100),  # the longer the run, the rarer
+        (0.001, 3600.0, 1000),
+        (0.3, 3600.0, 5),
+        (0.0, 3600.0, 1_000_000),  # a clock that stands still
+    ],
+)
+def test_log_points_that_nobody_has_asked_for_follow_the_time(step_s: float, elapsed_s: float, steps: int) -> None:
+    assert log_interval(step_s, elapsed_s) == steps
+
+
+def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the slowest rank's time, which all of them have been told."""
+    clock = [100.0]
+    monkeypatch.setattr("paceline.clock.perf_counter", lambda: clock[0])
+    pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
+    record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
+    for step in range(1, 60):
+        clock[0] += 0.001  # three times as much on the other rank
+        record.add(turn(step - 1), row(step - 1))
+        if record.is_due(step):
+            record.send(Log(step, 0, 0.1))
+            record.settle()
+    assert [event["step"] for event in listener.events] == [1, 10, 20, 30, 40, 50]
 
 
 def test_a_checkpoint_between_log_points_closes_no_window() -> None:

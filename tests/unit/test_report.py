@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.report.page import as_script, page_of
+from paceline.report.phases import Phases
 from paceline.report.read import facts_of, facts_of_all
 from paceline.report.thin import Point, Times, heat_of, stragglers_in, thinned
 from paceline.run_folder import RunFolder
@@ -83,6 +84,36 @@ def test_the_facts_are_those_of_the_events(tmp_path: Path) -> None:
     assert about["versions"] == "paceline 0.1.0, torch 2.13.0"
     assert about["commit"] == "4f1c2a90b7de, with changes"
     assert about["time"] == "6.0 s, 2.5 s of it in training steps, 0.25 s held for checkpoints"
+
+
+def test_where_the_time_goes_is_the_mean_over_all_steps_of_the_last_ranks(tmp_path: Path) -> None:
+    def told(number: int, data: list[float], reduction: list[float]) -> dict[str, Any]:
+        return step(number, step_ms=[10.0] * len(data), phase_ms={"data": data, "reduction": reduction})
+
+    late = {"event": "straggler", "step": 40, "rank": 1, "text": "rank 1 on n2 holds the others back"}
+    folder = leave(
+        tmp_path / "r", STARTED, told(10, [9.0], [0.0]),  # one rank, which counts no more
+        STARTED, {"event": "resumed", "step": 10, "checkpoint": "c", "changes": []},
+        told(20, [1.0, 4.0], [8.0, 5.0]), told(50, [2.0, 8.0], [7.0, 1.0]), late,
+    )  # fmt: skip
+    facts = facts_of(folder, "r")
+    assert facts.phases == Phases(["data", "reduction"], [[1.75, 7.0], [7.25, 2.0]])
+    assert facts.heat is not None
+    assert facts.heat.columns == [[10.0], [2.0, 5.0], [3.0, 9.0]]  # without waiting
+    assert facts.heat.slow_points == {1: 2}
+    assert [(mark.kind, mark.step, mark.text) for mark in facts.marks][-1] == ("straggler", 40, late["text"])
+
+
+def test_on_a_gpu_what_is_not_data_is_the_rest(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "r", STARTED, step(10, phase_ms={"data": [4.0, 1.0]}))  # steps of 10 and 11 ms
+    facts = facts_of(folder, "r")
+    assert facts.phases == Phases(["data", "device"], [[4.0, 1.0], [6.0, 10.0]])
+    assert facts.heat is not None
+    assert facts.heat.columns == [[10.0, 11.0]]
+
+
+def test_a_run_that_told_no_phases_has_none(tmp_path: Path) -> None:
+    assert facts_of(leave(tmp_path / "r", STARTED, step(10)), "r").phases is None
 
 
 def test_a_run_that_went_on_has_no_step_twice_and_says_where_it_began_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from paceline.report.phases import Phases, PhaseSums, own_ms
 from paceline.report.thin import Heat, Point, Times, heat_of, stretches, thinned
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import read
@@ -70,6 +71,7 @@ class Facts:
     ranks: int
     curves: dict[str, Curve]
     heat: Heat | None
+    phases: Phases | None
     lives: list[Life]
     marks: list[Mark]
     metrics: dict[str, Any]
@@ -99,7 +101,7 @@ def facts_of(folder: RunFolder, label: str, points: int = POINTS, cells: int = C
     result = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
     config = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
     state = story.ending or ("running" if _is_running(folder) else "ended early" if story.lives else "not started")
-    ranks = max((len(times.step_ms) for times in story.times), default=1)
+    ranks = max((len(times.ms) for times in story.times), default=1)
     speeds = story.points.get("samples_per_s", [])
     memory = story.points.get("memory_mb", [])
     return Facts(
@@ -112,6 +114,7 @@ def facts_of(folder: RunFolder, label: str, points: int = POINTS, cells: int = C
         ranks=story.started.get("world_size", ranks),
         curves={name: _curve(story.per[name], thinned(all_, points)) for name, all_ in story.points.items()},
         heat=heat_of(story.times, max(20, min(COLUMNS, cells // ranks))) if story.times else None,
+        phases=story.phases.mean(),
         lives=story.lives,
         marks=_fewer(story.marks),
         metrics=result.get("metrics") or story.metrics,
@@ -136,6 +139,7 @@ class Story:
         self.points: dict[str, list[Point]] = {}
         self.per: dict[str, str] = {}
         self.times: list[Times] = []
+        self.phases = PhaseSums()
         self.lives: list[Life] = []
         self.marks: list[Mark] = []
         self.metrics: dict[str, Any] = {}
@@ -157,15 +161,19 @@ class Story:
         self.lives.append(Life(self.seconds, self.seconds, event.get("world_size", 1)))
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
+        self.step = event["step"]
         if self.lives:
             self.lives[-1].step, self.lives[-1].source = event["step"], event["checkpoint"]
         self._mark("resumed", event, "; ".join(event["changes"]))
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        self.step = event["step"]
+        steps, self.step = max(1, event["step"] - self.step), event["step"]
         self._plot("step", event)
-        if event.get("step_ms"):
-            _add(self.times, Times(event["step"], event["step_ms"]))
+        step_ms, phase_ms = event.get("step_ms"), event.get("phase_ms", {})
+        if step_ms:
+            _add(self.times, Times(event["step"], own_ms(step_ms, phase_ms)))
+        if phase_ms:
+            self.phases.take(steps, step_ms, phase_ms)
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
         self.step = event["step"]
@@ -181,6 +189,9 @@ class Story:
 
     def _on_restarted(self, event: dict[str, Any]) -> None:
         self._mark("restarted", event, event["text"])
+
+    def _on_straggler(self, event: dict[str, Any]) -> None:
+        self._mark("straggler", event, event["text"])
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self._mark("warning", event, event["text"])

@@ -21,10 +21,10 @@ class Point(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What a step took on each rank."""
+    """What a step took on each rank, without waiting for others where that is known."""
 
     step: int
-    step_ms: Sequence[float]
+    ms: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,24 @@ def stretches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 def heat_of(times: Sequence[Times], limit: int) -> Heat:
     """Step times in at most `limit` columns; stragglers are found before anything is left out."""
-    slow = [stragglers_in(point.step_ms) for point in times]
+    slow = [stragglers_in(point.ms) for point in times]
     parts = list(stretches(list(zip(times, slow, strict=True)), limit))
     counts: dict[int, int] = {}
     for rank in sorted(rank for ranks in slow for rank in ranks):
         counts[rank] = counts.get(rank, 0) + 1
     return Heat(
         steps=[part[-1][0].step for part in parts],
-        columns=[_longest([point.step_ms for point, _ in part]) for part in parts],
+        columns=[_longest([point.ms for point, _ in part]) for part in parts],
         stragglers=[sorted({rank for _, ranks in part for rank in ranks}) for part in parts],
         points=len(times),
         slow_points=counts,
     )
 
 
-def stragglers_in(step_ms: Sequence[float]) -> list[int]:
+def stragglers_in(times: Sequence[float]) -> list[int]:
     """The ranks that took much longer than most."""
-    usual = median_low(step_ms) if step_ms else 0.0
-    return [rank for rank, ms in enumerate(step_ms) if ms > STRAGGLES * usual]
+    usual = median_low(times) if times else 0.0
+    return [rank for rank, ms in enumerate(times) if ms > STRAGGLES * usual]
 
 
 def _longest(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -258,10 +258,36 @@ function paint(canvas, heat, rows, height, strength) {
 function stragglers(heat, rows) {
   if (rows === 1) return ["One rank has nobody to wait for."];
   const found = Object.entries(heat.slow_points).sort((a, b) => b[1] - a[1]);
-  const wait = "Ranks wait for each other in every step, so a slow one makes the whole column strong.";
+  const wait = "On a CPU these are each rank's own times, on a GPU those of whole steps, in which ranks wait for each other.";
   if (!found.length) return [`No rank took longer than 1.25 times the median of all. ${wait}`];
   const words = found.slice(0, 4).map(([rank, count]) => `rank ${rank} at ${shown(count)}`).join(", ");
   return [el("i", { class: "key" }), `longer than 1.25 times the median of all ranks: ${words} of ${shown(heat.points)} points. ${wait}`];
+}
+
+// --- where the time of a step goes ----------------------------------------------------------------------------------
+
+const WORDS = {
+  data: "waiting for data", reduction: "waiting for the sums of all ranks", other: "logging, saving and the rest",
+  device: "everything else, on the GPU",
+};
+
+function phasesOf(run) {
+  if (!run.phases) return [];
+  const { names, ms } = run.phases, ranks = ms[0].map((_, rank) => rank);
+  const totals = ranks.map((rank) => ms.reduce((sum, times) => sum + times[rank], 0));
+  const longest = Math.max(...totals), whole = totals.reduce((a, b) => a + b, 0);
+  const bars = ranks.map((rank) =>
+    el("div", { class: "bar", style: `height: ${ranks.length <= 8 ? 18 : 6}px` }, ...names.map((name, n) =>
+      el("i", { style: `width: ${(100 * ms[n][rank]) / (longest || 1)}%; background: var(${colourOf(n)})`, title: `rank ${rank}: ${name} ${shown(ms[n][rank])} ms` })
+    ))
+  );
+  const labels = el("div", { class: "ranks" }, el("span", {}, "rank 0"), ranks.length > 1 ? el("span", {}, ranks.length - 1) : null);
+  const rows = names.map((name, n) => {
+    const sum = ms[n].reduce((a, b) => a + b, 0), share = `${((100 * sum) / (whole || 1)).toFixed(1)} %`;
+    return [el("span", {}, swatch(n), name), WORDS[name] ?? "", shown(sum / ranks.length), share];
+  });
+  const head = [{ title: "phase" }, { title: "" }, { title: "ms, mean of the ranks", isNumber: true }, { title: "share", isNumber: true }];
+  return [el("h2", {}, "Where the time of a step goes"), el("div", { class: "strip" }, labels, el("div", {}, ...bars)), table(head, rows, "phases")];
 }
 
 // --- the time line, and what ran ------------------------------------------------------------------------------------
@@ -302,7 +328,7 @@ function whatRan(run) {
   ];
 }
 
-const partsOf = (run) => [...ranksOf(run), ...timeLine(run), ...whatRan(run)];
+const partsOf = (run) => [...ranksOf(run), ...phasesOf(run), ...timeLine(run), ...whatRan(run)];
 
 function runsOneByOne() {
   return runs.map((run, place) => {

@@ -1,0 +1,49 @@
+"""Where the time of a step goes, on each rank: the mean over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+REST = "device"  # what the host of a GPU does not see into
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Milliseconds of a step: for each phase, those of each rank."""
+
+    names: list[str]
+    ms: list[list[float]]
+
+
+class PhaseSums:
+    """Adds up the phases of `step` events, as long as the ranks stay the same."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sums: dict[str, list[float]] = {}
+
+    def take(self, steps: int, step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> None:
+        """The means of some steps."""
+        known = dict(phase_ms)
+        if set(known) == {"data"}:
+            known[REST] = [max(0.0, all_ - data) for all_, data in zip(step_ms, known["data"], strict=True)]
+        if {name: len(ms) for name, ms in known.items()} != {name: len(ms) for name, ms in self._sums.items()}:
+            self._steps, self._sums = 0, {name: [0.0] * len(ms) for name, ms in known.items()}
+        self._steps += steps
+        for name, ms in known.items():
+            self._sums[name] = [total + steps * each for total, each in zip(self._sums[name], ms, strict=True)]
+
+    def mean(self) -> Phases | None:
+        """Over all steps with the last ranks, or None if nobody has told."""
+        if not self._steps:
+            return None
+        return Phases(
+            list(self._sums), [[round(ms / self._steps, 3) for ms in of_ranks] for of_ranks in self._sums.values()]
+        )
+
+
+def own_ms(step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> list[float]:
+    """What each rank took for itself: waiting for others is left out, where that is known."""
+    waited = phase_ms.get("reduction", [0.0] * len(step_ms))
+    return [round(all_ - waits, 3) for all_, waits in zip(step_ms, waited, strict=True)]
