@@ -1,12 +1,12 @@
-"""What asks a rank to stop: signals and the time limit. It only sets a flag; the loop agrees on it with all ranks."""
+"""What asks to stop: signals and the time limit. In a rank they only set a flag; the loop agrees on it with others."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -31,21 +31,29 @@ class Stop:
             return TIME_IS_UP
         return self._signal
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take signals as requests inside. Only a main thread can; elsewhere they stay as they are."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {name: signal.signal(name, self._note) for name in SIGNALS}
-        try:
-            yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(name, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Take signals as requests inside."""
+        return handled(SIGNALS, self._note)  # also those that were ignored while the rank was starting
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+
+
+@contextmanager
+def handled(names: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have a function called for signals inside. Only a main thread can; elsewhere they stay as they are."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {name: signal.signal(name, handler) for name in names} if is_main else {}
+    try:
+        yield
+    finally:
+        for name, previous in before.items():
+            signal.signal(name, previous)
+
+
+def heeded(names: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those signals that this process does not ignore; `nohup` and `&` have some of them ignored."""
+    return [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]
 
 
 def describe(reason: int) -> str:

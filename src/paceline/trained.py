@@ -47,7 +47,7 @@ class TrainedRun(Trained):
 
     def export(self, format: str, to: Path | str, data: Path | None = None) -> Path:
         """Write the model into the new folder `to`: as safetensors, torch, onnx or hf; compared before it counts."""
-        from paceline.export import export
+        from paceline.export.export import export
 
         return export(self, format, to, data)
 

@@ -45,7 +45,8 @@ async function act() {
   seen.strip = document.querySelector("output").textContent;
   const hue = strip.getContext("2d").getImageData(strip.width - 2, strip.height - 6, 1, 1).data;
   seen.isStragglerMarked = hue[0] > hue[2];
-  const parts = (selector, read) => [...document.querySelectorAll(selector)].map((whole) => [...whole.children].map(read));
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const parts = (selector, read) => all(selector).map((whole) => [...whole.children].map(read));
   seen.bars = parts(".bar", (part) => part.getBoundingClientRect().width);
   seen.phases = parts(".phases tbody tr", (cell) => cell.textContent);
   seen.wider = document.documentElement.scrollWidth - innerWidth;

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.cli import find_config
+from paceline.cli.arguments import find_config
 from paceline.config import build, read_yaml
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cli import find_config
+from paceline.cli.arguments import find_config
 from paceline.config import Config, build, read_yaml
 from paceline.datasets import catalog
 from paceline.errors import DataError

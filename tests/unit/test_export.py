@@ -17,11 +17,13 @@ import yaml
 from torch import nn
 
 import paceline
-from paceline import cli, export, result
+from paceline import cli, result
 from paceline.config import build
 from paceline.digest import sha256_of
 from paceline.ema import Ema
 from paceline.errors import ConfigError, MissingExtra, PacelineError
+from paceline.export import traced
+from paceline.export.task import Task
 from paceline.run_folder import RunFolder
 
 LAB = '''
@@ -255,8 +257,8 @@ def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "hf"])
 def test_a_difference_is_an_error_and_leaves_nothing(make_run, tmp_path: Path, monkeypatch, format: str) -> None:
     run = make_run("Hub")
-    expected = export._expected
-    monkeypatch.setattr(export, "_expected", lambda task, batch: expected(task, batch) * 1.001)
+    expected = Task.expected
+    monkeypatch.setattr(Task, "expected", lambda task, batch: expected(task, batch) * 1.001)
     with pytest.raises(PacelineError, match="does not say what the trained one does, on a batch of 8 samples"):
         run.export(format, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lab", "run"]
@@ -282,7 +284,7 @@ def test_what_cannot_be_exported_is_told_in_one_sentence(make_run, tmp_path: Pat
         run.export("hf", to)
     with pytest.raises(ConfigError, match="format=keras is not known; use safetensors, torch, onnx, hf"):
         run.export("keras", to)
-    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    monkeypatch.setattr(traced, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"format=onnx needs onnx; run: pip install 'paceline\[onnx\]'"):
         run.export("onnx", to)
     assert not to.exists()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cli import find_config
+from paceline.cli.arguments import find_config
 from paceline.config import Config, build, read_yaml
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import sum_and_count

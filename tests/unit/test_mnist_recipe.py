@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline import datasets
-from paceline.cli import find_config
+from paceline.cli.arguments import find_config
 from paceline.config import Config, build, read_yaml
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.cli.arguments import RECIPE_CONFIGS
 from paceline.config import build, read_yaml
 
 
-@pytest.mark.parametrize("recipe", cli.RECIPE_CONFIGS)
+@pytest.mark.parametrize("recipe", RECIPE_CONFIGS)
 def test_its_copy_has_a_config_that_holds_together_and_functions_of_its_own(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

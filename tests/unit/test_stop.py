@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.stop import SIGNALS, TIME_IS_UP, Stop, describe
+from paceline.stop import SIGNALS, TIME_IS_UP, Stop, describe, handled, heeded
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +96,20 @@ def test_in_another_thread_signals_stay_as_they_are(own_handlers: list[int]) -> 
     thread.join()
     assert own_handlers == [signal.SIGTERM]
     assert stop.reason == 0
+
+
+def test_what_nohup_has_a_launcher_ignore_stays_ignored_but_a_rank_hears_it(own_handlers: list[int]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heard, stop = list[int](), Stop()
+    with handled(heeded(SIGNALS), lambda number, frame: heard.append(number)):
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+    assert heard == [signal.SIGINT]
+    with stop.listening():
+        send(signal.SIGTERM)
+    assert stop.reason == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert own_handlers == []
 
 
 def test_a_dataloader_worker_leaves_requests_to_its_rank() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from paceline import cli
+from paceline.cli import tune as command
 from paceline.config import dump_yaml, read_yaml
 from paceline.errors import ConfigError, MissingExtra, RankFailed, Stopped
 from paceline.tune import tune, worker
@@ -209,13 +209,13 @@ def test_the_command_reads_ranges_as_a_shell_leaves_them(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tune, "tune", stop_here)
     with pytest.raises(ConfigError, match="enough"):
-        cli.tune(target="digits", words=["batch_size=32", "batch_size=64", "num_epochs=2"], procs="2", trials=7)
+        command.tune(target="digits", words=["batch_size=32", "batch_size=64", "num_epochs=2"], procs="2", trials=7)
     [plan] = plans
     assert {key: str(domain) for key, domain in plan.space.items()} == {"batch_size": "{32, 64}"}
     assert (plan.raw["num_epochs"], plan.raw["procs"], plan.trials, plan.folder.name) == (2, "2", 7, "digits")
 
 
 def test_without_optuna_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=re.escape("paceline tune needs optuna; run: pip install 'paceline[tune]'")):
-        cli.tune(target="digits", words=["seed={1,2}"])
+        command.tune(target="digits", words=["seed={1,2}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from paceline.launch.ranks import Ranks
 from paceline.launch.site import room
 from paceline.nursery import LOOK_S
 from paceline.result import Outcome
-from paceline.stop import SIGNALS
+from paceline.stop import SIGNALS, handled, heeded
 
 RETURN_S = 60.0  # for a head that was there and does not answer
 RETRY_S = 0.5
@@ -120,9 +119,6 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], ask
 def _hearing(ranks: Ranks) -> Iterator[list[int]]:
     """The requests to stop, once they come: the first is for the ranks, a second one ends this host's part."""
     asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def hear(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -132,9 +128,5 @@ def _hearing(ranks: Ranks) -> Iterator[list[int]]:
             raise Stopped(f"stopped by {name} while no rank was here")
         asked.append(number)
 
-    before = {name: signal.signal(name, hear) for name in SIGNALS if signal.getsignal(name) is not signal.SIG_IGN}
-    try:
+    with handled(heeded(SIGNALS), hear):
         yield asked
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -24,7 +23,7 @@ from paceline.launch.site import Here, Meeting, Ranks, Site
 from paceline.nursery import LOOK_S, Birth
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
-from paceline.stop import SIGNALS
+from paceline.stop import SIGNALS, handled, heeded
 from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
 from paceline.telemetry.trackers import tracking
@@ -198,9 +197,6 @@ def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool
 @contextmanager
 def hearing(request: Request | None, news: str) -> Iterator[None]:
     """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def hear(number: int, frame: FrameType | None) -> None:
         if request is not None and (not request.signal or request.is_for_growth) and number in SIGNALS:
@@ -213,11 +209,5 @@ def hearing(request: Request | None, news: str) -> Iterator[None]:
     # What a program does with SIGUSR1 is its own affair, unless its ranks save when they get it.
     names = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     names += [signal.SIGUSR1] if request is not None else []
-    # `nohup` and `&` have some of them ignored.
-    heard = [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]
-    before = {name: signal.signal(name, hear) for name in heard}
-    try:
+    with handled(heeded(names), hear):
         yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)

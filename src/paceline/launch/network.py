@@ -53,6 +53,18 @@ def connect(host: str, port: int, key: bytes) -> Connection:
     return greeted(socket.create_connection((resolve(host), port), GREETING_S), key, is_host=False)
 
 
+def why_unreachable(address: str) -> str | None:
+    """Why nobody answers at HOST:PORT, in a few words; None if somebody does, or if it is another kind of address."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        return None
+    try:
+        socket.create_connection((host, int(port)), GREETING_S).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return None
+
+
 def greeted(raw: socket.socket, key: bytes, *, is_host: bool) -> Connection:
     """Both sides prove that they know the key before anything of the other is unpickled."""
     raw.setblocking(True)

@@ -98,10 +98,12 @@ def cluster(device: str) -> Iterator[Cluster]:
     if is_ours:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the one that says nothing when it is told to
+        address = os.environ.get("RAY_ADDRESS", "")
         try:
+            if why := network.why_unreachable(address):  # Ray would try for minutes
+                raise ConnectionError(why)
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, RayError) as error:
-            address = os.environ.get("RAY_ADDRESS")
             why = str(error).strip().splitlines()[0]
             raise ConfigError(f"RAY_ADDRESS={address} cannot be used: {why}; correct it, or unset it") from error
         if threading.current_thread() is threading.main_thread():  # Ray has set a handler of its own

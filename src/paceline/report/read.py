@@ -169,7 +169,7 @@ class Story:
     def _on_step(self, event: dict[str, Any]) -> None:
         steps, self.step = max(1, event["step"] - self.step), event["step"]
         self._plot("step", event)
-        step_ms, phase_ms = event.get("step_ms"), event.get("phase_ms", {})
+        step_ms, phase_ms = event.get("step_ms", []), event.get("phase_ms", {})
         if step_ms:
             _add(self.times, Times(event["step"], own_ms(step_ms, phase_ms)))
         if phase_ms:

@@ -132,41 +132,30 @@ class Stopper(tune.Stopper):  # type: ignore[misc]
         return {}
 
 
-def search(
-    study: Study,
-    config: Config,
-    folder: StudyFolder,
-    config_of: Callable[[Candidate], dict[str, Any]],
-    say: Callable[[str], None],
-    *,
-    total: int,
-    parallel: int,
-) -> bool:
-    """Trials until the study has `total` of them. False if a signal has stopped it."""
+def search(ahead: Ahead, config: Config, parallel: int) -> bool:
+    """Trials until there are enough of them, so many side by side. False if a signal has stopped it."""
+    home, storage = ahead.folder.path, RunFolder(ahead.folder.path).ray
     with cluster(config.device) as there:
         share = share_of(config, there)
-        is_managed = config.train_fn is None
-        cores = max(1, int(share["CPU"]) // most_ranks(config))
-        ahead = Ahead(study, total, folder, lambda one: {"threads": cores, **config_of(one)}, say, may_copy=is_managed)
-        train = functools.partial(train_trial, folder=str(folder.path), metric=study.goal.metric)
+        threads = max(1, int(share["CPU"]) // most_ranks(config))
+        train = functools.partial(train_trial, folder=str(home), metric=ahead.study.goal.metric, threads=threads)
         tuner = tune.Tuner(
             tune.with_resources(train, share),
             tune_config=tune.TuneConfig(search_alg=ahead, num_samples=-1, max_concurrent_trials=parallel),
-            run_config=tune.RunConfig(
-                name="tune", storage_path=str(RunFolder(folder.path).ray), stop=Stopper(ahead), verbose=0
-            ),
+            run_config=tune.RunConfig(name="tune", storage_path=str(storage), stop=Stopper(ahead), verbose=0),
         )
         request = Request()
-        with hearing(request, f"the study is in {folder.path}"):
+        with hearing(request, f"the study is in {home}"):
             done = in_thread(tuner.fit)
             while not done.done():
                 time.sleep(LOOK_S)
                 if request.signal and not ahead.is_stopping:
                     ahead.is_stopping = True
-                    say(f"{signal.Signals(request.signal).name}: the running trials end; a second signal ends at once")
+                    name = signal.Signals(request.signal).name
+                    ahead.say(f"{name}: the running trials end; a second signal ends at once")
         for trial_id in list(ahead.active):  # Ray Tune says nothing of those that it was asked to end
             ahead.on_trial_complete(trial_id)
-        shutil.rmtree(RunFolder(folder.path).ray, ignore_errors=True)
+        shutil.rmtree(storage, ignore_errors=True)
         if (error := done.exception()) is not None:
             raise PacelineError(f"Ray Tune has given up: {str(error).strip().splitlines()[-1]}") from error
         return not ahead.is_stopping
@@ -190,10 +179,11 @@ def read_outcome(folder: StudyFolder, number: int) -> Outcome | None:
     return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def train_trial(given: dict[str, Any], *, folder: str, metric: str) -> None:
+def train_trial(given: dict[str, Any], *, folder: str, metric: str, threads: int) -> None:
     """In a worker of Ray Tune: train one trial in a process of its own, and tell of its epochs."""
     with closing(Worker(Share(None, None))) as worker:
-        run = TrialRun(StudyFolder(Path(folder)), given["number"], yaml.safe_load(given["config"]), worker)
+        raw = {"threads": threads, **yaml.safe_load(given["config"])}
+        run = TrialRun(StudyFolder(Path(folder)), given["number"], raw, worker)
         outcome = None
         while outcome is None:
             time.sleep(LOOK_S)

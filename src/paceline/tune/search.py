@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 from paceline.errors import Interrupted
-from paceline.stop import SIGNALS
+from paceline.stop import SIGNALS, handled, heeded
 from paceline.tune.report import best_of, shown
 from paceline.tune.study import Candidate, Study
 from paceline.tune.worker import Outcome
@@ -87,7 +85,7 @@ class Search:
         """Search to the end. False if a signal has stopped it: trials have saved, and go on with the next search."""
         waiting = self.study.left_behind()
         self._count()
-        with self._hearing():
+        with handled(heeded((*SIGNALS, signal.SIGHUP)), self._hear):
             while True:
                 if self.signal:
                     self._stop_all()
@@ -166,22 +164,8 @@ class Search:
         self.say(self.study.row(candidate.number).describe(self.study.goal) + more)
         self._count()
 
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
+    def _hear(self, number: int, frame: FrameType | None) -> None:
         """Take the first signal as a request to stop, a second one as the end."""
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            if self.signal:
-                name = signal.Signals(number).name
-                raise Interrupted(f"ended by {name}; the same command goes on with the study")
-            self.signal = number
-
-        is_main = threading.current_thread() is threading.main_thread()
-        names = (*SIGNALS, signal.SIGHUP) if is_main else ()
-        heard = [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]  # as nohup has it
-        before = {name: signal.signal(name, hear) for name in heard}
-        try:
-            yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(name, handler)
+        if self.signal:
+            raise Interrupted(f"ended by {signal.Signals(number).name}; the same command goes on with the study")
+        self.signal = number

@@ -106,7 +106,8 @@ def _search_by_ray(plan: Plan, study: Study, config: Config, folder: StudyFolder
     def config_of(candidate: Candidate) -> dict[str, Any]:
         return _raw_of(plan.config_of(candidate.values), _run_dir(folder, candidate.number, is_managed), is_managed)
 
-    return ray.search(study, config, folder, config_of, say, total=plan.trials, parallel=plan.parallel)
+    ahead = ray.Ahead(study, plan.trials, folder, config_of, say, may_copy=is_managed)
+    return ray.search(ahead, config, plan.parallel)
 
 
 def _checked(plan: Plan) -> Config:

@@ -1,0 +1,90 @@
+"""The command line: argv to commands, and the only place that ends the process.
+
+A command is a function of a module here, and a line of `COMMANDS`. torch, and most of Paceline, are imported by the
+commands that need them, never to show help.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
+from paceline.cli.output import print_error
+from paceline.errors import ConfigError, Interrupted, PacelineError
+
+Command = Callable[..., None]
+
+# In the order of `paceline --help`.
+COMMANDS: list[Command] = [
+    train.train,
+    slurm.submit,
+    slurm.status,
+    slurm.watch,
+    slurm.logs,
+    slurm.cancel,
+    compare.compare,
+    tune.tune,
+    bench.bench,
+    profile.profile,
+    trained.evaluate,
+    trained.predict,
+    trained.export,
+    trained.checkpoints,
+    views.board,
+    views.report,
+    doctor.doctor,
+    project.init,
+]
+
+
+def main() -> None:
+    """The entry point: runs a command and turns its errors into a few words and an exit code."""
+    try:
+        app()
+    except PacelineError as error:
+        for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+            print_error(problem)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever read the output, `head` for instance, has gone; the run itself is done
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(0)
+
+
+def _interruptible(command: Command) -> Command:
+    """Ctrl-C ends a command with one line; typer would end it without a word."""
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted("; ".join(["stopped by Ctrl-C", *map(str, interrupt.args)])) from None
+
+    return run
+
+
+def _app() -> typer.Typer:
+    app = typer.Typer(
+        help="Train PyTorch models with Distributed Data Parallel: one run, one hash, from a laptop to a cluster.",
+        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    )  # fmt: skip
+    for command in COMMANDS:
+        app.command()(_interruptible(command))
+    app.add_typer(_getter("The data sets that recipes use.", project.get_data), name="data")
+    app.add_typer(_getter("Pretrained models of the Hugging Face hub.", project.get_model), name="model")
+    return app
+
+
+def _getter(about: str, get: Command) -> typer.Typer:
+    """A group of one command, `get`."""
+    group = typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
+    group.command("get")(_interruptible(get))
+    return group
+
+
+app = _app()

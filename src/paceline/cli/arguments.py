@@ -1,0 +1,80 @@
+"""What several commands are told alike: CONFIG and its overrides, run folders, lists; and what those words mean."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.run_folder import RunFolder
+
+PACKAGE = Path(__file__).parents[1]
+RECIPES = PACKAGE / "recipes"
+
+
+def _recipe_name(path: Path) -> str:
+    """A folder's config.yaml goes by the name of the folder, other configs in it by their own."""
+    return path.parent.name if path.stem == "config" else path.stem
+
+
+RECIPE_CONFIGS = dict(sorted((_recipe_name(path), path) for path in RECIPES.glob("*/*.yaml")))
+
+CONFIG = typer.Argument(metavar="CONFIG", help=f"A config.yaml, or a recipe: {', '.join(RECIPE_CONFIGS)}.")
+Target = Annotated[str, CONFIG]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")]
+
+
+def find_config(target: str) -> Path:
+    """The config file that a path or the name of a recipe means."""
+    for path in (Path(target), Path(target) / "config.yaml"):
+        if path.is_file():
+            return path
+    if target in RECIPE_CONFIGS:
+        return RECIPE_CONFIGS[target]
+    raise ConfigError(f"{target} is neither a file nor a recipe; {hint(target, *map(str, Path().glob('*.yaml')))}")
+
+
+def hint(name: str, *others: str) -> str:
+    """What somebody may have meant by the name of a recipe."""
+    near = difflib.get_close_matches(name, [*RECIPE_CONFIGS, *others], n=1)
+    return f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
+
+
+def build_config(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
+    """The config that a command line means, and the folder it comes from."""
+    from paceline import config, launch
+
+    path = find_config(target)
+    raw = config.read_yaml(path)
+    config.override(raw, overrides or [])
+    raw |= {key: value for key, value in options.items() if value is not None}
+    folder = path.parent.resolve()
+    launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
+    return config.build(raw, folder=folder), folder
+
+
+def find_run(path: Path) -> RunFolder:
+    """A folder that holds a run, or will."""
+    from paceline.run_folder import RunFolder
+
+    folder = RunFolder(path.resolve())
+    if not folder.config.exists() and not folder.slurm.exists():
+        raise ConfigError(f"{path} is not a run folder; give one, such as runs/NAME/2026-01-02_10-00-00")
+    return folder
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """The numbers of processes in a list such as 1,2,4."""
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--{option} {text} is not a list of numbers; write for instance --{option} 1,2,4") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"--{option} {text} must be 1 or more each")
+    return numbers

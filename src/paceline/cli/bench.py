@@ -1,0 +1,77 @@
+"""`paceline bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from paceline.cli.arguments import parse_numbers
+from paceline.cli.output import show_table
+
+
+def bench(
+    models: Annotated[str, typer.Option(help="What to train: mnist, cifar.")] = "mnist,cifar",
+    procs: Annotated[int, typer.Option(help="How many processes.")] = 1,
+    scaling: Annotated[
+        str, typer.Option(help="Numbers of processes for the hand-written loop and Paceline, such as 1,2,4.")
+    ] = "",
+    steps: Annotated[int | None, typer.Option(help="Steps to measure; as suits the model by default.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each loop has its turn; medians are shown.")] = 3,
+    workers: Annotated[int, typer.Option(help="DataLoader workers of a process.")] = 0,
+    only: Annotated[str, typer.Option(help="Loops by name, such as hand-written,paceline; all by default.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="A JSON file for all figures.")] = None,
+) -> None:
+    """Time small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed."""
+    from paceline.bench.bench import Plan
+    from paceline.bench.bench import bench as run_bench
+    from paceline.run_folder import write_json
+
+    plan = Plan(
+        models=_names(models), contenders=_names(only), procs=procs,
+        scaling=parse_numbers("scaling", scaling) if scaling else (), steps=steps, rounds=rounds, workers=workers,
+        device=device,
+    )  # fmt: skip
+    report = run_bench(plan, say=lambda text: typer.echo(text, err=True))
+    if out is not None:
+        write_json(out, report)
+    _show(report)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _show(report: dict[str, Any]) -> None:
+    where = report["machine"]
+    on = where["gpu"] or f"{where['cores']} cores"
+    typer.echo(f"{on}, torch {where['torch']}, Python {where['python']}; medians, rounds: {report['rounds']}")
+    for model in report["models"]:
+        typer.echo(f"\n{model['model']}: {model['title']}, processes: {model['procs']}")
+        table = Table("loop", "version", "DDP", "µs/step", "ratio", "lowest to highest, µs", box=None)
+        for row in model["rows"]:
+            table.add_row(row["title"], f"{row['package']} {row['version']}", *_figures(row))
+        show_table(table)
+        if model["scaling"]:
+            typer.echo()
+            table = Table("loop", "processes", "samples/s", "speed-up", "efficiency", box=None)
+            for row in model["scaling"]:
+                table.add_row(row["title"], str(row["procs"]), *_scaled_figures(row))
+            show_table(table)
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return ["", row["error"]]
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # wider than the ratios differ: a busy machine
+    return ["yes" if row["has_ddp"] else "no", f"{row['us_per_step']:,.0f}", ratio, spread]
+
+
+def _scaled_figures(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["error"]]
+    return [f"{row['samples_per_s']:,.0f}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"]

@@ -1,0 +1,56 @@
+"""`paceline init`, `data get` and `model get`: what a project begins with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.arguments import PACKAGE, RECIPE_CONFIGS, hint
+from paceline.errors import ConfigError
+
+PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder to create.")],
+    recipe: Annotated[str | None, typer.Option(help=f"Begin with a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
+) -> None:
+    """Write a project folder that runs as it is: model_fn.py, dataset_fn.py, train.py, main.py, config.yaml."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
+    if recipe is not None and recipe not in RECIPE_CONFIGS:
+        raise ConfigError(f"--recipe {recipe} is not known; {hint(recipe)}")
+    source = RECIPE_CONFIGS[recipe].parent if recipe is not None else PROJECT_TEMPLATE
+    left_out = ("__pycache__", "*.yaml") if recipe is not None else ("__pycache__",)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
+    if recipe is not None:
+        shutil.copy(RECIPE_CONFIGS[recipe], folder / "config.yaml")
+    typer.echo(f"{folder} is ready. Try next:")
+    if recipe is None:
+        typer.echo(f"  cd {folder} && python main.py")
+    typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
+
+
+def get_data(
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or tinyshakespeare.")],
+    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/datasets/NAME by default.")] = None,
+) -> None:
+    """Download a data set, or go on with a download that was cut; what is already there is kept."""
+    from paceline.datasets import download
+
+    folder = download.get(name, to, say=typer.echo)
+    typer.echo(f"{name} is complete in {folder.resolve()}")
+
+
+def get_model(
+    name: Annotated[str, typer.Argument(help="As the hub has it, such as google-bert/bert-base-uncased.")],
+    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/models/NAME by default.")] = None,
+) -> None:
+    """Download a pretrained model, or go on with a download that was cut; what is already there is kept."""
+    from paceline import models
+
+    folder = models.get(name, to, say=typer.echo)
+    typer.echo(f"{name} is complete in {folder.resolve()}")

@@ -1,0 +1,99 @@
+"""`paceline submit`, `status`, `watch`, `logs` and `cancel`: runs that go on elsewhere, most of them as Slurm jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.arguments import Overrides, Target, find_config, find_run
+from paceline.errors import ConfigError
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+def submit(
+    target: Target,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node.")] = None,
+    procs: Annotated[str | None, typer.Option(help="Processes on each node; one per GPU by default, else 1.")] = None,
+    time: Annotated[str | None, typer.Option(help="The time limit of the job, such as 4:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition; Slurm's default otherwise.")] = None,
+    notice: Annotated[int, typer.Option(help="Seconds before the time limit at which the run saves.")] = 120,
+    max_requeues: Annotated[int, typer.Option(help="How often the job may go back into the queue.")] = 100,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further option of sbatch, such as --sbatch=--account=lab.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script, and do nothing.")] = False,
+) -> None:
+    """Train as a Slurm job that saves before its time is up and comes again: --nodes 2 --time 4:00:00"""
+    from paceline import config
+    from paceline.run_folder import RunFolder, new_folder
+    from paceline.submit import Plan, script
+    from paceline.submit import submit as hand_over
+
+    path = find_config(target)
+    raw = config.read_yaml(path)
+    config.override(raw, overrides or [])
+    built = config.build(raw, folder=path.parent.resolve())
+    plan = Plan(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
+    words = [str(path.resolve()), *(overrides or [])]
+    wanted = run_dir or built.run_dir
+    if dry_run:
+        shown = wanted or Path("runs") / built.name / "DATE-TIME"
+        typer.echo(script(plan, built.name, words, RunFolder(shown.resolve())), nl=False)
+        return
+    folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
+    job = hand_over(script(plan, built.name, words, folder), folder)
+    typer.echo(f"submitted: job {job}, run folder {folder.path}")
+    typer.echo("try next:")
+    for command in ("status", "logs", "cancel"):
+        typer.echo(f"  paceline {command} {folder.path}")
+
+
+def status(run: Run) -> None:
+    """Say how a run is doing, and the Slurm job that it was submitted as."""
+    from paceline.submit import describe
+
+    for line in describe(find_run(run)):
+        typer.echo(line)
+
+
+def watch(run: Run) -> None:
+    """Show a run that was started elsewhere, as it goes on: in another terminal, on another host, as a Slurm job."""
+    from paceline.telemetry.follow import show
+
+    show(find_run(run))
+
+
+def logs(
+    run: Run,
+    rank: Annotated[int | None, typer.Option(help="The output of one rank; of the Slurm job by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
+) -> None:
+    """Show what a run has printed."""
+    import time
+
+    from paceline.submit import find_log
+
+    with find_log(find_run(run), rank).open(encoding="utf-8", errors="replace") as file:
+        while True:
+            typer.echo(file.read(), nl=False)
+            if not follow:
+                return
+            time.sleep(0.5)
+
+
+def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was submitted.")]) -> None:
+    """End the Slurm job of a run, which saves first; `paceline submit … --run-dir RUN` goes on with it."""
+    from paceline.submit import cancel as end_job
+    from paceline.submit import job_of
+
+    job = job_of(find_run(run))
+    if job is None:
+        raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
+    end_job(job)
+    typer.echo(f"job {job} is told to end; the run saves first, and goes on with paceline submit … --run-dir {run}")

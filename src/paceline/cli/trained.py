@@ -1,0 +1,142 @@
+"""`paceline evaluate`, `predict`, `export` and `checkpoints`: what a run has left in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import redirect_stdout
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from paceline.cli.output import is_main, show_table
+from paceline.errors import ConfigError
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Weights = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="best, last or a step; by default the best if the run kept it, else the last."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(resolve_path=True, help="A CSV or Parquet file; by default what the run held out."),
+]
+Procs = Annotated[int | None, typer.Option(min=1, help="How many processes; as in training by default.")]
+Extra = Annotated[
+    Path | None,
+    typer.Option("--config", help="A config whose keys take the place of the run's, functions for instance."),
+]
+
+
+def evaluate(
+    run_dir: Run,
+    checkpoint: Weights = None,
+    data: Data = None,
+    procs: Procs = None,
+    config: Extra = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
+) -> None:
+    """Measure a trained model, alike on any number of processes: paceline evaluate runs/NAME/DATE-TIME --procs 4"""
+    with redirect_stdout(sys.stderr):  # what the user's functions print
+        run = _load(run_dir, checkpoint, data, procs, config)
+        metrics = run.evaluate(data, procs)
+    origin = {"weights": run.origin, "data": str(data or "held out by the run"), "run": str(run.run_dir)}
+    if not is_main():
+        return
+    if as_json:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # as JSON has it
+        typer.echo(json.dumps({"metrics": finite, "step": run.step, **origin}))
+        return
+    for name, value in (*metrics.items(), *origin.items()):
+        typer.echo(f"{name}: {value}")
+
+
+def predict(
+    run_dir: Run,
+    out: Annotated[Path, typer.Option(help="The table to write, .csv or .parquet.")],
+    checkpoint: Weights = None,
+    data: Data = None,
+    procs: Procs = None,
+    config: Extra = None,
+) -> None:
+    """Write what a trained model says of each sample, in order: paceline predict runs/NAME/DATE-TIME --out preds.csv"""
+    from paceline import predictions
+
+    predictions.check_file(out)
+    run = _load(run_dir, checkpoint, data, procs, config)
+    predicted = run.predictions(data, procs)
+    if is_main():
+        predictions.write(out, predictions.columns_of(predicted, run.config.loss_fn))
+        typer.echo(f"{out}: {len(predicted.outputs):,} predictions, weights: {run.origin}")
+
+
+def export(
+    run_dir: Run,
+    format: Annotated[str, typer.Option(help="safetensors, torch, onnx or hf.")],
+    to: Annotated[Path, typer.Option(help="The folder to create.")],
+    checkpoint: Weights = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="A CSV or Parquet file to try the model on; else the run's data."),
+    ] = None,
+    config: Extra = None,
+) -> None:
+    """Write a trained model for other programs: paceline export runs/NAME/DATE-TIME --format torch --to FOLDER"""
+    from paceline.export.export import export as write_export
+    from paceline.trained import load
+
+    _check_data(data)
+    with redirect_stdout(sys.stderr):  # what the user's functions and torch print
+        run = load(run_dir, checkpoint, config)
+        write_export(run, format, to, data, say=lambda text: typer.echo(f"{text} …", err=True))
+    typer.echo(f"{to}: {format}, weights: {run.origin}; compared with the trained model, see {to / 'README.md'}")
+
+
+def checkpoints(run_dir: Run) -> None:
+    """List the checkpoints of a run: step, size, metrics, and whether each can be used."""
+    from paceline.checkpoint.store import Damaged, Store, verify
+    from paceline.run_folder import RunFolder
+
+    folder = RunFolder(run_dir)
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
+    table = Table("checkpoint", "size", "saved", "metrics", "state", box=None)
+    store = Store(folder.checkpoints)
+    for path in (*store.paths(), *store.damaged_paths()):
+        try:
+            manifest = verify(path)
+        except Damaged as reason:
+            table.add_row(path.name, "", "", "", f"cannot be used: {reason}")
+            continue
+        saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
+        facts = "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items() if value is not None)
+        table.add_row(path.name, f"{manifest.size / 1e6:,.1f} MB", saved, facts, "valid")
+    if not table.row_count:
+        typer.echo(f"{run_dir} has no checkpoints")
+        return
+    show_table(table)
+
+
+def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None) -> Any:
+    """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
+    from paceline import launch
+    from paceline.config import read_yaml
+    from paceline.run_folder import RunFolder
+
+    _check_data(data)
+    written = RunFolder(run_dir).config
+    if written.exists():
+        raw = read_yaml(written)
+        launch.prepare({"procs": procs or raw.get("procs")}, Path(raw.get("folder") or run_dir))
+    from paceline.trained import load
+
+    return load(run_dir, checkpoint, config)
+
+
+def _check_data(data: Path | None) -> None:
+    if data is not None and not data.is_file():
+        raise ConfigError(f"--data {data} does not exist; give a CSV or Parquet file")

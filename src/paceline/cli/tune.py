@@ -1,0 +1,101 @@
+"""`paceline tune`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.cli.arguments import Target, find_config
+from paceline.cli.output import show_table
+from paceline.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from paceline.tune.tune import Found
+
+TRIALS_SHOWN = 20
+
+
+def tune(
+    target: Target,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to set.",
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="How many trials the study shall have in all.")] = 20,
+    parallel: Annotated[int, typer.Option(help="Trials side by side; they share the GPUs, or the cores.")] = 1,
+    procs: Annotated[str | None, typer.Option(help="How many processes a trial has.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="What counts: val_loss, accuracy, …; by default that of checkpoint.best, or val_loss."),
+    ] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; known by itself for the metrics of Paceline.")] = None,
+    study: Annotated[str | None, typer.Option(help="The study's name; the config's by default.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Where Optuna keeps the study, as a URL; study.db in the folder by default.")
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="tpe, or random.")] = "tpe",
+    pruner: Annotated[str, typer.Option(help="median, hyperband, or none: who ends hopeless trials early.")] = "median",
+    seed: Annotated[int | None, typer.Option(help="Of the sampler; the config's by default.")] = None,
+    engine: Annotated[str, typer.Option(help="Who starts the trials: optuna, here; ray, on its cluster.")] = "optuna",
+    run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; runs/NAME-tune by default.")] = None,
+) -> None:
+    """Search for good values, in many runs: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1"""
+    from paceline import config
+    from paceline.tune import space
+
+    if find_spec("optuna") is None:
+        raise MissingExtra("optuna", "tune", "paceline tune")
+    if engine == "ray" and find_spec("ray") is None:
+        raise MissingExtra("ray", "ray", "--engine ray")
+    path = find_config(target)
+    searched, fixed = space.parse(words or [])
+    raw = config.read_yaml(path)
+    config.override(raw, fixed)
+    if procs is not None:
+        raw["procs"] = procs
+    from paceline.tune.tune import Plan
+    from paceline.tune.tune import tune as run_search
+
+    plan = Plan(
+        raw, path.parent.resolve(), searched, trials=trials, parallel=parallel, metric=metric, mode=mode, study=study,
+        storage=storage, sampler=sampler, pruner=pruner, seed=seed, engine=engine, run_dir=run_dir,
+    )  # fmt: skip
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with console.status("starting") if console.is_terminal else nullcontext() as status:
+        found = run_search(
+            plan,
+            say=lambda text: console.print(text, markup=False),
+            show=lambda text: status.update(escape(text)) if status is not None else None,
+        )
+    _show(found)
+
+
+def _show(found: Found) -> None:
+    from paceline.tune.report import shown
+
+    table = Table("trial", "state", found.goal.metric, "epochs", "seconds", *found.best.values, box=None)
+    for row in found.rows[:TRIALS_SHOWN]:
+        value = "" if row.value is None else f"{row.value:.6g}"
+        table.add_row(
+            str(row.number), row.state, value, str(row.epochs), f"{row.seconds:.1f}", *map(shown, row.values.values())
+        )
+    show_table(table)
+    if len(found.rows) > TRIALS_SHOWN:
+        typer.echo(f"and {len(found.rows) - TRIALS_SHOWN} more")
+    for note in found.notes:
+        typer.echo(note)
+    typer.echo(f"best: trial {found.best.number}, {found.goal.metric} {found.best.value:.6g}, {found.best.run_dir}")
+    typer.echo(f"see {found.folder.path}: best.yaml, trials.csv{'' if found.notes else ', plots.html'}")
+    typer.echo("try next:")
+    typer.echo(f"  paceline train {found.folder.best}")
+    typer.echo(f"  paceline board {found.folder.path}     # the curves of all trials, in TensorBoard")

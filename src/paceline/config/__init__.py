@@ -1,0 +1,37 @@
+"""The typed config: what a run is, from YAML, the command line or Python, with every mistake reported at once.
+
+Nothing here knows about devices, processes or the environment.
+"""
+
+from paceline.config.builder import build, override, resolve_tables
+from paceline.config.mistakes import describe, unknown_names
+from paceline.config.schema import (
+    FUNCTION_KEYS,
+    Augmentation,
+    Best,
+    Checkpoint,
+    Config,
+    Log,
+    Pacing,
+    Schedule,
+)
+from paceline.config.text import dump_yaml, read_yaml, to_plain
+
+__all__ = [
+    "FUNCTION_KEYS",
+    "Augmentation",
+    "Best",
+    "Checkpoint",
+    "Config",
+    "Log",
+    "Pacing",
+    "Schedule",
+    "build",
+    "describe",
+    "dump_yaml",
+    "override",
+    "read_yaml",
+    "resolve_tables",
+    "to_plain",
+    "unknown_names",
+]

@@ -1,0 +1,138 @@
+"""What is wrong with a config, one sentence each: with a key, with keys that do not go together, with names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from paceline.config.schema import FUNCTION_KEYS, MANAGED_KEYS, Config
+
+
+def describe(detail: ErrorDetails) -> str:
+    """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
+    # Unions put the branch that failed into the location; people know the key alone.
+    path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
+    path = [p for p in path if p not in ("str", "callable", "bool")]
+    if detail["type"] == "extra_forbidden":
+        path = [str(part) for part in detail["loc"]]  # an unknown key may have any characters
+    key = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known keys: {', '.join(known)}"
+        return f"{key} is not a known key; {hint}"
+    if path[-1] in FUNCTION_KEYS:
+        return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
+
+
+def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -> list[str]:
+    """Mistakes that show only when keys are seen together.
+
+    `given` are the keys that were set by the user; those in `wrong` are reported already.
+    """
+    problems = []
+    for key, example in (
+        ("model_fn", "a function that returns the model"),
+        ("dataset_fn", "the data set's class"),
+    ):
+        if getattr(config, key) is None and key not in wrong:
+            problems.append(f"{key} is missing; give {example}")
+    if config.train_fn is None and config.loss_fn is None and not {"train_fn", "loss_fn"} & set(wrong):
+        problems.append(
+            "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
+        )
+    if config.train_fn is not None:
+        idle = [key for key in ("loss_fn", *MANAGED_KEYS) if key in given]
+        if idle:
+            belong = "belongs" if len(idle) == 1 else "belong"
+            problems.append(
+                f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+            )
+        if config.log.trackers:
+            problems.append("log.trackers has nothing to tell of your own loop; remove it, and log inside train_fn")
+    if config.optimizer_fn is not None and "optimizer" in given:
+        problems.append("optimizer and optimizer_fn are both given; keep one of them")
+    problems += _curriculum(config)
+    for key in ("val_df", "val_dataset_fn"):
+        if key in given and "val_fraction" in given:
+            problems.append(f"{key} and val_fraction are both given; keep one of them")
+    best = config.checkpoint.best
+    measured = ["val_loss", "train_loss", *config.metrics]
+    if best is not None and best.metric not in measured and "metrics" not in wrong:
+        problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
+    if (config.nodes is None) != (config.rendezvous is None) and not {"nodes", "rendezvous"}.intersection(wrong):
+        problems.append("nodes and rendezvous belong together, as in --nodes 2 --rendezvous HOST:29400; give both")
+    if config.launcher == "ray" and config.nodes is not None:
+        problems.append(f"nodes={config.nodes} is up to Ray with launcher=ray; remove it, procs counts all processes")
+    if not config.ddp and config.nodes is not None:
+        problems.append(f"nodes={config.nodes} needs DDP; remove ddp: false")
+    if not config.ddp and (config.procs_range or (1, 1))[0] > 1:
+        problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
+    problems += _inexact(config)
+    if config.device == "cpu" and config.step_mode == "graph":
+        problems.append("step_mode=graph needs a GPU, but device=cpu; use step_mode: auto")
+    if config.device == "cpu" and config.backend == "nccl":
+        problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
+    return problems
+
+
+def unknown_names(config: Config) -> list[str]:
+    """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
+    from paceline.metrics import NAMED
+    from paceline.optim import problems_with
+
+    problems = problems_with(config.optimizer.name, config.optimizer.model_extra or {})
+    if isinstance(config.metrics, list):
+        for name in config.metrics:
+            if name not in NAMED:
+                problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
+    return problems
+
+
+def _known_keys(sections: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        annotation = next((part for part in get_args(annotation) if part is not type(None)), annotation)
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _curriculum(config: Config) -> list[str]:
+    """Difficulty comes from one place, and only for a curriculum."""
+    if config.curriculum is None:
+        return ["difficulty_fn belongs to a curriculum; add curriculum: {epochs: …}"] if config.difficulty_fn else []
+    given = (config.difficulty_fn, config.curriculum.column, config.curriculum.by)
+    if sum(source is not None for source in given) != 1:
+        return ["curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"]
+    if config.curriculum.by == "loss" and config.num_epochs == 1:
+        return ["curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"]
+    return []
+
+
+def _inexact(config: Config) -> list[str]:
+    """Keys whose numbers depend on the number of ranks, and what they cannot be used with."""
+    problems = []
+    if config.compression != "none" and config.exact and config.train_fn is None:
+        problems.append(f"compression={config.compression} rounds the sums by the number of ranks; set exact: false")
+    if config.compression == "powersgd" and config.find_unused_parameters:
+        problems.append("compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16")
+    if config.sync_batchnorm and config.exact and config.train_fn is None:
+        problems.append("sync_batchnorm=true takes its statistics over all ranks; set exact: false")
+    if config.sync_batchnorm and config.device == "cpu":
+        problems.append("sync_batchnorm=true cannot work with device=cpu, torch has it for GPUs; remove one of them")
+    return problems
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,248 @@
+"""The keys of a config: their types, defaults and limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from paceline.config.text import dump_yaml, to_plain
+
+Function = Callable[..., Any] | str
+FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
+TABLE_KEYS = ("df", "val_df")
+MANAGED_KEYS = (
+    "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
+    "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
+    "curriculum", "difficulty_fn", "step_mode", "data_on_device", "compression", "shard_optimizer",
+)  # fmt: skip
+DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+class Optimizer(BaseModel):
+    """An optimizer of torch.optim by name; further keys go to its constructor."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "adamw"
+    lr: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_muon(cls, values: Any) -> Any:
+        is_muon = isinstance(values, dict) and str(values.get("name")).lower() == "muon"
+        return {"lr": 0.02, **values} if is_muon else values
+
+
+class Schedule(_Section):
+    """How the learning rate moves: a warm-up from zero, then `name` down to `final` × lr."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final: float = Field(0.0, ge=0, le=1)
+
+
+class Normalize(_Section):
+    """What pixels between 0 and 1 are shifted and divided by: one number, or one for each channel."""
+
+    mean: list[float]
+    std: list[Annotated[float, Field(gt=0)]]
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Normalize:
+        if not self.mean or len(self.mean) != len(self.std):
+            raise ValueError("must have as many numbers in mean as in std, and at least one; give one for each channel")
+        return self
+
+
+class Augmentation(_Section):
+    """What is done to batches of images on the device before a step."""
+
+    normalize: Normalize | None = None
+    flip: Annotated[
+        Literal["random", "alternating", "none"], BeforeValidator(lambda v: "none" if v is False else v)
+    ] = "none"
+    translate: int = Field(0, ge=0)
+    cutout: int = Field(0, ge=0)
+
+
+class Pacing(_Section):
+    """Which share of the samples, the easiest first, an epoch may use."""
+
+    column: str | None = None
+    by: Literal["loss"] | None = None
+    start: float = Field(0.2, gt=0, le=1)
+    epochs: int = Field(5, ge=1)
+    name: Literal["linear", "root", "step"] = "linear"
+
+
+class Log(_Section):
+    """How often a run says how it is doing."""
+
+    every_steps: int | None = Field(None, ge=1)  # None: by the time that steps take
+    tensorboard: bool = True
+    trackers: Annotated[
+        list[Literal["wandb", "mlflow"]], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = []
+    digests: bool = False
+
+
+class Best(_Section):
+    """Which checkpoint is worth keeping besides the newest ones."""
+
+    metric: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(_Section):
+    """When the state of a run is saved, and what is kept."""
+
+    every_steps: int | None = Field(None, ge=1)
+    every_minutes: float | None = Field(10, gt=0)
+    keep: int = Field(3, ge=1)
+    best: Best | None = None
+    is_async: bool = Field(True, alias="async")
+
+
+def _seconds(value: Any) -> Any:
+    """A duration such as 90, "1h30m" or "1:30:00", in seconds."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    match = CLOCK.fullmatch(text) or DURATION.fullmatch(text)
+    if not text or match is None:
+        raise ValueError("must be a number of seconds, or a duration such as 1h30m or 1:30:00")
+    hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _range(what: str) -> Callable[[Any], Any]:
+    """Checks for a number of something, or "least:most"."""
+
+    def check(value: Any) -> Any:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ValueError(f"must be a number of {what}, or least:most such as 1:4")
+        return match[0] if match[2] else int(match[1])
+
+    return check
+
+
+def _rendezvous(value: Any) -> Any:
+    """A host and a port."""
+    match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
+    if value is not None and (match is None or not 1 <= int(match[1]) <= 65_535):
+        raise ValueError("must be a host and a port, such as n1:29400")
+    return value
+
+
+def _ends(value: int | str | None) -> tuple[int, int] | None:
+    """The least and the most of such a range."""
+    if value is None:
+        return None
+    least, _, most = str(value).partition(":")
+    return int(least), int(most or least)
+
+
+class Config(_Section):
+    """One run. The same names in Python, in `config.yaml` and on the command line."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$")
+    seed: int = 0
+    run_dir: Path | None = None
+    folder: Path | None = None
+
+    model_fn: Function | None = None
+    model_args: dict[str, Any] = {}
+    dataset_fn: Function | None = None
+    dataset_args: dict[str, Any] = {}
+    df: Any = None
+    val_df: Any = None
+    val_dataset_fn: Function | None = None
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+
+    train_fn: Function | None = None
+
+    loss_fn: Function | None = None
+    metrics: list[str] | dict[str, Function] = []
+    optimizer: Annotated[Optimizer, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)] = Optimizer()
+    optimizer_fn: Function | None = None
+    schedule: Schedule = Schedule()
+    clip_norm: float | None = Field(None, gt=0)
+    ema: float | None = Field(None, gt=0, lt=1)
+    augment: Augmentation | None = None
+    curriculum: Pacing | None = None
+    difficulty_fn: Function | None = None
+
+    batch_size: int = Field(32, ge=1)
+    lanes: int | None = Field(None, ge=1)
+    num_epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    workers: int = Field(0, ge=0)
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    tf32: bool = True
+    channels_last: bool | Literal["auto"] = "auto"
+    step_mode: Literal["auto", "eager", "compile", "graph"] = "auto"
+    data_on_device: float = Field(0.5, ge=0, le=1)
+    exact: bool = True
+    check_replicas_every: int = Field(100, ge=1)
+    ddp: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_mb: float = Field(25, gt=0)
+    compression: Annotated[
+        Literal["none", "bf16", "fp16", "powersgd"], BeforeValidator(lambda v: "none" if v is False else v)
+    ] = "none"
+    sync_batchnorm: bool = False
+    shard_optimizer: bool = False
+
+    checkpoint: Checkpoint = Checkpoint()
+    resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = "never"
+    time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
+    nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
+    nan_limit: int = Field(20, ge=1)
+
+    launcher: Literal["auto", "local", "torchrun", "slurm", "ray"] = "auto"
+    procs: Annotated[int | str | None, BeforeValidator(_range("processes"))] = None
+    nodes: Annotated[int | str | None, BeforeValidator(_range("hosts"))] = None
+    rendezvous: Annotated[str | None, BeforeValidator(_rendezvous)] = None
+    max_restarts: int | None = Field(None, ge=0)
+    hang_timeout_s: float = Field(600, ge=0)
+    threads: int | None = Field(None, ge=1)
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    log: Log = Log()
+
+    def function(self, key: str) -> Callable[..., Any]:
+        """The function under `key`; `build` has made sure that it is one."""
+        value = getattr(self, key)
+        assert callable(value), key
+        return value  # type: ignore[no-any-return]
+
+    @property
+    def procs_range(self) -> tuple[int, int] | None:
+        """The least and the most processes that the config asks for, if it does."""
+        return _ends(self.procs)
+
+    @property
+    def nodes_range(self) -> tuple[int, int] | None:
+        """The least and the most hosts that the config asks for, if it does."""
+        return _ends(self.nodes)
+
+    def to_yaml(self) -> str:
+        """The config as resolved, for people to read; data given in memory is named by its type."""
+        plain = {key: to_plain(value) for key, value in self.__dict__.items() if value is not None}
+        return dump_yaml(plain)
