@@ -36,6 +36,7 @@ class RunFolder:
         self.value = path / "value.pkl"
         self.result = path / "result.json"
         self.metrics = path / "metrics.json"  # of an evaluation
+        self.profile = path / "profile"
         self.slurm = path / "slurm.json"
         self.job_script = path / "slurm.sh"
         self.job_log = self.logs / "slurm.log"
@@ -83,6 +84,10 @@ class RunFolder:
     def log(self, rank: int | str) -> Path:
         """The log of one rank: everything it wrote to stdout and stderr."""
         return self.logs / f"rank-{rank}.log"
+
+    def trace(self, rank: int) -> Path:
+        """What one rank did in a few steps, for Perfetto."""
+        return self.profile / f"rank-{rank}.json.gz"
 
     def tracker(self, name: str) -> Path:
         """What a tracker knows of this run, to go on with it in a later life."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from paceline.backward import Backward
-from paceline.clock import OPTIMIZER, Clock
+from paceline.clock import FORWARD, OPTIMIZER, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
@@ -107,6 +107,7 @@ class Stepper:
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
         self.lr = self.base_lrs[0] * factor
         inputs = [self.feed.inputs(lane, turn.epoch) for lane in turn.lanes]
+        self.clock.enter(FORWARD)
         replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
         return replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly)
 

@@ -120,9 +120,7 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
 def train_managed(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
     """Go on from the last checkpoint, if there is one, to the end or to an agreed stop. All ranks."""
     lanes = config.lanes or world.size
-    asked, config = config, config.model_copy(update={"precision": resolve(config.precision, world.device)})
-    if world.device.type == "cuda":  # a CUDA graph cannot be recorded on the stream that a process begins with
-        torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
+    asked, config = config, settle_device(config, world)
     past = find_past(config, folder, world, progress)
     events = open_events(config, folder, world)
     say_if_bits_differ(config, world, events)
@@ -135,12 +133,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         put_weights(past.state, model, past.path)
     else:
         fit_scalers(model, training, config.seed, progress)
-    feed, evaluation = make_feeds(training, validation, config, world)
-    config = settle_layout(config, model, feed, world)
-    for each in (feed, evaluation):
-        if each is not None:
-            each.by_channels = config.channels_last is True
-    stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events)
+    config, stepper, plan, evaluation = build_step(config, model, training, validation, lanes, world, events)
     if past is not None:
         fit = restore(past, config, stepper)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events, stepper.sharding)
@@ -235,6 +228,27 @@ def leave_stop(folder: RunFolder, fit: Fit, reason: int, is_saved: bool, world: 
 
 
 # --- the managed loop ------------------------------------------------------------------------------------------------
+
+
+def settle_device(config: Config, world: World) -> Config:
+    """The config with its precision decided, and the device ready for steps."""
+    if world.device.type == "cuda":  # a CUDA graph cannot be recorded on the stream that a process begins with
+        torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
+    return config.model_copy(update={"precision": resolve(config.precision, world.device)})
+
+
+def build_step(
+    config: Config, model: torch.nn.Module, training: Any, validation: Any | None, lanes: int, world: World,
+    events: Events,
+) -> tuple[Config, Stepper, Plan, Feed | None]:  # fmt: skip
+    """The step over the training data, with the layout decided, and what feeds an evaluation. All ranks."""
+    feed, evaluation = make_feeds(training, validation, config, world)
+    config = settle_layout(config, model, feed, world)
+    for each in (feed, evaluation):
+        if each is not None:
+            each.by_channels = config.channels_last is True
+    stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events)
+    return config, stepper, plan, evaluation
 
 
 def build_stepper(

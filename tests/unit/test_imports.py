@@ -22,10 +22,23 @@ PACKAGE = Path(paceline.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["bench.bench", "compare", "doctor.doctor", "trained", "tune.tune"],
-    ["bench.worker", "doctor.bandwidth", "doctor.rehearsal", "tune.ray"],
+    [
+        "cli.bench",
+        "cli.compare",
+        "cli.doctor",
+        "cli.profile",
+        "cli.project",
+        "cli.slurm",
+        "cli.train",
+        "cli.trained",
+        "cli.tune",
+        "cli.views",
+    ],
+    ["cli.arguments", "cli.output"],
+    ["bench.bench", "compare", "doctor.doctor", "profile.profile", "trained", "tune.tune"],
+    ["bench.worker", "doctor.bandwidth", "doctor.rehearsal", "profile.advice", "profile.task", "tune.ray"],
     ["tune.search", "tune.trial"],
-    ["bench.contenders", "doctor.checks", "tune.study", "tune.worker"],
+    ["bench.contenders", "doctor.checks", "profile.facts", "profile.trace", "tune.study", "tune.worker"],
     ["doctor.facts", "trainer"],
     ["launch"],
     ["launch.nodes", "launch.ray"],
@@ -35,9 +48,9 @@ LAYERS = [
     ["launch.ranks"],
     ["launch.environment"],
     ["launch.network", "launch.slurm"],
-    ["apply", "export", "worker"],
-    ["watch"],
-    ["hang"],
+    ["apply", "export.export", "worker"],
+    ["export.hf", "export.traced", "export.weights", "watch"],
+    ["export.task", "hang"],
     ["past"],
     ["loop", "own_loop", "scaler"],
     ["evaluate", "step"],
@@ -53,7 +66,7 @@ LAYERS = [
     ["data.augment", "metrics", "optim"],
     ["checkpoint.saver", "result"],
     ["checkpoint.state", "resume", "tune.report"],
-    ["card", "submit", "failure", "job", "telemetry.follow", "telemetry.track"],
+    ["export.card", "submit", "failure", "job", "telemetry.follow", "telemetry.track"],
     ["cache", "checkpoint.store", "report.page"],
     ["report.read", "telemetry.mlflow_run", "telemetry.wandb_run"],
     ["telemetry.board", "telemetry.server", "telemetry.tracker", "telemetry.trackers", "zero"],
@@ -62,7 +75,10 @@ LAYERS = [
     ["tune.folder", "world"],
     ["run_folder", "tune.goal", "tune.space"],
     ["config"],
-    ["datasets"],
+    ["config.builder"],
+    ["config.mistakes"],
+    ["config.schema"],
+    ["config.text", "datasets"],
     ["datasets.download", "datasets.reader"],
     ["datasets.catalog"],
     [
@@ -75,9 +91,12 @@ LAYERS = [
         "models",
         "nursery",
         "predictions",
+        "telemetry.live",
+        "telemetry.stragglers",
         "travel",
     ],
     [
+        "clock",
         "cpu",
         "data.order",
         "data.shard",
@@ -89,21 +108,35 @@ LAYERS = [
         "origin",
         "progress",
         "randomness",
+        "report.phases",
         "report.thin",
         "softmax_kernel",
         "stop",
+        "telemetry.pace",
         "telemetry.tail",
         "tune.shares",
     ],
     # Packages, which import nothing.
-    ["paceline", "bench", "checkpoint", "data", "doctor", "recipes", "report", "telemetry", "tune"],
+    [
+        "paceline",
+        "bench",
+        "checkpoint",
+        "data",
+        "doctor",
+        "export",
+        "profile",
+        "recipes",
+        "report",
+        "telemetry",
+        "tune",
+    ],
 ]
 
 # Imports inside functions that go up, each for a reason that is told where it stands.
 LAZY_UPWARDS = {
     # Names of metrics and optimizers are checked with the rest, but only torch knows them.
-    ("config", "metrics"),
-    ("config", "optim"),
+    ("config.mistakes", "metrics"),
+    ("config.mistakes", "optim"),
 }
 
 # Files of the user's kind: they are run or copied, never imported as a part of the package.
@@ -218,6 +251,7 @@ def test_the_environment_is_read_only_by_launchers_and_the_world() -> None:
     readers = {module: uses for module in MODULES if (uses := uses_of_environment(module))}
     assert "world" in readers  # else this test has gone blind
     assert readers.pop("worker") == ["os.environ['RANK']"]
+    assert readers.pop("profile.task") == ["os.environ.setdefault"]
     assert set(readers) <= MAY_READ_THE_ENVIRONMENT
 
 

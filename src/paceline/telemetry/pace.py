@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 REDUCTION = "reduction"  # the one phase in which a rank waits for others
-BEHIND = 0.1  # more than the others, from which a rank is named
+BEHIND = 0.1  # of a step, from which a rank that takes longer than the others is named
 LARGE = 0.3  # share of a step, from which what all ranks do is named
 
 
@@ -45,9 +45,7 @@ def _slow_rank(phase_ms: Mapping[str, Sequence[float]], step: float) -> Verdict 
         return None
     rank = max(range(len(totals)), key=totals.__getitem__)
     behind = _behind(totals, rank)
-    # Without the other phases, the data may differ by much that is little of a step.
-    usual = totals[rank] - behind if REDUCTION in phase_ms else step
-    if behind <= BEHIND * usual:
+    if behind <= BEHIND * step:
         return None
     phase = max(own, key=lambda name: _behind(own[name], rank))
     return Verdict(rank, phase, behind, behind / step)

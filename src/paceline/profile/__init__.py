@@ -1,0 +1,1 @@
+"""`paceline profile`: where the time of a step goes, and what to do about it."""
