@@ -32,7 +32,7 @@ LIBRARIES = tuple(
         sysconfig.get_path("platlib"),
         str(Path(__file__).parent),
     }
-    | {*site.getsitepackages(), "<frozen", "<string>"}
+    | {*site.getsitepackages(), site.getusersitepackages(), "<frozen", "<string>"}
 )
 
 

@@ -59,6 +59,10 @@ class RunFolder:
         write_text(self.config, config.to_yaml())
         self.result.unlink(missing_ok=True)  # it comes again at the end
 
+    def holds_run(self) -> bool:
+        """Whether this is the folder of a run, even if only one that was submitted."""
+        return self.config.exists() or self.slurm.exists()
+
     def forget_last_life(self) -> None:
         """Remove what the ranks wrote about how they ended, before they start again."""
         for path in (self.stopped, self.hang, *self.logs.glob("rank-*.json")):
@@ -138,6 +142,12 @@ def write_text(path: Path, content: str) -> None:
 def _partial_of(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved the folder away meanwhile
     return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def newest_below(top: Path) -> Path | None:
+    """The folder of the run that last began something, of all in `top/<name>/<date-time>`."""
+    found = [path for path in top.glob("*/*") if RunFolder(path).holds_run()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def new_folder(wanted: Path | None, parent: Path) -> Path:

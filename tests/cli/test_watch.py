@@ -57,6 +57,20 @@ def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
     assert "failed: rank 0 on" in run("paceline", "status", "run").stdout
 
 
+def test_without_a_name_it_is_the_newest_run(run: Run, tmp_path: Path) -> None:
+    nothing = run("paceline", "status")
+    assert nothing.returncode == 2
+    assert "there is no run below runs" in nothing.stderr
+    for name in ("older", "newer"):
+        assert run("paceline", "train", "linear", f"name={name}", "num_epochs=1").returncode == 0
+    [newest] = (tmp_path / "runs" / "newer").iterdir()
+    for command in ("status", "watch", "logs", "report"):
+        ended = run("paceline", command)
+        assert ended.returncode == 0, ended.stderr
+        assert f"the newest run: {newest.relative_to(tmp_path)}" in ended.stderr
+    assert newest.name in (tmp_path / "report.html").read_text()
+
+
 def test_a_folder_without_a_run_is_refused(run: Run) -> None:
     refused = run("paceline", "watch", "nothing")
     assert refused.returncode == 2

@@ -27,6 +27,7 @@ RECIPE_CONFIGS = dict(sorted((_recipe_name(path), path) for path in RECIPES.glob
 
 CONFIG = typer.Argument(metavar="CONFIG", help=f"A config.yaml, or a recipe: {', '.join(RECIPE_CONFIGS)}.")
 Target = Annotated[str, CONFIG]
+Run = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; the newest below runs by default.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")]
 
 
@@ -59,12 +60,23 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
     return config.build(raw, folder=folder), folder
 
 
+def newest_run() -> Path:
+    """The run below `runs` that was started last; told, because nobody has named it."""
+    from paceline.run_folder import newest_below
+
+    found = newest_below(Path("runs"))
+    if found is None:
+        raise ConfigError("there is no run below runs; give a run folder")
+    typer.echo(f"the newest run: {found}", err=True)
+    return found
+
+
 def find_run(path: Path) -> RunFolder:
     """A folder that holds a run, or will."""
     from paceline.run_folder import RunFolder
 
     folder = RunFolder(path.resolve())
-    if not folder.config.exists() and not folder.slurm.exists():
+    if not folder.holds_run():
         raise ConfigError(f"{path} is not a run folder; give one, such as runs/NAME/2026-01-02_10-00-00")
     return folder
 

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.arguments import Overrides, Target, find_config, find_run
+from paceline.cli.arguments import Overrides, Run, Target, find_config, find_run, newest_run
 from paceline.errors import ConfigError
-
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 
 def submit(
@@ -54,23 +52,23 @@ def submit(
         typer.echo(f"  paceline {command} {folder.path}")
 
 
-def status(run: Run) -> None:
+def status(run: Run = None) -> None:
     """Say how a run is doing, and the Slurm job that it was submitted as."""
     from paceline.submit import describe
 
-    for line in describe(find_run(run)):
+    for line in describe(find_run(run or newest_run())):
         typer.echo(line)
 
 
-def watch(run: Run) -> None:
+def watch(run: Run = None) -> None:
     """Show a run that was started elsewhere, as it goes on: in another terminal, on another host, as a Slurm job."""
     from paceline.telemetry.follow import show
 
-    show(find_run(run))
+    show(find_run(run or newest_run()))
 
 
 def logs(
-    run: Run,
+    run: Run = None,
     rank: Annotated[int | None, typer.Option(help="The output of one rank; of the Slurm job by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
 ) -> None:
@@ -79,7 +77,7 @@ def logs(
 
     from paceline.submit import find_log
 
-    with find_log(find_run(run), rank).open(encoding="utf-8", errors="replace") as file:
+    with find_log(find_run(run or newest_run()), rank).open(encoding="utf-8", errors="replace") as file:
         while True:
             typer.echo(file.read(), nl=False)
             if not follow:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.arguments import find_run
+from paceline.cli.arguments import find_run, newest_run
 from paceline.errors import ConfigError
 
 
@@ -24,7 +24,10 @@ def board(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders; several are compared; the newest below runs by default."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page about runs, to read anywhere: paceline report runs/NAME/DATE-TIME --out report.html"""
@@ -32,7 +35,7 @@ def report(
     from paceline.report.read import facts_of_all
     from paceline.run_folder import write_text
 
-    page = page_of(facts_of_all([find_run(run).path for run in runs]))
+    page = page_of(facts_of_all([find_run(run).path for run in runs or [newest_run()]]))
     try:
         write_text(out, page)
     except OSError as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 
@@ -50,7 +50,7 @@ class Birth(Popen):
         ear, process_obj.cry = os.pipe()
         try:
             super()._launch(process_obj)  # type: ignore[misc]
-            return bool(select.select([ear], [], [], patience_s)[0])
+            return bool(wait([ear], patience_s))  # not select(), which knows no file beyond the 1023rd
         finally:
             os.close(ear)
             os.close(process_obj.cry)

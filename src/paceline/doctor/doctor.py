@@ -155,10 +155,11 @@ def _travel(config: Config) -> Finding:
 def _way_to(rendezvous: str) -> Finding:
     """Which interface leads to the host where all meet."""
     from paceline.doctor.checks import Finding, failure_of
+    from paceline.launch.hosts import address_in
     from paceline.launch.network import interface_towards
 
     try:
-        name = interface_towards(rendezvous.partition(":")[0])
+        name = interface_towards(address_in(rendezvous)[0])
     except ConfigError as error:
         return failure_of("rendezvous", str(error))
     except OSError as error:

@@ -17,7 +17,7 @@ from paceline.doctor.checks import Trial
 from paceline.progress import Progress
 from paceline.replica import replicate
 from paceline.run_folder import RunFolder
-from paceline.telemetry.events import parse
+from paceline.telemetry.events import read
 from paceline.worker import build_data, build_model, train
 from paceline.world import World
 
@@ -81,6 +81,5 @@ def build(config: Config, training: Any, folder: RunFolder, world: World, progre
 
 def _memory_in(folder: RunFolder) -> int | None:
     """Bytes that the rank with the most has held, from the events of a run."""
-    events = filter(None, map(parse, folder.events.read_text(encoding="utf-8").splitlines()))
-    steps = [max(event["memory_mb"]) for event in events if event["event"] == "step"]
+    steps = [max(event["memory_mb"]) for event in read(folder.events) if event["event"] == "step"]
     return int(1e6 * max(steps)) if steps else None

@@ -15,7 +15,12 @@ from paceline.launch.slurm import is_step, world_of
 
 def load_dotenv(folder: Path) -> None:
     """Take variables from a `.env` file beside the config, such as MASTER_ADDR; what is set already stays."""
-    for name, value in dotenv_values(folder / ".env").items():
+    path = folder / ".env"
+    try:
+        values = dotenv_values(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); write NAME=VALUE lines in UTF-8, or remove it") from None
+    for name, value in values.items():
         if value is not None:
             os.environ.setdefault(name, value)
 
@@ -62,7 +67,8 @@ def chosen_threads(shares: int, *, injected: str | None = None) -> int:
     `injected` is a value of OMP_NUM_THREADS that is not the user's: torchrun sets 1.
     """
     chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(chosen) if chosen.isdecimal() and chosen != injected else max(1, usable_cores() // shares)
+    is_number = chosen.isdecimal() and int(chosen) > 0
+    return int(chosen) if is_number and chosen != injected else max(1, usable_cores() // shares)
 
 
 def ranks_here() -> int:

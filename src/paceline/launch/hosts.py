@@ -241,6 +241,8 @@ class Hosts:
 
     def part(self, outcome: Outcome | None, error: str = "", code: int = 1) -> None:
         """Tell the guests how it ended, and close the door."""
+        with suppress(OSError):
+            self.door.shutdown(socket.SHUT_RDWR)  # or the thread that waits there would keep the port
         self.door.close()
         while not self._arrived.empty():
             self.guests.append(self._arrived.get())
@@ -278,11 +280,18 @@ def fingerprint(config: Config) -> str:
 def key_of(config: Config) -> bytes:
     """The key of the shared folder; whoever comes first makes it."""
     folder = config.run_dir or Path("runs") / config.name
-    folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / ".key", folder / f".key.{socket.gethostname()}.{os.getpid()}"
-    if not path.exists():
-        write_private(mine, secrets.token_bytes(32))
-        with suppress(FileExistsError):
-            os.link(mine, path)  # a name that is there already stays
-        mine.unlink()
-    return path.read_bytes()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_private(mine, secrets.token_bytes(32))
+            with suppress(FileExistsError):
+                os.link(mine, path)  # a name that is there already stays
+            mine.unlink()
+        return path.read_bytes()
+    except FileNotFoundError:  # NFS does not show it yet; a guest tries again
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={folder} cannot hold the key that the hosts share: {error.strerror}; choose another --run-dir"
+        ) from None

@@ -54,13 +54,8 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
-        with laid_out(packed, folder), tracking(config.log.trackers, folder):
-            try:
-                _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
-            except RankFailed as error:
-                with closing(Events(folder.events)) as events:
-                    events.write("run_failed", text=str(error))
-                raise
+        with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
+            _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
         return result.collect(folder)
 
 
@@ -82,6 +77,17 @@ def laid_out(packed: Job, folder: RunFolder) -> Iterator[None]:
     finally:
         with suppress(OSError):
             folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+
+
+@contextmanager
+def failure_told(folder: RunFolder) -> Iterator[None]:
+    """Write down that the run has failed, if it does so inside: for whoever watches it from elsewhere."""
+    try:
+        yield
+    except RankFailed as error:
+        with closing(Events(folder.events)) as events:
+            events.write("run_failed", text=str(error))
+        raise
 
 
 def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, is_managed: bool) -> None:

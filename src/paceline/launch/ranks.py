@@ -23,7 +23,7 @@ from paceline.nursery import Birth
 # What libraries read while they are loaded: a nursery that was started with other values is of no use.
 READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "PYTHON",
-    "PYTORCH", "TORCH_", "TORCHDYNAMO_",
+    "PYTORCH", "TORCH",
 )  # fmt: skip
 # This very Paceline, and nothing of the working folder: a file there may be called like a module of Python's.
 COMMAND = (

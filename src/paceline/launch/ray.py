@@ -33,7 +33,7 @@ from paceline.job import Task
 from paceline.launch import carrier, network
 from paceline.launch.carrier import Orders
 from paceline.launch.environment import chosen_threads
-from paceline.launch.local import Request, hearing, laid_out, limit_of
+from paceline.launch.local import Request, failure_told, hearing, laid_out, limit_of
 from paceline.launch.site import fitting, room_among, serve_store, variables_of
 from paceline.nursery import LOOK_S
 from paceline.result import Outcome
@@ -84,7 +84,8 @@ def start(config: Config, task: Task) -> Outcome:
         with opened(config, past.run_dir) as folder:
             is_managed = task is worker.train and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed)
-            with laid_out(packed, folder), tracking(config.log.trackers, folder), _fresh(folder):
+            told = failure_told(folder)
+            with laid_out(packed, folder), tracking(config.log.trackers, folder), told, _fresh(folder):
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
                 _run_to_end(config, folder, trainer, ranks, there, is_managed=is_managed)
             return result.collect(folder)
@@ -104,7 +105,9 @@ def cluster(device: str) -> Iterator[Cluster]:
                 raise ConnectionError(why)
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, RayError) as error:
-            why = str(error).strip().splitlines()[0]
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if not address:
+                raise ConfigError(f"launcher=ray cannot start a cluster here: {why}; see `ray start --head`") from error
             raise ConfigError(f"RAY_ADDRESS={address} cannot be used: {why}; correct it, or unset it") from error
         if threading.current_thread() is threading.main_thread():  # Ray has set a handler of its own
             signal.signal(signal.SIGTERM, before)

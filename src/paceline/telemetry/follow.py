@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from paceline.run_folder import RunFolder
@@ -78,9 +79,10 @@ class Follower:
                 self._board.look()
             except OSError:  # a disk that is full costs the file, which is made again later
                 self._board.start_over()
-            except ImportError as error:
-                self.screen.note(f"nothing is written for TensorBoard: {error}", style="yellow")
+            except Exception as error:  # noqa: BLE001 - versions that do not fit together raise anything
                 self._board = None
+                with suppress(OSError):
+                    self.screen.note(f"nothing is written for TensorBoard: {error}", style="yellow")
 
     def _look(self, *, to_end: bool = False) -> None:
         """Show what is new. A screen that is gone, such as a closed pipe, must not end the run."""

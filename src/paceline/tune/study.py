@@ -68,7 +68,8 @@ class Study:
                 direction="minimize" if goal.mode == "min" else "maximize",
             )  # fmt: skip
         except Exception as error:  # of any database and its driver
-            raise ConfigError(f"--storage {storage} cannot be used: {str(error).splitlines()[0]}") from error
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"--storage {storage} cannot be used: {why}; give a database's URL") from error
         # The same seed would draw the same values again when the study goes on.
         self._study.sampler = make_sampler(sampler, seed + len(self._study.trials))
 

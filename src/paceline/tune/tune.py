@@ -50,7 +50,7 @@ class Plan:
 
     def config_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The config with a trial's values; it finds its functions from anywhere."""
-        raw = {**self.raw, "folder": str((self.folder / self.raw.get("folder", "")).resolve())}
+        raw = {**self.raw, "folder": str((self.folder / (self.raw.get("folder") or "")).resolve())}
         override(raw, words_of(values))
         return raw
 

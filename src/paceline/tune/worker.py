@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,5 +100,9 @@ def _returned(result: Result) -> list[dict[str, Any]]:
     """What a `train_fn` has returned, if it is a number or numbers by name."""
     value = result.value
     named = value if isinstance(value, Mapping) else {RETURNED: value}
-    row = {str(name): float(number) for name, number in named.items() if hasattr(number, "__float__")}
+    row = {}
+    for name, number in named.items():
+        with suppress(TypeError, ValueError, RuntimeError):  # an array or tensor of several numbers
+            if hasattr(number, "__float__"):
+                row[str(name)] = float(number)
     return [row] if row else []
