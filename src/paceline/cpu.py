@@ -15,8 +15,8 @@ def others_cpu_s() -> float:
 
 
 def _children(pid: str) -> Iterator[str]:
-    for path in Path("/proc", pid, "task").glob("*/children"):
-        with suppress(OSError):
+    with suppress(OSError):  # it has ended meanwhile
+        for path in Path("/proc", pid, "task").glob("*/children"):
             for child in path.read_text().split():
                 yield child
                 yield from _children(child)

@@ -8,4 +8,4 @@ from pathlib import Path
 
 def in_home(*parts: str) -> Path:
     """A place in $PACELINE_HOME, or without that variable in `shared_data` of the working folder."""
-    return Path(os.environ.get("PACELINE_HOME") or "shared_data", *parts)
+    return Path(os.environ.get("PACELINE_HOME") or "shared_data", *parts).expanduser()  # no shell reads a .env file

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from lab import PACELINE, Lab, go_on, outcome, rank_of, until
 
+from paceline.telemetry.events import read
+
 pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
 
 pytestmark = pytest.mark.timeout(600)  # Ray takes half a minute to begin, and longer on busy cores
@@ -143,6 +145,7 @@ def test_an_error_that_would_come_again_is_told_at_once(lab: Lab, nodes: Nodes) 
     assert train(nodes).wait(END_S) == 1
     assert "ValueError: no such layer" in said()
     assert "starting again" not in said()
+    assert list(read(Path("run/events.jsonl")))[-1]["event"] == "run_failed"
 
 
 def test_ray_tune_finds_what_the_search_without_it_finds() -> None:

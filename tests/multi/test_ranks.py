@@ -60,9 +60,12 @@ def test_signals_reach_the_ranks_of_a_launcher_that_blocks_them(monkeypatch: pyt
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value"), [("MKL_CBWR", "COMPATIBLE"), ("TORCHINDUCTOR_MAX_AUTOTUNE", "1")])
+def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = tell()
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv(name, value)
     second = tell()
     assert first["nursery"] != second["nursery"]
     assert not psutil.pid_exists(first["nursery"])

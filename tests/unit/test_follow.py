@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.run_folder import RunFolder
+from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.follow import Follower, Tail
 from paceline.telemetry.lines import FAILED, WARNING, failed_line, warning_line
+from paceline.telemetry.sink import Event
 
 
 @pytest.fixture(autouse=True)
@@ -293,3 +295,15 @@ def test_what_rank_0_says_after_a_restart_is_shown_again(folder: RunFolder, caps
     out = capsys.readouterr().out
     assert "hello again" in out
     assert "Traceback" not in out
+
+
+def test_a_tensorboard_that_does_not_work_costs_one_note(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plot(board: Board, event: Event) -> None:
+        raise TypeError("Descriptors cannot be created directly.")
+
+    monkeypatch.setattr(Board, "take", plot)
+    with closing(Events(folder.events)) as events, Follower(folder, ranks=0, board=True):
+        events.write("warning", text="first")
+    assert capsys.readouterr().err.count("nothing is written for TensorBoard: Descriptors") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import site
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ TORCH = str(Path(torch.__file__).parent)
 PACELINE = str(Path(failure.__file__).parent)
 TRAIN = Frame("/home/me/train.py", 20, "train")
 ALL_REDUCE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce")
+BY_USER = ALL_REDUCE._replace(file=f"{site.getusersitepackages()}/torch/distributed/distributed_c10d.py")  # pip --user
 WRAPPER = Frame(f"{TORCH}/distributed/c10d_logger.py", 80, "wrapper")
 ENGINE = Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
 GLOO_ABORTS = "  what():  [enforce fail] 8 vs 4. Is there a distributed collective mismatch in your code?\n"
@@ -74,6 +76,7 @@ def echo(rank: int, folder: RunFolder) -> None:
     [
         ([TRAIN], "/home/me/train.py:20", None),
         ([ALL_REDUCE, WRAPPER, TRAIN], "/home/me/train.py:20", "all_reduce"),
+        ([BY_USER, TRAIN], "/home/me/train.py:20", "all_reduce"),
         ([ENGINE, TRAIN], "/home/me/train.py:20", REDUCTION),
         ([TRAIN, ENGINE, Frame("/home/me/main.py", 1, "f")], "/home/me/train.py:20", None),  # a backward of one's own
         ([ENGINE, Frame(f"{PACELINE}/step.py", 9, "_ride")], None, REDUCTION),

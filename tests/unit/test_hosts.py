@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.config import build
 from paceline.errors import ConfigError
 from paceline.launch import network
-from paceline.launch.hosts import address_in, key_of, seated
+from paceline.launch.hosts import Hosts, address_in, key_of, seated
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
@@ -32,6 +33,32 @@ def test_a_key_is_made_once_and_is_private() -> None:
     assert len(key_of(config)) == 32
     assert oct(Path("runs/lab/.key").stat().st_mode)[-3:] == "600"
     assert [path.name for path in Path("runs/lab").iterdir()] == [".key"]
+
+
+def test_a_folder_that_cannot_hold_the_key_is_named() -> None:
+    Path("taken").touch()
+    keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "run_dir": "taken"}
+    with pytest.raises(ConfigError, match="run_dir=taken cannot hold the key that the hosts share: File exists; "):
+        key_of(build(keys))
+
+
+def test_a_head_that_is_done_leaves_its_address_to_the_next_run() -> None:
+    door = network.listen("127.0.0.1", 0)
+    assert door is not None
+    port = door.getsockname()[1]
+    keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "nodes": 2, "rendezvous": f"127.0.0.1:{port}"}
+    waiting = set(threading.enumerate())
+    site = Hosts(build(keys), door, b"key", print)
+    (at_the_door,) = set(threading.enumerate()) - waiting
+    state = Path(f"/proc/self/task/{at_the_door.native_id}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "S":  # it sleeps there
+        time.sleep(0.01)
+    site.part(None)
+    at_the_door.join(10)
+    assert not at_the_door.is_alive()
+    again = network.listen("127.0.0.1", port)
+    assert again is not None
+    again.close()
 
 
 def greet(theirs: bytes, ours: bytes) -> tuple[object, object]:

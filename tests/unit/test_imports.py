@@ -96,6 +96,7 @@ LAYERS = [
         "travel",
     ],
     [
+        "child",
         "clock",
         "cpu",
         "data.order",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -198,7 +199,7 @@ def test_a_process_of_its_own_has_some_time_at_the_end(
     command: str,
     notes: list[str],
 ) -> None:
-    monkeypatch.setattr(trackers, "COMMAND", command)
+    monkeypatch.setattr(trackers, "command_of", lambda *words, options: [sys.executable, "-c", command])
     with trackers.tracking(["wandb"], folder):
         while command is HANGS and not folder.tracker_log("wandb").stat().st_size:
             time.sleep(0.01)

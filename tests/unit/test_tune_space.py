@@ -71,6 +71,10 @@ def test_a_key_with_one_value_is_set_and_not_searched(word: str) -> None:
         (["n=int(1,2.5)"], "n=int(1,2.5) needs whole numbers; use uniform for others"),
         (["n=int:1:4:9"], "n=int:1:4:9 has the step 9; give one above 0 that fits between the ends"),
         (["n=int(1,4)", "n=8"], "n=int(1,4) 8 is a range beside other values; give one range, or values alone"),
+        (
+            ["name={2024-01-01,b}"],
+            "name={2024-01-01,b} has values that are no numbers or text; YAML reads dates so, put them in quotes",
+        ),
         (["n={1,1}"], "n={1,1} is not a set of values; write {a, b, c}, each once"),
     ],
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 pytest.importorskip("optuna")
 
@@ -135,6 +137,7 @@ def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> Out
         ([{"val_loss": 0.5}], None, [{"val_loss": 0.5}]),
         ([], 0.25, [{"value": 0.25}]),
         ([], {"loss": 1, "name": "x"}, [{"loss": 1.0}]),
+        ([], {"loss": 1, "all": numpy.zeros(3), "last": torch.zeros(2)}, [{"loss": 1.0}]),
         ([], "words", []),
         ([], None, []),
     ],
@@ -157,6 +160,12 @@ def test_a_run_that_is_stopped_or_fails_says_so(folder, monkeypatch) -> None:
     assert train(folder, monkeypatch, RankFailed("rank 1 failed")) == Outcome("failed", "rank 1 failed")
 
 
+def test_a_run_that_is_stopped_before_it_has_a_folder_says_so(folder, monkeypatch) -> None:
+    monkeypatch.setattr(worker, "read", lambda path: pytest.fail("there is nothing to read"))
+    outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it began"))
+    assert outcome == Outcome("stopped", "stopped by SIGTERM before it began")
+
+
 # --- the configs of trials ---------------------------------------------------------------------------------------
 
 
@@ -173,6 +182,10 @@ def test_a_trials_config_is_for_this_machine_and_is_not_tried_again() -> None:
     assert raw == {**settled, "nodes": None, "rendezvous": None}
     assert tune._raw_of({"max_restarts": 2}, Path("t"), is_managed=False)["max_restarts"] == 2
     assert "resume" not in tune._raw_of({}, Path("t"), is_managed=False)
+
+
+def test_a_folder_without_a_value_is_that_of_the_config(tmp_path: Path) -> None:
+    assert Plan({"folder": None}, tmp_path, {}).config_of({})["folder"] == str(tmp_path.resolve())
 
 
 def test_mistakes_of_any_value_are_reported_before_anything_starts(tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ def test_a_dataloader_reads_through_such_workers(monkeypatch: pytest.MonkeyPatch
     assert torch.cat(list(loader)).tolist() == list(range(6))
 
 
+def test_a_rank_with_a_thousand_open_files_can_have_workers() -> None:
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        worker = workers.Workers().Process(target=os._exit, args=(7,))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 7
+    finally:
+        for file in held:
+            os.close(file)
+
+
 class Loud:
     """Tells when it is destroyed."""
 

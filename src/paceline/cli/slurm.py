@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -49,7 +50,7 @@ def submit(
     typer.echo(f"submitted: job {job}, run folder {folder.path}")
     typer.echo("try next:")
     for command in ("status", "logs", "cancel"):
-        typer.echo(f"  paceline {command} {folder.path}")
+        typer.echo(f"  paceline {command} {quote(str(folder.path))}")
 
 
 def status(run: Run = None) -> None:
@@ -94,4 +95,5 @@ def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder o
     if job is None:
         raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
     end_job(job)
-    typer.echo(f"job {job} is told to end; the run saves first, and goes on with paceline submit … --run-dir {run}")
+    again = f"paceline submit … --run-dir {quote(str(run))}"
+    typer.echo(f"job {job} is told to end; the run saves first, and goes on with {again}")

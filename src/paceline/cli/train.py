@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,8 +51,8 @@ def _say_done(result: Result, target: str) -> None:
     typer.echo(f"done: step {result.step}{'  ' + facts if facts else ''}  weights {result.weights_sha256[:12]}")
     typer.echo(f"run folder: {result.run_dir}")
     typer.echo("try next:")
-    typer.echo(f"  paceline train {target} --procs 1 num_epochs=2     # other processes, other values")
+    typer.echo(f"  paceline train {quote(target)} --procs 1 num_epochs=2     # other processes, other values")
     if result.metrics:
-        typer.echo(f"  paceline evaluate {result.run_dir}")
+        typer.echo(f"  paceline evaluate {quote(str(result.run_dir))}")
     typer.echo("  paceline board                                     # curves, in TensorBoard")
     typer.echo("  paceline init mylab                                # a folder of your own")

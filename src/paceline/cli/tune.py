@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -97,5 +98,5 @@ def _show(found: Found) -> None:
     typer.echo(f"best: trial {found.best.number}, {found.goal.metric} {found.best.value:.6g}, {found.best.run_dir}")
     typer.echo(f"see {found.folder.path}: best.yaml, trials.csv{'' if found.notes else ', plots.html'}")
     typer.echo("try next:")
-    typer.echo(f"  paceline train {found.folder.best}")
-    typer.echo(f"  paceline board {found.folder.path}     # the curves of all trials, in TensorBoard")
+    typer.echo(f"  paceline train {quote(str(found.folder.best))}")
+    typer.echo(f"  paceline board {quote(str(found.folder.path))}     # the curves of all trials, in TensorBoard")

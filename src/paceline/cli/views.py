@@ -15,7 +15,9 @@ def board(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them; runs by default.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="The first free one from 6006 on by default; 0: any.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The first free one from 6006 on by default; 0: any.")
+    ] = None,
 ) -> None:
     """Open TensorBoard on runs, for this machine alone: paceline board runs/mnist runs/tabular"""
     from paceline.telemetry.server import serve

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from paceline import failure, hang, job, result, resume
@@ -99,7 +100,7 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
     request = Request() if is_managed else None
     news = ""
     while True:
-        _gather(site, request, f"while no rank was there; go on with --resume {folder.path}")
+        _gather(site, request, f"while no rank was there; go on with --resume {quote(str(folder.path))}")
         ranks = site.ranks_for(config.lanes)
         first = _live(config, site, folder, ranks, began, request, news)
         if request is not None and request.is_for_growth:

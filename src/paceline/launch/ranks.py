@@ -10,13 +10,12 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
-from pathlib import Path
 
+from paceline.child import command_of
 from paceline.launch.environment import which_cores
 from paceline.nursery import Birth
 
@@ -25,11 +24,6 @@ READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "PYTHON",
     "PYTORCH", "TORCH",
 )  # fmt: skip
-# This very Paceline, and nothing of the working folder: a file there may be called like a module of Python's.
-COMMAND = (
-    "import sys; sys.path.insert(0, sys.argv[2]); import paceline; sys.path = [path for path in sys.path[1:] if path]; "
-    "from paceline.nursery import main; main()"
-)
 # Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
 # ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -45,7 +39,7 @@ class Ranks:
         self.channel, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", COMMAND, str(theirs.fileno()), str(Path(__file__).parents[2])],
+                command_of("paceline.nursery", str(theirs.fileno())),
                 env={**self._policy, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import ray
@@ -165,7 +166,8 @@ def _run_to_end(
             if request is not None and request.signal and not is_passed_on:
                 if not any(folder.logs.glob(folder.place("*").name)):
                     name = signal.Signals(request.signal).name
-                    raise Stopped(f"stopped by {name} while no rank was there; go on with --resume {folder.path}")
+                    again = f"go on with --resume {quote(str(folder.path))}"
+                    raise Stopped(f"stopped by {name} while no rank was there; {again}")
                 is_passed_on, request.say = True, shown.screen.note
                 request.answer()
                 carrier.ask(folder, request.signal)

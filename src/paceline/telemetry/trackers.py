@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.child import command_of
 from paceline.errors import MissingExtra
 from paceline.run_folder import RunFolder
 from paceline.telemetry.console import Screen
 
 PATIENCE_S = 60.0  # for what is left to send at the end; to import MLflow alone may take ten
 QUIET_S = 3.0  # until it is said what the command waits for
-# This very Paceline, and nothing of the working folder: a file there may be called like a module of Python's.
-COMMAND = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import paceline; sys.path = [path for path in sys.path[1:] if path]; "
-    "from paceline.telemetry.track import main; main()"
-)
 
 
 def check(names: Sequence[str]) -> None:
@@ -53,7 +48,7 @@ def tracking(names: Sequence[str], folder: RunFolder) -> Iterator[None]:
 def _start(name: str, folder: RunFolder) -> subprocess.Popen[bytes]:
     with folder.tracker_log(name).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", COMMAND, str(Path(__file__).parents[2]), name, str(folder.path)],
+            command_of("paceline.telemetry.track", name, str(folder.path), options=["-W", "ignore"]),
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 

@@ -107,7 +107,10 @@ def _domain(texts: list[str]) -> Range | Choices | None:
     values: list[Any] = []
     for text in texts:
         values += _values(text)
-    unlike = {json.dumps(value, default=str): value for value in values}
+    try:
+        unlike = {json.dumps(value): value for value in values}
+    except TypeError:
+        raise ValueError("has values that are no numbers or text; YAML reads dates so, put them in quotes") from None
     is_one = len(unlike) == 1 and not _is_set(_read(texts[0]))
     return None if is_one else Choices(tuple(unlike.values()))
 

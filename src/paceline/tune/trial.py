@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.child import command_of
 from paceline.config import dump_yaml
 from paceline.run_folder import RunFolder, write_text
 from paceline.telemetry.events import parse
@@ -20,10 +20,6 @@ from paceline.telemetry.tail import Tail
 from paceline.tune.folder import StudyFolder
 from paceline.tune.shares import Share
 from paceline.tune.worker import Job, Outcome
-
-# This very Paceline, and nothing of the working folder: a file there may be called like a module of Python's.
-COMMAND = "import sys; sys.path[0] = sys.argv.pop(1); from paceline.tune.worker import main; main()"
-PACKAGES = Path(__file__).parents[2]
 
 
 class Worker:
@@ -78,7 +74,7 @@ class Worker:
         variables = [] if gpus is None else ["env", f"CUDA_VISIBLE_DEVICES={','.join(gpus)}"]
         argument = json.dumps([os.getpid(), self._share.cores])
         return subprocess.Popen(
-            [*variables, sys.executable, "-u", "-c", COMMAND, str(PACKAGES), argument],
+            [*variables, *command_of("paceline.tune.worker", argument)],
             stdin=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 

@@ -84,8 +84,9 @@ def train(path: Path) -> Outcome:
         result = Trainer.from_config(build(raw, folder=folder), folder).start()
     except Stopped as stopped:
         # Trials may have equal times instead of equal lengths: what was measured by then counts.
-        is_out_of_time = str(stopped).startswith(f"stopped by {describe(TIME_IS_UP)}")
-        return Outcome("done" if is_out_of_time else "stopped", str(stopped), _epochs(Path(raw["run_dir"])))
+        if not str(stopped).startswith(f"stopped by {describe(TIME_IS_UP)}"):
+            return Outcome("stopped", str(stopped))
+        return Outcome("done", str(stopped), _epochs(Path(raw["run_dir"])))
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return Outcome("failed", str(error))
