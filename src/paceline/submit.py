@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.errors import ConfigError, PacelineError
 from paceline.run_folder import RunFolder, write_json, write_text
 from paceline.telemetry.events import read
+from paceline.words import ranks_text
 
 # In every task: one that is killed starts again, and the hosts find each other again.
 TASK = """asked=
@@ -132,7 +133,7 @@ def describe(folder: RunFolder) -> list[str]:
         return [*lines, "the run has not begun yet"]
     last = {event["event"]: event for event in events}
     started, step, epoch = last.get("run_started", {}), last.get("step"), last.get("epoch")
-    lines.append(f"{started.get('name')}: {started.get('world_size')} ranks, {_ago(events[-1]['time'])}")
+    lines.append(f"{started.get('name')}: {ranks_text(started.get('world_size', 1))}, {_ago(events[-1]['time'])}")
     if step is not None:
         loss = "-" if step["loss"] is None else f"{step['loss']:.4f}"
         lines.append(f"step {step['step']} of {step['steps'] or '?'}, epoch {step['epoch'] + 1}, loss {loss}")

@@ -175,7 +175,7 @@ class Heart:
         if self.folder.hang.exists():  # the run is ending; on another machine nobody else ends this rank
             self._beat_on(DUMP_BEATS)
             os._exit(1)
-        if self.rank == min(place.rank for place in places if place.beat > 0 and not place.is_silent):
+        if self.rank == min((place.rank for place in places if place.beat > 0 and not place.is_silent), default=0):
             self._report()
 
     def _dump_workers(self) -> str | None:

@@ -116,6 +116,7 @@ LAYERS = [
         "telemetry.pace",
         "telemetry.tail",
         "tune.shares",
+        "words",
     ],
     # Packages, which import nothing.
     [

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from paceline.cli.arguments import Overrides, Target, build_config
 from paceline.cli.output import is_main, show_table
+from paceline.words import ranks_text
 
 if TYPE_CHECKING:
     from paceline.profile.facts import Profile
@@ -54,8 +55,8 @@ def profile(
 
 def show(found: Profile, advice: list[str]) -> None:
     """Print where the time goes, what costs most, and what to do."""
-    ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks"
-    typer.echo(f"{ranks} on {found.device}, steps: {found.steps}, {fmean(found.step_ms):,.2f} ms each\n")
+    steps = f"steps: {found.steps}, {fmean(found.step_ms):,.2f} ms each"
+    typer.echo(f"{ranks_text(found.ranks)} on {found.device}, {steps}\n")
     show_table(_phases(found))
     if found.device == "cuda":
         typer.echo(f" (hosts wait {fmean(found.data_ms):,.2f} ms a step for data)")

@@ -10,6 +10,7 @@ from typing import Literal
 
 from paceline.config import Config
 from paceline.doctor.facts import Machine
+from paceline.words import ranks_text
 
 OLDEST_TORCH = (2, 11)
 LITTLE_MEMORY = 2 << 30  # a rank holds 0.3 to 1 GB before it has a model
@@ -188,7 +189,7 @@ def check_network(machine: Machine) -> Finding:
 
 def check_ranks(ranks: int, device: str, backend: str, machine: Machine) -> Finding:
     """Whether there is a core for each rank that the run would have here."""
-    text = f"{_count(ranks)} on {device} ({backend}) here"
+    text = f"{ranks_text(ranks)} on {device} ({backend}) here"
     if ranks > machine.cores:
         return Finding("ranks", "warning", f"{text}, for {machine.cores} cores", f"use --procs {machine.cores} or less")
     return Finding("ranks", "ok", text)
@@ -196,7 +197,7 @@ def check_ranks(ranks: int, device: str, backend: str, machine: Machine) -> Find
 
 def check_trial(trial: Trial) -> Finding:
     """Whether the step was a good one."""
-    where = f"on {_count(trial.ranks)} of CPU, {trial.seconds:.1f} s"
+    where = f"on {ranks_text(trial.ranks)} of CPU, {trial.seconds:.1f} s"
     if trial.is_own_loop:
         return Finding(
             "rehearsal", "ok", f"model and data were built {where}; train_fn has not run, it cannot be cut after a step"
@@ -216,7 +217,7 @@ def check_rank_memory(trial: Trial, ranks: int, device: str, machine: Machine) -
     if trial.memory is None or machine.free_memory is None or device != "cpu":
         return None
     needed = ranks * trial.memory
-    text = f"{_count(ranks)} need more than {size_text(needed)}, {size_text(machine.free_memory)} are free"
+    text = f"{ranks_text(ranks)} need more than {size_text(needed)}, {size_text(machine.free_memory)} are free"
     if needed > machine.free_memory:
         return Finding("rank memory", "warning", text, "use fewer processes, or a machine with more memory")
     return Finding("rank memory", "ok", text)
@@ -239,7 +240,8 @@ def check_checkpoints(size: int, config: Config, machine: Machine) -> Finding:
 def check_bandwidth(size: int, seconds: float, ranks: int, backend: str) -> Finding:
     """Whether gradients travel as fast as they do on most machines."""
     speed = bus_speed(size, seconds, ranks)
-    text = f"{speed / 1e9:.2f} GB/s among {_count(ranks)} ({backend}); {size / 1e6:.0f} MB take {1e3 * seconds:.1f} ms"
+    example = f"{size / 1e6:.0f} MB take {1e3 * seconds:.1f} ms"
+    text = f"{speed / 1e9:.2f} GB/s among {ranks_text(ranks)} ({backend}); {example}"
     if speed >= SLOW[backend]:
         return Finding("all-reduce", "ok", text)
     advice = "look at `nvidia-smi topo -m`" if backend == "nccl" else "see whether other programs use the cores"
@@ -249,10 +251,6 @@ def check_bandwidth(size: int, seconds: float, ranks: int, backend: str) -> Find
 def bus_speed(size: int, seconds: float, ranks: int) -> float:
     """Bytes a second through each rank: a sum over n ranks moves 2 (n - 1) / n of the data, whatever their number."""
     return 2 * (ranks - 1) / ranks * size / max(seconds, 1e-9)
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def size_text(size: float) -> str:

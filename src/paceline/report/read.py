@@ -19,6 +19,7 @@ from paceline.report.thin import Heat, Point, Times, heat_of, stretches, thinned
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import read
 from paceline.telemetry.sink import NOT_PLOTTED, hparams_in
+from paceline.words import ranks_text
 
 POINTS = 2_000  # of a curve; with many runs fewer each, so that the page stays small
 POINTS_OF_ALL = 12_000
@@ -262,7 +263,7 @@ def _about(folder: RunFolder, story: Story, result: Mapping[str, Any], state: st
     if story.began is not None:
         yield "began", datetime.fromtimestamp(story.began).isoformat(" ", "seconds")
     if started:
-        ranks = "1 rank" if started["world_size"] == 1 else f"{started['world_size']} ranks"
+        ranks = ranks_text(started["world_size"])
         yield "ranks", f"{ranks} on {started['device']} ({started['backend']}), lanes {started['lanes']}"
         yield "seed", str(started["seed"])
     if commit := started.get("commit"):

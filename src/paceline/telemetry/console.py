@@ -21,6 +21,7 @@ from paceline.telemetry.live import (
     training_texts,
     view,
 )
+from paceline.words import ranks_text
 
 PLAIN_INTERVAL_S = 3.0
 DRAWN_PER_S = 4
@@ -65,8 +66,8 @@ class Screen:
 
     def _on_run_started(self, event: dict[str, Any]) -> None:
         self.close()
-        ranks = "1 rank" if event["world_size"] == 1 else f"{event['world_size']} ranks"
-        self.note(f"{event['name']}: {ranks} on {event['device']} ({event['backend']}), run folder {event['run_dir']}")
+        where = f"{ranks_text(event['world_size'])} on {event['device']} ({event['backend']})"
+        self.note(f"{event['name']}: {where}, run folder {event['run_dir']}")
 
     def _on_progress(self, event: dict[str, Any]) -> None:
         """The user's own loop: batch by batch."""

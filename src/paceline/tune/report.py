@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ def write_plots(path: Path, study: optuna.Study, metric: str) -> str | None:
         evaluator = PedAnovaImportanceEvaluator()
         figures.append(show.plot_param_importances(study, evaluator=evaluator, target_name=metric))
     pages = [figure.to_html(full_html=False, include_plotlyjs=n == 0) for n, figure in enumerate(figures)]
-    title = f"<title>{study.study_name}</title><h1>{study.study_name}</h1>"
+    name = html.escape(study.study_name)
+    title = f"<title>{name}</title><h1>{name}</h1>"
     write_text(path, f'<!doctype html>\n<meta charset="utf-8">{title}\n' + "\n".join(pages))
     return None
