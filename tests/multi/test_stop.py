@@ -51,6 +51,19 @@ def test_a_signal_to_all_processes_of_a_run_stops_it_and_loses_nothing(undisturb
     assert outcome(start(resume="auto")) == undisturbed
 
 
+def test_a_terminal_that_closes_stops_a_run_which_loses_nothing(undisturbed: dict) -> None:
+    launcher = os.getpid()
+
+    def hang_up() -> None:
+        for _ in range(3):  # the shell says so, and the system
+            os.kill(launcher, signal.SIGHUP)
+            time.sleep(0.3)
+
+    stopped_at = stop_step(dataset_fn=disturbed(2, hang_up), procs=2)
+    assert saved_steps()[-1] == stopped_at
+    assert outcome(start(resume="auto")) == undisturbed
+
+
 def test_a_signal_during_evaluation_stops_there_and_evaluates_again_later(undisturbed: dict) -> None:
     log, ask = Path("fetched").resolve(), send_self(signal.SIGTERM)
     validation = {"size": 61, "augment": False}

@@ -122,11 +122,13 @@ def _hearing(ranks: Ranks) -> Iterator[list[int]]:
 
     def hear(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if asked and number == signal.SIGHUP:  # the terminal is gone, which is told more than once
+            return
         if asked:
             raise Interrupted(f"ended by {name}; the other hosts see that this one is gone")
         if not ranks.pids:
             raise Stopped(f"stopped by {name} while no rank was here")
-        asked.append(number)
+        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    with handled(heeded(SIGNALS), hear):
+    with handled(heeded((*SIGNALS, signal.SIGHUP)), hear):
         yield asked

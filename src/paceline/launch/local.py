@@ -206,7 +206,11 @@ def hearing(request: Request | None, news: str) -> Iterator[None]:
     """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if request is not None and (not request.signal or request.is_for_growth) and number in SIGNALS:
+        is_asked = request is not None and bool(request.signal) and not request.is_for_growth
+        if request is not None and number == signal.SIGHUP:
+            # The terminal is gone, which is told more than once. Ranks are asked in a way that nohup does not hide.
+            request.signal, request.is_for_growth = request.signal if is_asked else signal.SIGTERM, False
+        elif request is not None and not is_asked and number in SIGNALS:
             request.signal, request.is_for_growth = number, False
         elif number == signal.SIGINT:
             raise KeyboardInterrupt(news)
