@@ -15,9 +15,10 @@ import cloudpickle
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from paceline.checkpoint.state import put_trained
-from paceline.digest import sha256_of
+from paceline.digest import sha256_of, sha256_of_each
 from paceline.ema import Ema
 from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder, write_json, write_private
@@ -143,9 +144,11 @@ def write(
 def write_value(folder: RunFolder, value: Any) -> None:
     """Leave what a task returns to its caller. Rank 0 only."""
     try:
-        write_private(folder.value, cloudpickle.dumps(value))
+        content = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
         warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
+    else:
+        write_private(folder.value, content)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,18 @@ def collect(folder: RunFolder) -> Outcome:
 def save_weights(model: torch.nn.Module, path: Path) -> str:
     """Write a file of weights that is seen whole or not at all; returns their fingerprint."""
     partial = path.with_name(f".{path.name}")
-    safetensors.torch.save_model(model, str(partial))
+    try:
+        safetensors.torch.save_model(model, str(partial))
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     partial.chmod(path.parent.stat().st_mode & 0o666)  # the library leaves it to its owner alone
     partial.replace(path)
     return sha256_of(model.state_dict())
+
+
+def stored_sha256(path: Path) -> str:
+    """The fingerprint of the weights in a file, with a tied one under each of its names."""
+    with safetensors.safe_open(path, "pt") as file:
+        kept = {name: name for name in file.keys()}  # noqa: SIM118 - it is no dict
+        tied = {name: twin for name, twin in (file.metadata() or {}).items() if twin in kept}
+        return sha256_of_each((name, file.get_tensor(twin)) for name, twin in sorted({**kept, **tied}.items()))

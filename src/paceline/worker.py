@@ -44,6 +44,7 @@ from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single, make_model, replicate, settle_layout
 from paceline.resume import identity_of
+from paceline.room import write_patiently
 from paceline.run_folder import RunFolder, write_json
 from paceline.scaler import fit_scalers
 from paceline.step import Stepper
@@ -107,12 +108,13 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     seconds = time.perf_counter() - began
     progress.phase = "writing the result"
     replica.share_buffers()
+    write = partial(
+        result.write, folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
+        step=progress.step or 0, epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size,
+        seconds=round(seconds, 3), samples=progress.samples,
+    )  # fmt: skip
     if world.is_main:
-        result.write(
-            folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
-            step=progress.step or 0, epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size,
-            seconds=round(seconds, 3), samples=progress.samples,
-        )  # fmt: skip
+        write_patiently(write, progress)
     events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics={})
     events.close()
 
@@ -151,12 +153,13 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     else:
         stepper.replica.share_buffers()
         optimizer_sha256 = stepper.optimizer_sha256()
+        write = partial(
+            result.write, folder, stepper.replica.module, stepper.ema, None, optimizer_sha256=optimizer_sha256,
+            metrics=fit.metrics, history=fit.history, step=fit.step, epoch=len(fit.history),
+            world_size=world.size, lanes=lanes, seconds=round(fit.seconds, 3), samples=fit.samples,
+        )  # fmt: skip
         if world.is_main:
-            result.write(
-                folder, stepper.replica.module, stepper.ema, None, optimizer_sha256=optimizer_sha256,
-                metrics=fit.metrics, history=fit.history, step=fit.step, epoch=len(fit.history),
-                world_size=world.size, lanes=lanes, seconds=round(fit.seconds, 3), samples=fit.samples,
-            )  # fmt: skip
+            write_patiently(write, progress)
         settled = {**identity["config"], "lanes": lanes}
         events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics, config=settled)
     events.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.run_folder import RunFolder
+from paceline.telemetry import follow
 from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.follow import Follower, Tail
@@ -307,3 +308,50 @@ def test_a_tensorboard_that_does_not_work_costs_one_note(
     with closing(Events(folder.events)) as events, Follower(folder, ranks=0, board=True):
         events.write("warning", text="first")
     assert capsys.readouterr().err.count("nothing is written for TensorBoard: Descriptors") == 1
+
+
+def test_a_full_disk_is_told_once_and_again_when_it_fills_again(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the follower itself: what ranks say of it does not reach the disk."""
+    full = [True]
+    monkeypatch.setattr("paceline.telemetry.follow.is_full", lambda path: full[0])
+    monkeypatch.setattr("paceline.telemetry.follow.DISK_S", 0.0)
+    follower = Follower(folder, ranks=0)
+    told = []
+    for full[0] in (True, True, False, False, True):
+        follower._look()
+        told.append("is full" in capsys.readouterr().err)
+    assert told == [True, False, False, False, True]
+
+
+def test_a_folder_that_has_vanished_is_not_full(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = Follower(RunFolder(folder.path / "gone"), ranks=0)
+    gone._look()
+    assert capsys.readouterr().err == ""
+
+
+# --- show -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_ended_is_shown_with_its_outcome_even_if_the_last_line_is_torn(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "TORN_S", 0.0)
+    folder.result.write_text('{"step": 3, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef"}')
+    folder.events.write_text('{"event": "warning", "time": 1.0, "text": "slow"}\n{"event": "run_fin')
+    follow.show(folder)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["warning: slow", "done: step 3  accuracy 0.7500  weights 0123456789ab"]
+
+
+def test_whoever_watches_a_run_that_was_left_reads_whether_it_can_go_on(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "IDLE_S", 0.0)
+    folder.events.touch()
+    follow.show(folder)
+    assert capsys.readouterr().err.splitlines()[-1] == "nobody trains this run; --resume auto goes on with it"
+    folder.config.write_text("train_fn: train:train\n")
+    follow.show(folder)
+    assert "so it cannot go on; start it anew" in capsys.readouterr().err

@@ -92,6 +92,7 @@ LAYERS = [
         "nursery",
         "predictions",
         "telemetry.live",
+        "room",
         "telemetry.stragglers",
         "travel",
     ],

@@ -92,3 +92,8 @@ def test_a_device_that_computed_wrongly_is_worth_another_try() -> None:
 def test_an_error_while_building_is_shown_at_once(place: str) -> None:
     assert not Restarts(3).allow(failed("TypeError", place=place), 5)
     assert Restarts(3).allow(failed("TypeError"), 5)
+
+
+def test_a_full_disk_is_no_reason_to_train_again() -> None:
+    no_room = failed("OSError", "weights.safetensors cannot be written: No space left on device (os error 28)")
+    assert not Restarts(3).allow(no_room, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline import errors
 from paceline.failure import Failure
+from paceline.room import is_of_full_disk
 
 WORTH_ANOTHER_TRY = "ReplicasDiffer"  # among our own errors: all others would come again
 
@@ -21,6 +22,8 @@ class Restarts:
         """Whether to start again; `saved_step` is the newest checkpoint's, -1 if there is none."""
         if saved_step > self._saved_step:
             self._saved_step, self.used = saved_step, 0
+        if is_of_full_disk(failure.text):  # it would only train again what it cannot keep
+            return False
         if not failure.is_killed:
             this = (failure.error, failure.text, failure.place)
             repeats, self._last = this == self._last, this

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
+from paceline.room import is_full
 from paceline.run_folder import RunFolder
 from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
@@ -16,6 +17,8 @@ from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
 
 INTERVAL_S = 0.1
+DISK_S = 2.0  # between two looks at the disk
+TORN_S = 1.0  # without a word, until a result counts as the end: the last line of the events may be torn
 IDLE_S = 10.0  # without a word, until it is looked whether the run still lives
 AGAIN_S = 5.0  # a run that was stopped may be started again at once
 
@@ -35,6 +38,7 @@ class Follower:
         self._since = round(time.time(), 3) if from_now else 0.0
         self._shown: set[str] = set()  # of the moment `_since`
         self._warned: set[str] = set()
+        self._folder, self._is_full, self._asked = folder, False, 0.0  # whether its disk is, and when it was asked
         self._is_blind = False
         self._has_failed = False  # then the summary of the first failure has the last word
         self._last = "", time.monotonic()  # the newest event: its kind, and when it was read
@@ -93,6 +97,7 @@ class Follower:
                 self._is_blind = True
 
     def _show(self, *, to_end: bool) -> None:
+        self._tell_if_full()
         for rank, log in enumerate(self._logs):
             for line in log.lines(to_end=to_end):
                 warning = WARNING.match(line)
@@ -115,6 +120,18 @@ class Follower:
                 self._has_failed = False
             self.screen.show(event)
 
+    def _tell_if_full(self) -> None:
+        """Ranks tell everything by way of the disk, but for this."""
+        now = time.monotonic()
+        if now - self._asked < DISK_S:
+            return
+        before, self._asked = self._is_full, now
+        with suppress(OSError):  # the folder has gone
+            self._is_full = is_full(self._folder.path)
+        if self._is_full and not before:
+            text = f"the disk of {self._folder.path} is full: nothing can be saved or shown until there is room"
+            self.screen.note(f"warning: {text}; training goes on, and waits for room at its end", style="yellow")
+
 
 def show(folder: RunFolder) -> None:
     """Show a run that lives elsewhere, from its events alone, until it has ended."""
@@ -123,6 +140,10 @@ def show(folder: RunFolder) -> None:
             follower.screen.note("the run has not begun yet")
         while not follower.is_over:
             time.sleep(INTERVAL_S)
+            if follower.idle_s > TORN_S and folder.result.exists() and not folder.is_locked():
+                break
             if follower.idle_s > IDLE_S and folder.events.exists() and not folder.is_locked():
-                follower.screen.note("nobody trains this run; --resume auto goes on with it")
+                follower.screen.note(f"nobody trains this run; {folder.how_to_go_on()}")
                 return
+    if (outcome := folder.outcome()) is not None:
+        follower.screen.note(f"done: {outcome}")
