@@ -19,5 +19,6 @@ class Progress:
 
     def describe(self) -> str:
         """Such as "training, epoch 2, step 140"."""
-        places = (("epoch", self.epoch), ("step", self.step), ("batch", self.batch))
+        epoch = None if self.epoch is None else self.epoch + 1  # people count from 1
+        places = (("epoch", epoch), ("step", self.step), ("batch", self.batch))
         return ", ".join([self.phase, *(f"{name} {value}" for name, value in places if value is not None)])

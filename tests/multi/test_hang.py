@@ -246,6 +246,6 @@ def test_a_rank_that_is_killed_is_told_with_its_last_step_and_line(run_script, t
         start(train_fn=train, hang_timeout_s=0)
     """)
     assert ended.returncode == 1
-    assert re.search(r"rank 1 on \S+ failed \(last seen training, epoch 0, step 6, batch 5\)", ended.stderr)
+    assert re.search(r"rank 1 on \S+ failed \(last seen training, epoch 1, step 6, batch 5\)", ended.stderr)
     assert "SIGKILL: the process was killed" in ended.stderr
     assert f"at {tmp_path}/main.py:" in ended.stderr

@@ -118,7 +118,7 @@ def test_a_failing_rank_is_told_with_place_error_line_and_log(script: Callable[[
     assert ended.returncode == 1
     assert "rank 1 on " in shown
     assert os.uname().nodename in shown
-    assert "epoch 0" in shown
+    assert "epoch 1" in shown
     assert "batch 3" in shown
     assert "ValueError: the reading is broken" in shown
     assert f"{path}:{line}" in shown

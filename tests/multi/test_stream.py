@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_with_other_ranks_gives_the_uninterrupted_hash(
     assert [event["step"] for event in events_of(run_dir, "resumed")] == [stopped_at]
     assert identity_of(resumed) == identity_of(whole)
     texts = [event["text"] for event in events_of(run_dir, "warning") if "are read once more" in event["text"]]
-    assert [f"{stopped_at % 7} steps of epoch {stopped_at // 7}" in text for text in texts] == [True] * (
+    assert [f"{stopped_at % 7} steps of epoch {stopped_at // 7 + 1}" in text for text in texts] == [True] * (
         stopped_at != 14
     )
 
@@ -126,7 +126,7 @@ def test_a_lane_without_samples_is_the_same_error_at_any_number_of_ranks() -> No
             return iter(()) if index == 3 else super().__iter__()
 
     for procs in (1, 4):
-        with pytest.raises(RankFailed, match=r"no samples for lane 3 of 4 in epoch 0"):
+        with pytest.raises(RankFailed, match=r"no samples for lane 3 of 4 in epoch 1"):
             trainer(dataset_fn=Short, procs=procs).start()
 
 
@@ -197,7 +197,7 @@ def test_uneven_lengths_end_the_epoch_for_all_and_are_told_once() -> None:
     assert result.value == [[list(range(12))] * 2, [list(range(100, 109))] * 2]
     assert (result.step, result.samples) == (6, 42)
     [warning] = events_of(result.run_dir, "warning")
-    assert warning["text"].startswith("epoch 0 ends after 3 batches, because rank 1 has no more; at least 4 samples")
+    assert warning["text"].startswith("epoch 1 ends after 3 batches, because rank 1 has no more; at least 4 samples")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

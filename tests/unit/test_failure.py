@@ -145,7 +145,7 @@ def test_a_signal_without_a_name_is_told_by_its_number(folder: RunFolder) -> Non
 def test_the_block_says_who_where_what_and_which_log(folder: RunFolder) -> None:
     error = caught(json.loads, "{")
     lines = capture(error, folder, rank=3).describe().splitlines()
-    assert lines[0] == f"rank 3 on {socket.gethostname()} failed (training, epoch 2, step 140)"
+    assert lines[0] == f"rank 3 on {socket.gethostname()} failed (training, epoch 3, step 140)"
     assert lines[1].startswith("  JSONDecodeError: Expecting property name")
     assert lines[2].startswith(f"  at {__file__}:")
     assert lines[3:] == [f"  full log: {folder.log(3)}"]

@@ -214,7 +214,7 @@ def test_a_run_goes_on_with_the_samples_that_it_had_not_seen(at: int, workers: i
     assert plain(rest) == plain(whole[at:])
     assert progress.phase == "training"
     steps = at % 5
-    assert [f"{steps} steps of epoch {at // 5}, up to {4 * steps} samples" in text for text in told] == [True]
+    assert [f"{steps} steps of epoch {at // 5 + 1}, up to {4 * steps} samples" in text for text in told] == [True]
 
 
 def test_a_run_that_goes_on_with_an_epoch_reads_nothing_of_the_last_one() -> None:
@@ -298,13 +298,13 @@ def test_claims_are_equal_where_samples_are() -> None:
 
 
 def test_a_lane_without_samples_is_named() -> None:
-    with pytest.raises(DataError, match=r"no samples for lane 2 of 3 in epoch 0; .* or use fewer lanes"):
+    with pytest.raises(DataError, match=r"no samples for lane 2 of 3 in epoch 1; .* or use fewer lanes"):
         next(iter(turns_of(Numbers(2))))
 
 
 def test_a_data_set_that_has_shrunk_since_the_run_was_saved_is_refused() -> None:
     mark = next(iter(turns_of(Numbers(50)))).mark
-    with pytest.raises(DataError, match="fewer samples in epoch 0 than before the run was resumed at step 3"):
+    with pytest.raises(DataError, match="fewer samples in epoch 1 than before the run was resumed at step 3"):
         next(iter(turns_of(Numbers(20), step=3, mark=mark, tell=lambda text: None)))
 
 
@@ -376,5 +376,5 @@ def test_the_epoch_ends_when_one_rank_has_no_more(monkeypatch: pytest.MonkeyPatc
     loader = loader_of(Numbers(40), world=world, tell=told.append)
     assert [len(list(loader)) for _ in range(2)] == [3, 3]
     assert told == [
-        "epoch 0 ends after 3 batches, because rank 1 has no more; at least 4 samples of other ranks are left out"
+        "epoch 1 ends after 3 batches, because rank 1 has no more; at least 4 samples of other ranks are left out"
     ]

@@ -216,8 +216,8 @@ class StreamTurns:
         exchange, step, (epoch, began) = Exchange(self.world), self.step, self.mark
         if step > began:
             self.tell(
-                f"an iterable data set can only be read from its beginning: {step - began} steps of epoch {epoch}, up "
-                f"to {(step - began) * self.batch_size} samples of each lane, are read once more and left out"
+                f"an iterable data set can only be read from its beginning: {step - began} steps of epoch {epoch + 1}, "
+                f"up to {(step - began) * self.batch_size} samples of each lane, are read once more and left out"
             )
         ridden = batches.lanes_of(self.world.rank, self.world.size, self.lanes)
         asks = Asks(ridden, self.workers, epoch=epoch, began=began, wanted_from=step)
@@ -280,12 +280,12 @@ class StreamTurns:
         void = [lane for lane, fact in enumerate(facts) if fact.is_void]
         if void:
             raise DataError(
-                f"the data set yields no samples for lane {void[0]} of {self.lanes} in epoch {epoch}; let __iter__ "
+                f"the data set yields no samples for lane {void[0]} of {self.lanes} in epoch {epoch + 1}; let __iter__ "
                 "give each lane some, for instance `yield from paceline.shard(samples)`, or use fewer lanes"
             )
         if not any(fact.samples for fact in facts):
             raise DataError(
-                f"the data set yields fewer samples in epoch {epoch} than before the run was resumed at step {step}"
+                f"the data set yields fewer samples in epoch {epoch + 1} than before the run was resumed at step {step}"
             )
         compare_claims({}, "lane", ((lane, fact.claim) for lane, fact in enumerate(facts)))
         if epoch == self.mark[0] and any(fact.is_unshared for fact in facts):

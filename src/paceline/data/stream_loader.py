@@ -129,6 +129,6 @@ class StreamLoader(DataLoader[Any]):
         if any(sizes) and not self._has_told:
             self._has_told = True
             self.tell(
-                f"epoch {epoch} ends after {batch} batches, because rank {without} has no more; "
+                f"epoch {epoch + 1} ends after {batch} batches, because rank {without} has no more; "
                 f"at least {sum(sizes)} samples of other ranks are left out"
             )
