@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paceline.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.result import Predictions
 
 Columns = dict[str, Any]  # names, and arrays of one length
@@ -28,8 +32,13 @@ def check_file(path: Path) -> None:
         raise MissingExtra("pyarrow", "parquet", f"writing {path.name}")
 
 
-def columns_of(predictions: Predictions, loss_fn: Callable[..., Any] | None) -> Columns:
-    """One number a sample is `prediction`; several are scores of classes, unless the loss compares numbers."""
+def columns_of(
+    predictions: Predictions, loss_fn: Callable[..., Any] | None, classes: Sequence[Any] | None = None
+) -> Columns:
+    """One number a sample is `prediction`; several are scores of classes, unless the loss compares numbers.
+
+    Where the classes have names, there is also a column `class`.
+    """
     indices, outputs = predictions
     if outputs.ndim == 2 and outputs.shape[1] == 1:
         outputs = outputs[:, 0]
@@ -41,8 +50,18 @@ def columns_of(predictions: Predictions, loss_fn: Callable[..., Any] | None) -> 
             f"the model gives {shape} numbers for a sample, which make no table; use paceline.load(…).predict()"
         )
     named = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    name, best = ("prediction", {}) if named in OF_NUMBERS else ("score", {"prediction": outputs.argmax(1).numpy()})
-    return {"index": indices} | {f"{name}_{place}": column.numpy() for place, column in enumerate(outputs.T)} | best
+    of_numbers = named in OF_NUMBERS
+    name = "prediction" if of_numbers else "score"
+    columns = {"index": indices} | {f"{name}_{place}": column.numpy() for place, column in enumerate(outputs.T)}
+    return columns if of_numbers else columns | _best_of(outputs, classes)
+
+
+def _best_of(scores: torch.Tensor, classes: Sequence[Any] | None) -> Columns:
+    """The class with the highest score: its place, and its name if there is one for each score."""
+    places = scores.argmax(1).numpy()
+    if not isinstance(classes, (list, tuple)) or len(classes) != scores.shape[1]:
+        return {"prediction": places}
+    return {"prediction": places, "class": np.array(classes)[places]}
 
 
 def write(path: Path, columns: Columns) -> None:

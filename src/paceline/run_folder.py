@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.config import Config
+from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
+from paceline.words import outcome_text
 
 
 class RunFolder:
@@ -71,7 +72,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep others from going on with this run meanwhile; the system lets go of it when this process dies."""
-        with self.lock.open("w") as file:
+        with self._open_lock() as file:
             if not _take_lock(file):
                 raise ConfigError(
                     f"{self.path} is being trained by another process; wait for it, or choose another run"
@@ -82,8 +83,32 @@ class RunFolder:
         """Whether a process is training this run now."""
         if not self.lock.exists():
             return False
-        with self.lock.open("a") as file:
+        # A folder that cannot be written to is asked as well as its file system allows.
+        with self.lock.open("a" if os.access(self.lock, os.W_OK) else "r") as file:
             return not _take_lock(file)
+
+    def _open_lock(self) -> IO[str]:
+        try:
+            return self.lock.open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written to: {error.strerror}; go on with a copy of it, or begin a new run from "
+                "one of its checkpoints: --resume RUN/checkpoints/step-…"
+            ) from None
+
+    def outcome(self) -> str | None:
+        """How the run has ended, in words; None if it has not yet, or not well."""
+        try:
+            facts = json.loads(self.result.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return outcome_text(facts["step"], facts["metrics"], facts["weights_sha256"])
+
+    def how_to_go_on(self) -> str:
+        """What can be done with a run that has not ended and that nobody trains."""
+        if self.config.exists() and "train_fn" in read_yaml(self.config):
+            return "its loop is your own (train_fn), so it cannot go on; start it anew"
+        return "--resume auto goes on with it"
 
     def log(self, rank: int | str) -> Path:
         """The log of one rank: everything it wrote to stdout and stderr."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +81,7 @@ class Trainer:
         if problems := resolve_tables(config, self._folder):
             raise ConfigError(problems)
         if is_main_process():
-            config.run_dir = new_folder(None, trained.run_dir / task)
+            config.run_dir = _folder_for(task, trained.run_dir, config.name)
         function = functools.partial(getattr(apply, task), weights=trained.weights, is_whole=df is not None)
         try:
             return self._launch(config, function).load_value()
@@ -98,6 +99,22 @@ class Trainer:
         if is_joined():
             raise PacelineError("start() was called inside a rank; call it in the script that starts the run")
         return launch.start(config, task, self._folder)
+
+
+def _folder_for(task: str, run_dir: Path, name: str) -> Path:
+    """A new folder for what ranks do with a trained model: in that of the run, or here if that is read-only."""
+    try:
+        return new_folder(None, run_dir / task)
+    except ConfigError:
+        pass
+    try:
+        folder = new_folder(None, Path("runs") / name / task)
+    except ConfigError:
+        raise ConfigError(
+            f"neither {run_dir} nor {Path().resolve()} can be written to; cd to a folder of yours"
+        ) from None
+    print(f"{run_dir} cannot be written to; logs are in {folder}", file=sys.stderr, flush=True)
+    return folder
 
 
 def _obstacles(config: Config, task: str, df: Any) -> list[str]:

@@ -31,6 +31,18 @@ def test_several_numbers_are_scores_and_the_highest_is_the_prediction() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [(["ham", "spam"], ["ham", "spam", "ham"]), ((1, 2), [1, 2, 1]), (2, None), (["ham"], None), (None, None)],
+)
+def test_classes_that_have_names_are_named(classes: object, said: list[object] | None) -> None:
+    predicted = Predictions(INDICES, torch.tensor([[0.5, 0.25], [-1.0, 2.0], [3.0, 0.0]]))
+    made = predictions.columns_of(predicted, nn.functional.cross_entropy, classes)  # type: ignore[arg-type]
+    assert made["prediction"].tolist() == [0, 1, 0]
+    assert (made["class"].tolist() if "class" in made else None) == said
+    assert "class" not in predictions.columns_of(predicted, nn.functional.mse_loss, ["ham", "spam"])
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_one_number_is_the_prediction(shape: tuple[int, ...]) -> None:
     assert columns(torch.arange(3.0).reshape(shape)) == {"index": [7, 2, 5], "prediction": [0.0, 1.0, 2.0]}

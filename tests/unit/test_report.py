@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
+from paceline import cli
+from paceline.errors import ConfigError
 from paceline.report.page import as_script, page_of
 from paceline.report.phases import Phases
 from paceline.report.read import facts_of, facts_of_all
@@ -300,3 +302,34 @@ def test_the_examples_in_the_documentation_have_the_fields_that_it_lists() -> No
 def test_the_documented_version_is_the_one_that_is_written() -> None:
     assert f"**version {VERSION}**" in DOCS.joinpath("events.md").read_text(encoding="utf-8")
     assert documented_events()["run_started"][1]["version"] == VERSION
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_run_among_several_folders_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(tmp_path / "runs" / "a", STARTED)
+    (tmp_path / "runs" / "profile").mkdir()
+    (tmp_path / "runs" / "notes.txt").touch()
+    cli.app(["report", "runs/a", "runs/notes.txt", "runs/profile"], standalone_mode=False)
+    assert capsys.readouterr().err == "left out, no run folder: runs/notes.txt, runs/profile\n"
+    assert "node7" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["profile", "."], "profile is not a run folder; give one"),
+        (["a", "nowhere"], "nowhere is not a run folder; give one"),
+        (["a", "--out", "."], r"--out \. is a folder; give a file, such as report\.html$"),
+        (["a", "--out", "profile"], r"--out profile is a folder; give a file, such as profile/report\.html$"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    leave(tmp_path / "a", STARTED)
+    (tmp_path / "profile").mkdir()
+    with pytest.raises(ConfigError, match=said):
+        cli.app(["report", *words], standalone_mode=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "profile"}

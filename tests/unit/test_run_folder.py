@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +158,39 @@ def test_a_file_system_without_locks_is_no_hindrance(make_config: MakeConfig, mo
     monkeypatch.setattr(fcntl, "flock", refuse)
     with folder.locked():
         assert not folder.is_locked()
+
+
+def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only file system, which root meets, too."""
+    plain = Path.open
+
+    def open_to_read(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode != "r":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return plain(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_to_read)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+
+
+def test_a_run_that_is_read_only_cannot_go_on_and_is_not_locked(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    with folder.locked():
+        pass
+    refuse_writing(monkeypatch)
+    said = f"{folder.path} cannot be written to: Read-only file system; go on with a copy of it, or begin a new run"
+    with pytest.raises(ConfigError, match=said), opened(make_config(), folder.path):
+        pytest.fail("it cannot be locked")
+    assert not folder.is_locked()
+
+
+def test_a_lock_in_a_read_only_folder_is_seen(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    with folder.locked():
+        refuse_writing(monkeypatch)
+        assert folder.is_locked()
 
 
 def test_the_lock_is_free_again_after_an_error(make_config: MakeConfig) -> None:

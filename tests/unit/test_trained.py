@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -22,6 +24,7 @@ from paceline.config import build
 from paceline.digest import sha256_of
 from paceline.ema import Ema
 from paceline.errors import ConfigError
+from paceline.functions import resolve
 from paceline.run_folder import RunFolder
 
 LAB = """
@@ -156,6 +159,55 @@ def test_a_damaged_checkpoint_is_not_used(make_run) -> None:
         paceline.load(folder.path, 3)
 
 
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("ema", [None, 2.0])
+def test_last_weights_with_one_wrong_bit_are_not_used(make_run, ema: float | None) -> None:
+    folder = make_run(ema=0.9 if ema else None)
+    finish(folder, 1.0, ema=ema)
+    weights = folder.weights if ema is None else folder.ema
+    flip_last_bit(weights)
+    said = f"{weights} cannot be used: its weights have another checksum than when they were written; "
+    with pytest.raises(ConfigError, match=f"^{said}the run has no checkpoint; train it again$"):
+        paceline.load(folder.path)
+    save(folder, 3, 3.0, ema=ema and 4.0)
+    with pytest.raises(ConfigError, match=f"^{said}choose another with --checkpoint: 3$"):
+        paceline.load(folder.path)
+    assert value_of(paceline.load(folder.path, 3)) == (3.0 if ema is None else 4.0)
+
+
+def test_last_weights_that_are_cut_or_gone_are_not_used(make_run) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    folder.weights.write_bytes(folder.weights.read_bytes()[:-4])
+    with pytest.raises(
+        ConfigError, match=r"weights\.safetensors cannot be used: it cannot be read \(.*; train it again"
+    ):
+        paceline.load(folder.path)
+    folder.weights.unlink()
+    with pytest.raises(ConfigError, match=r"it cannot be read \(No such file"):
+        paceline.load(folder.path)
+
+
+@pytest.mark.parametrize("tie", ["self.a.weight", "torch.nn.Parameter(self.a.weight.detach().view(1, 9))"])
+def test_tied_weights_are_known_again(make_run, tmp_path: Path, tie: str) -> None:
+    (tmp_path / "lab" / "pl_tied.py").write_text(
+        "import torch\nclass Tied(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)\n        self.b.weight = {tie}\n"
+    )
+    folder = make_run(model_fn="pl_tied:Tied")
+    model = resolve("pl_tied:Tied", tmp_path / "lab")()
+    result.write(folder, model, None, None, **FACTS, optimizer_sha256=None, seconds=1.0, samples=8)
+    assert sha256_of(paceline.load(folder.path).model.state_dict()) == sha256_of(model.state_dict())
+    flip_last_bit(folder.weights)
+    with pytest.raises(ConfigError, match="another checksum"):
+        paceline.load(folder.path)
+
+
 def test_weights_that_do_not_fit_the_model_are_told_in_one_sentence(make_run, tmp_path: Path) -> None:
     folder = make_run()
     finish(folder, 1.0)
@@ -191,7 +243,7 @@ def test_functions_of_a_script_are_missing_only_where_they_are_needed(make_run) 
 
 
 def test_a_config_gives_what_the_run_does_not_name(make_run, tmp_path: Path) -> None:
-    folder = make_run(model_fn=lambda: None, model_args={"layer": torch.zeros(2)}, loss_fn=nn.MSELoss())
+    folder = make_run(model_fn=lambda layer: None, model_args={"layer": torch.zeros(2)}, loss_fn=nn.MSELoss())
     finish(folder, 1.0)
     with pytest.raises(ConfigError, match=r"model_args\.layer=<Tensor> cannot be found outside the script"):
         paceline.load(folder.path).load_model()
@@ -253,6 +305,41 @@ def test_a_run_without_validation_data_asks_for_data(make_run) -> None:
     finish(folder, 1.0)
     with pytest.raises(ConfigError, match="the run held out no validation data; give the data to use"):
         paceline.load(folder.path).evaluate()
+
+
+@pytest.mark.parametrize("is_here_writable", [True, False])
+def test_a_read_only_run_is_used_from_elsewhere(
+    make_run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_here_writable: bool,
+) -> None:
+    folder = make_run(name="lab")
+    finish(folder, 1.0)
+    plain = Path.mkdir
+
+    def make(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.is_relative_to(folder.path) or not is_here_writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        plain(path, *arguments, **options)
+
+    used: list[Path] = []
+    monkeypatch.setattr(Path, "mkdir", make)
+    monkeypatch.setattr(
+        "paceline.launch.start",
+        lambda config, task, home: used.append(config.run_dir) or SimpleNamespace(load_value=lambda: {"val_loss": 0.5}),
+    )
+    run = paceline.load(folder.path)
+    if not is_here_writable:
+        with pytest.raises(
+            ConfigError, match=f"^neither {folder.path} nor {tmp_path} can be written to; cd to a folder"
+        ):
+            run.evaluate()
+        return
+    assert run.evaluate() == {"val_loss": 0.5}
+    assert used[0].parent == tmp_path / "runs" / "lab" / "evaluate"
+    assert capsys.readouterr().err == f"{folder.path} cannot be written to; logs are in {used[0]}\n"
 
 
 # --- the commands' own mistakes -------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ def predict(
     run = _load(run_dir, checkpoint, data, procs, config)
     predicted = run.predictions(data, procs)
     if is_main():
-        predictions.write(out, predictions.columns_of(predicted, run.config.loss_fn))
+        classes = run.config.dataset_args.get("classes")
+        predictions.write(out, predictions.columns_of(predicted, run.config.loss_fn, classes))
         typer.echo(f"{out}: {len(predicted.outputs):,} predictions, weights: {run.origin}")
 
 

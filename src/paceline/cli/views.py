@@ -37,9 +37,23 @@ def report(
     from paceline.report.read import facts_of_all
     from paceline.run_folder import write_text
 
-    page = page_of(facts_of_all([find_run(run).path for run in runs or [newest_run()]]))
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")
+    page = page_of(facts_of_all(_runs_among(runs or [newest_run()])))
     try:
         write_text(out, page)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; choose another file") from None
     typer.echo(f"{out}: {len(page) / 1e6:.1f} MB; open it in a browser, no network is needed")
+
+
+def _runs_among(paths: list[Path]) -> list[Path]:
+    """Those of several folders that hold runs. `runs/NAME/*` has others, too; they are told, and left out."""
+    from paceline.run_folder import RunFolder
+
+    others = [path for path in paths if path.exists() and not RunFolder(path).holds_run()]
+    if len(others) == len(paths):
+        find_run(paths[0])  # says what is wrong
+    if others:
+        typer.echo(f"left out, no run folder: {', '.join(map(str, others))}", err=True)
+    return [find_run(path).path for path in paths if path not in others]
