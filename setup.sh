@@ -4,7 +4,7 @@
 #   ./setup.sh
 #   PACELINE_HOME=/shared/paceline PYTHON=python3.12 ./setup.sh
 #
-# PACELINE_HOME is the place for data sets, models and runs that several people or nodes share (./shared_data).
+# PACELINE_HOME is the place for data sets and models that several people or nodes share (./shared_data).
 # Several nodes may run this at once on a shared file system: one installs, the others wait for it.
 set -euo pipefail
 
@@ -23,7 +23,7 @@ fail() {
 
 make_folders() {
     local folder
-    for folder in datasets models runs; do
+    for folder in datasets models; do
         [[ -d $home/$folder ]] && continue
         mkdir -p "$home/$folder" || fail "$home/$folder cannot be made; set PACELINE_HOME to a folder that you may write to"
         echo "made $home/$folder"

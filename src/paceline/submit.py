@@ -143,12 +143,12 @@ def describe(folder: RunFolder) -> list[str]:
     restarts = sum(event["event"] == "restarted" for event in events)
     if restarts:
         lines.append(f"restarted {restarts} times, last: {last['restarted']['text']}")
-    if folder.result.exists():
-        return [*lines, "finished"]
+    if (outcome := folder.outcome()) is not None:
+        return [*lines, f"finished: {outcome}"]
     if events[-1]["event"] == "run_failed" and not folder.is_locked():
         return [*lines, f"failed: {events[-1]['text']}"]
     stopped = "" if not folder.stopped.exists() else f", stopped by {last['run_stopped']['reason']}"
-    return [*lines, "running" if folder.is_locked() else f"not running{stopped}; --resume auto goes on with it"]
+    return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
 
 
 def _ago(moment: float) -> str:

@@ -30,6 +30,7 @@ def test_the_project_runs_as_a_script_without_a_main_guard(project: Path, run) -
     assert ended.returncode == 0, ended.stderr
     accuracy = float(ended.stdout.split("accuracy on rank 0: ")[1].split()[0])
     assert accuracy > 0.75  # of the 20 samples that rank 0 validates
+    assert list(project.parent.glob("runs/mylab/*"))  # as from its config
 
 
 def test_the_project_runs_from_its_config(project: Path, run) -> None:

@@ -71,7 +71,7 @@ def test_the_second_time_nothing_is_changed_and_that_is_said(checkout: Checkout)
     assert "Everything is set up." in output
     assert "paceline train mnist" in output
     shared = checkout.folder / "shared_data"
-    assert sorted(path.name for path in shared.iterdir()) == ["datasets", "models", "runs"]
+    assert sorted(path.name for path in shared.iterdir()) == ["datasets", "models"]
     [call] = checkout.pip_calls()
     assert re.search(r"^install .*--constraint constraints.txt --editable \.\[dev\]$", call)
     before = checkout.files()
@@ -108,7 +108,7 @@ def test_the_shared_folders_go_to_paceline_home(checkout: Checkout, tmp_path: Pa
     (tmp_path / "home" / "datasets").mkdir(parents=True)
     code, output = checkout.run(PACELINE_HOME="home")  # from where the script is called, as in `paceline`
     assert code == 0, output
-    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["datasets", "models", "runs"]
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["datasets", "models"]
     assert f"export PACELINE_HOME={tmp_path / 'home'}" in output
     assert not (checkout.folder / "shared_data").exists()
 

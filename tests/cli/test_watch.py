@@ -28,6 +28,7 @@ def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) 
     assert [line for line in watched.stderr.splitlines() if "train_loss" in line] == shown
     again = run("paceline", "watch", "run")  # one that has ended
     assert "1 rank on cpu" in again.stderr
+    assert again.stderr.splitlines()[-1].startswith("done: step 46  val_loss ")
 
 
 def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
@@ -35,6 +36,7 @@ def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
     events = tmp_path / "run" / "events.jsonl"
     lines = events.read_text().splitlines()
     events.write_text("\n".join(lines[:-1]) + '\n{"event": "torn')  # as if it still ran
+    (tmp_path / "run" / "result.json").unlink()
     with subprocess.Popen([PACELINE, "watch", "run"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as watching:
         try:
             assert watching.stderr is not None

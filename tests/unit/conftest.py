@@ -35,11 +35,11 @@ def make_config() -> Callable[..., Config]:
     return make
 
 
-def make_model() -> torch.nn.Module:
+def make_model(**options: Any) -> torch.nn.Module:
     return torch.nn.Linear(2, 1)
 
 
-def make_dataset(*tables: Any) -> list[int]:
+def make_dataset(*tables: Any, **options: Any) -> list[int]:
     return list(range(10))
 
 

@@ -14,6 +14,7 @@ from paceline.bench.bench import Cell, Measured, Plan, bench, cells_of, ratio_ro
 from paceline.bench.contenders import CONTENDERS, Clock, _speeds
 from paceline.bench.models import WORKLOADS, OneByOne
 from paceline.bench.worker import Job
+from paceline.cli import bench as cli
 from paceline.errors import ConfigError, PacelineError
 
 CPU = torch.device("cpu")
@@ -127,6 +128,25 @@ def test_what_is_not_installed_is_named_and_the_rest_goes_on(monkeypatch: pytest
     assert report["missing"] == ["lightning"]
     [row] = report["models"][0]["rows"]
     assert row["rounds"] == [100.0, 100.0]
+
+
+def test_a_loop_that_needs_a_second_package_is_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "version_of", lambda package: None if package == "accelerate" else "1.0")
+    monkeypatch.setattr(module, "_run", lambda jobs: {"us_per_step": 100.0, "has_ddp": True})
+    said: list[str] = []
+    names = ["hand-written", "accelerate", "transformers"]
+    report = bench(Plan(models=["mnist"], contenders=names, rounds=1, device="cpu"), said.append)
+    assert said[0] == "not installed: accelerate (pip install accelerate)"
+    assert (report["missing"], len(said), len(report["models"][0]["rows"])) == (["accelerate"], 2, 1)
+
+
+def test_an_error_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    error = "ImportError: pip install transformers[torch]"
+    row = {"title": "HF", "package": "transformers", "version": "5", "error": error, "procs": 2}
+    model = {"model": "mnist", "title": "small", "procs": 1, "rows": [row], "scaling": [row]}
+    where = {"gpu": None, "cores": 2, "torch": "2", "python": "3"}
+    cli._show({"machine": where, "rounds": 1, "models": [model]})
+    assert capsys.readouterr().out.count(error) == 2
 
 
 def test_a_contender_that_fails_is_not_tried_again_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

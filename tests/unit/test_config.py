@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from paceline.config import Config, build, override, read_yaml
 from paceline.errors import ConfigError
 
 
-def model() -> None: ...
-def dataset() -> None: ...
+def model(**options: Any) -> None: ...
+def dataset(*tables: Any, **options: Any) -> None: ...
 def loss(output: Any, target: Any) -> None: ...
 def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> None: ...
 
@@ -87,6 +88,8 @@ def test_the_error_reads_as_one_line_a_mistake() -> None:
     [
         ({"bath_size": 4}, "bath_size is not a known key; did you mean batch_size?"),
         ({"epochs": 4}, "epochs is not a known key; did you mean num_epochs?"),
+        ({"lr": 3}, "lr is not a known key; did you mean optimizer.lr?"),
+        ({"every_steps": 3}, "every_steps is not a known key; did you mean checkpoint.every_steps or log.every_steps?"),
         (
             {"schedule": {"warmpu_steps": 3}},
             "schedule.warmpu_steps is not a known key; did you mean schedule.warmup_steps?",
@@ -96,6 +99,29 @@ def test_the_error_reads_as_one_line_a_mistake() -> None:
 )
 def test_an_unknown_key_names_the_nearest_known_one(raw: dict[str, Any], problem: str) -> None:
     assert problems({**MANAGED, **raw}) == [problem]
+
+
+class Sized:
+    def __init__(self, df: Any, *, size: int = 3) -> None: ...
+
+
+def test_arguments_that_a_function_does_not_take_are_found_before_it_is_called() -> None:
+    def get_model(width: int = 4) -> None: ...
+
+    keys = {"model_fn": get_model, "model_args": {"witdh": 8}, "dataset_fn": Sized, "dataset_args": {"x": 1, "size": 2}}
+    assert [problem.partition(" is not an argument of ")[::2] for problem in problems({**MANAGED, **keys})] == [
+        ("model_args.witdh", f"{__name__}:{get_model.__qualname__}; did you mean width?"),
+        ("dataset_args.x", f"{__name__}:Sized; it takes df, size"),
+    ]
+
+
+def test_a_function_that_may_take_any_argument_is_believed() -> None:
+    @functools.wraps(loss)
+    def decorated(**options: Any) -> None: ...
+
+    for function in (lambda **options: None, decorated, functools.partial(lambda width, **rest: None, width=3)):
+        build({**MANAGED, "model_fn": function, "model_args": {"depth": 3}})
+    build({**MANAGED, "model_fn": functools.partial(lambda width: None, width=3), "model_args": {"width": 4}})
 
 
 def test_an_unknown_key_that_is_near_to_nothing_lists_the_known_ones() -> None:
@@ -320,6 +346,11 @@ def test_async_is_a_key_although_it_is_a_word_of_python(tmp_path: Path) -> None:
         ({"is_async": False}, "checkpoint.is_async is not a known key; did you mean checkpoint.async?"),
         ({"every_step": 5}, "checkpoint.every_step is not a known key; did you mean checkpoint.every_steps?"),
         ({"best": {"mtric": "x"}}, "checkpoint.best.mtric is not a known key; did you mean checkpoint.best.metric?"),
+        (
+            {"best": "accuracy"},
+            "checkpoint.best='accuracy' must say which way is better; "
+            "give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
+        ),
         ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),
         ({"keep": 0}, "checkpoint.keep=0 input should be greater than or equal to 1"),
         ({"every_steps": 0}, "checkpoint.every_steps=0 input should be greater than or equal to 1"),
@@ -583,6 +614,18 @@ def test_overrides_reach_keys_at_any_depth_and_leave_the_others() -> None:
         "metrics": ["accuracy", "mse"],
         "seed": 5,
     }
+
+
+def test_a_name_alone_will_do_for_metrics_optimizer_and_schedule() -> None:
+    config = build({**MANAGED, "metrics": "accuracy", "optimizer": "sgd", "schedule": "cosine"})
+    assert config.metrics == ["accuracy"]
+    assert (config.optimizer.name, config.schedule.name) == ("sgd", "cosine")
+
+
+def test_an_override_inside_a_section_that_was_a_name_keeps_the_name() -> None:
+    raw: dict[str, Any] = {**MANAGED, "optimizer": "sgd"}
+    override(raw, ["optimizer.lr=0.5", "schedule=cosine", "schedule.warmup_steps=3"])
+    assert (raw["optimizer"], raw["schedule"]) == ({"name": "sgd", "lr": 0.5}, {"name": "cosine", "warmup_steps": 3})
 
 
 def test_the_last_of_several_overrides_counts() -> None:

@@ -102,6 +102,9 @@ def test_ranks_on_the_cpu_must_fit_into_memory() -> None:
     trial = Trial(2, 1.0, memory=10 * GB)
     states = [checks.check_rank_memory(trial, ranks, "cpu", GOOD) for ranks in (3, 4)]
     assert [found.state for found in states if found is not None] == ["ok", "warning"]
+    alone = checks.check_rank_memory(trial, 1, "cpu", GOOD)
+    assert alone is not None
+    assert alone.text.startswith("1 rank needs more than ")
     assert checks.check_rank_memory(trial, 4, "cuda", GOOD) is None
 
 

@@ -78,10 +78,19 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
     with closing(Events(folder.events)) as events:
         events.write("epoch", epoch=0, step=12, train_loss=0.5, accuracy=0.75)
         events.write("restarted", text="rank 1 failed")
-    folder.result.touch()
+    folder.result.write_text('{"step": 12, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef"}')
     assert describe(folder)[2:] == [
-        "train_loss 0.5000  accuracy 0.7500", "restarted 1 times, last: rank 1 failed", "finished",
+        "train_loss 0.5000  accuracy 0.7500", "restarted 1 times, last: rank 1 failed",
+        "finished: step 12  accuracy 0.7500  weights 0123456789ab",
     ]  # fmt: skip
+
+
+def test_a_run_with_its_own_loop_is_not_told_to_go_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("name: lab\ntrain_fn: train:train\n")
+    with closing(Events(folder.events)) as events:
+        events.write("run_started", name="lab", world_size=2)
+    assert describe(folder)[-1] == "not running; its loop is your own (train_fn), so it cannot go on; start it anew"
 
 
 def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:

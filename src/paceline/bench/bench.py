@@ -97,10 +97,11 @@ def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     plan.check()
     device = pick_device(plan.device, 0).type
     versions = {name: version_of(CONTENDERS[name].package) for name in plan.contenders or CONTENDERS}
-    missing = list(dict.fromkeys(CONTENDERS[name].package for name, version in versions.items() if version is None))
+    lacks = {name: [p for p in CONTENDERS[name].packages if version_of(p) is None] for name in versions}
+    missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
     for package in missing:
         say(f"not installed: {package} (pip install {package})")
-    present = [name for name, version in versions.items() if version is not None]
+    present = [name for name in versions if not lacks[name]]
     cells = list(dict.fromkeys(cells_of(plan, present)))
     measured = {cell: Measured([]) for cell in cells}
     turns = [cell for _ in range(plan.rounds) for cell in cells]

@@ -274,6 +274,12 @@ class Contender:
     package: str  # as pip and `importlib.metadata` call it
     loop: Callable[[Setting], nn.Module | None]
     starts_ranks: bool = False  # by itself
+    needs: tuple[str, ...] = ()  # further packages, which it is not installed with
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """All that must be installed."""
+        return (self.package, *self.needs)
 
 
 CONTENDERS = {
@@ -283,5 +289,5 @@ CONTENDERS = {
     "accelerate": Contender("Accelerate", "accelerate", accelerate),
     "fabric": Contender("Lightning Fabric", "lightning", fabric),
     "lightning": Contender("Lightning Trainer", "lightning", lightning),
-    "transformers": Contender("Hugging Face Trainer", "transformers", transformers),
+    "transformers": Contender("Hugging Face Trainer", "transformers", transformers, needs=("accelerate",)),
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.arguments import parse_numbers
@@ -65,7 +66,7 @@ def _show(report: dict[str, Any]) -> None:
 
 def _figures(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return ["", row["error"]]
+        return ["", escape(row["error"])]
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
     spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # wider than the ratios differ: a busy machine
     return ["yes" if row["has_ddp"] else "no", f"{row['us_per_step']:,.0f}", ratio, spread]
@@ -73,5 +74,5 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 def _scaled_figures(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return [row["error"]]
+        return [escape(row["error"])]
     return [f"{row['samples_per_s']:,.0f}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -29,9 +31,20 @@ def init(
     if recipe is not None:
         shutil.copy(RECIPE_CONFIGS[recipe], folder / "config.yaml")
     typer.echo(f"{folder} is ready. Try next:")
+    for line in _commands(folder, recipe):
+        typer.echo(f"  {line}")
+
+
+def _commands(folder: Path, recipe: str | None) -> list[str]:
+    """What to do with a new project folder, as lines for a shell."""
+    there = f"cd {quote(str(folder))} && "
     if recipe is None:
-        typer.echo(f"  cd {folder} && python main.py")
-    typer.echo(f"  cd {folder} && paceline train config.yaml num_epochs=5")
+        return [f"{there}python main.py", f"{there}paceline train config.yaml num_epochs=5"]
+    about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # ends with the commands to type
+    *before, train = re.findall(r"`(paceline [^`]+)`", about)
+    comment = "     # your table; config.yaml tells what must fit it" if " df=" in train else ""
+    train = train.replace(f"train {recipe}", "train config.yaml", 1)
+    return [*before, f"{there}{train} num_epochs=5{comment}"]
 
 
 def get_data(

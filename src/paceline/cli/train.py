@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.arguments import Target, build_config
+from paceline.cli.arguments import RECIPE_CONFIGS, Target, build_config, find_config
 from paceline.cli.output import is_main
 
 if TYPE_CHECKING:
     from paceline.result import Result
+
+# What the command that is suggested after a run says otherwise, or must not say again.
+SAID_ANEW = ("num_epochs", "procs", "nodes", "rendezvous", "run_dir", "resume")
 
 
 def train(
@@ -41,18 +45,32 @@ def train(
         target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
         resume=resume,
     )  # fmt: skip
-    _say_done(Trainer.from_config(built, folder).start(), target)
+    _say_done(Trainer.from_config(built, folder).start(), target, overrides or [])
 
 
-def _say_done(result: Result, target: str) -> None:
+def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
     if not is_main():
         return
-    facts = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-    typer.echo(f"done: step {result.step}{'  ' + facts if facts else ''}  weights {result.weights_sha256[:12]}")
+    from paceline.words import outcome_text
+
+    typer.echo(f"done: {outcome_text(result.step, result.metrics, result.weights_sha256)}")
     typer.echo(f"run folder: {result.run_dir}")
     typer.echo("try next:")
-    typer.echo(f"  paceline train {quote(target)} --procs 1 num_epochs=2     # other processes, other values")
+    for line in next_steps(result, target, overrides):
+        typer.echo(f"  {line}")
+
+
+def next_steps(result: Result, target: str, overrides: Sequence[str]) -> list[str]:
+    """Commands that are worth a try after a run, as lines for a shell."""
+    from paceline.run_folder import RunFolder
+
+    words = [target, *(word for word in overrides if word.partition("=")[0] not in SAID_ANEW)]
+    folder = quote(str(result.run_dir))
+    lines = [f"paceline train {' '.join(map(quote, words))} --procs 1 num_epochs=2     # other processes, other values"]
     if result.metrics:
-        typer.echo(f"  paceline evaluate {quote(str(result.run_dir))}")
-    typer.echo("  paceline board                                     # curves, in TensorBoard")
-    typer.echo("  paceline init mylab                                # a folder of your own")
+        lines.append(f"paceline evaluate {folder}")
+    if any(RunFolder(result.run_dir).tensorboard.glob("*")):
+        lines.append(f"paceline board {folder}     # curves, in TensorBoard")
+    if find_config(target) in RECIPE_CONFIGS.values():
+        lines.append("paceline init mylab     # a folder of your own")
+    return lines

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config.mistakes import conflicts, describe, unknown_names
-from paceline.config.schema import FUNCTION_KEYS, TABLE_KEYS, Config
+from paceline.config.mistakes import conflicts, describe, unknown_arguments, unknown_names
+from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
 from paceline.config.text import parse
 from paceline.errors import ConfigError
 from paceline.functions import FunctionNotFound, home_of, name_of, resolve
@@ -41,6 +41,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += unknown_names(config)
+    problems += unknown_arguments(config)
     problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)
@@ -63,6 +64,8 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
         target = raw
         for section in sections:
             inner = target.get(section)
+            if target is raw and section in NAMED_SECTIONS and isinstance(inner, str):
+                inner = {"name": inner}
             target[section] = target = dict(inner) if isinstance(inner, dict) else {}
         target[last] = parse(text)
         if dotted in TABLE_KEYS and Path(text).is_file():

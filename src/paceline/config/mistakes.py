@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from paceline.config.schema import FUNCTION_KEYS, MANAGED_KEYS, Config
+from paceline.functions import name_of
 
 
 def describe(detail: ErrorDetails) -> str:
@@ -22,10 +24,7 @@ def describe(detail: ErrorDetails) -> str:
         path = [str(part) for part in detail["loc"]]  # an unknown key may have any characters
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known keys: {', '.join(known)}"
-        return f"{key} is not a known key; {hint}"
+        return f"{key} is not a known key; {_hint(path)}"
     if path[-1] in FUNCTION_KEYS:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
@@ -94,6 +93,42 @@ def unknown_names(config: Config) -> list[str]:
             if name not in NAMED:
                 problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
     return problems
+
+
+def unknown_arguments(config: Config) -> list[str]:
+    """Names in `model_args` and `dataset_args` that their function does not take; said only where that is certain."""
+    problems = []
+    for key, function in (("model_args", config.model_fn), ("dataset_args", config.dataset_fn)):
+        if not callable(function) or (taken := _arguments_of(function)) is None:
+            continue
+        for name in [name for name in getattr(config, key) if name not in taken]:
+            near = difflib.get_close_matches(str(name), taken, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken) or 'none'}"
+            problems.append(f"{key}.{name} is not an argument of {name_of(function)}; {hint}")
+    return problems
+
+
+def _arguments_of(function: Callable[..., Any]) -> list[str] | None:
+    """The arguments that can be given to a function by name; None where it may take any, or does not say."""
+    try:  # what a decorator passes on is its own affair
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
+
+
+def _hint(path: list[str]) -> str:
+    """What an unknown key may have been meant as: a key much like it, the same word in a section, one a bit like it."""
+    *sections, last = path
+    known = _known_keys(sections)
+    alike = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
+    alike = alike or [f"{key}.{last}" for key in known if not sections and last in _known_keys([key])]
+    alike = alike or difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+    meant = " or ".join(".".join([*sections, key]) for key in alike)
+    return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
 
 
 def _known_keys(sections: list[str]) -> list[str]:

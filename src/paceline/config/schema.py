@@ -14,6 +14,7 @@ from paceline.config.text import dump_yaml, to_plain
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
 TABLE_KEYS = ("df", "val_df")
+NAMED_SECTIONS = ("optimizer", "schedule")  # for which the name alone will do
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
     "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
@@ -21,6 +22,24 @@ MANAGED_KEYS = (
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
+
+
+def _listed(value: Any) -> Any:
+    """A name alone means a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _named(value: Any) -> Any:
+    """A name alone means a section that has it, and defaults."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _best(value: Any) -> Any:
+    """A metric alone does not tell which way is better."""
+    if isinstance(value, str):
+        forms = " or ".join(f"{{metric: {value}, mode: {mode}}}" for mode in ("max", "min"))
+        raise ValueError(f"must say which way is better; give {forms}")
+    return value
 
 
 class _Section(BaseModel):
@@ -89,9 +108,7 @@ class Log(_Section):
 
     every_steps: int | None = Field(None, ge=1)  # None: by the time that steps take
     tensorboard: bool = True
-    trackers: Annotated[
-        list[Literal["wandb", "mlflow"]], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
-    ] = []
+    trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(_listed)] = []
     digests: bool = False
 
 
@@ -108,7 +125,7 @@ class Checkpoint(_Section):
     every_steps: int | None = Field(None, ge=1)
     every_minutes: float | None = Field(10, gt=0)
     keep: int = Field(3, ge=1)
-    best: Best | None = None
+    best: Annotated[Best | None, BeforeValidator(_best)] = None
     is_async: bool = Field(True, alias="async")
 
 
@@ -176,10 +193,10 @@ class Config(_Section):
     train_fn: Function | None = None
 
     loss_fn: Function | None = None
-    metrics: list[str] | dict[str, Function] = []
-    optimizer: Annotated[Optimizer, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)] = Optimizer()
+    metrics: Annotated[list[str] | dict[str, Function], BeforeValidator(_listed)] = []
+    optimizer: Annotated[Optimizer, BeforeValidator(_named)] = Optimizer()
     optimizer_fn: Function | None = None
-    schedule: Schedule = Schedule()
+    schedule: Annotated[Schedule, BeforeValidator(_named)] = Schedule()
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     augment: Augmentation | None = None

@@ -217,7 +217,8 @@ def check_rank_memory(trial: Trial, ranks: int, device: str, machine: Machine) -
     if trial.memory is None or machine.free_memory is None or device != "cpu":
         return None
     needed = ranks * trial.memory
-    text = f"{ranks_text(ranks)} need more than {size_text(needed)}, {size_text(machine.free_memory)} are free"
+    need = "needs" if ranks == 1 else "need"
+    text = f"{ranks_text(ranks)} {need} more than {size_text(needed)}, {size_text(machine.free_memory)} are free"
     if needed > machine.free_memory:
         return Finding("rank memory", "warning", text, "use fewer processes, or a machine with more memory")
     return Finding("rank memory", "ok", text)

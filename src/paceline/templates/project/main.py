@@ -10,7 +10,14 @@ from train import train
 df = pd.read_csv(Path(__file__).with_name("data.csv"))
 
 result = Trainer(
-    model_fn=get_model, dataset_fn=YourDataset, df=df, train_fn=train, batch_size=4, num_epochs=20, procs=2
+    name="mylab",
+    model_fn=get_model,
+    dataset_fn=YourDataset,
+    df=df,
+    train_fn=train,
+    batch_size=4,
+    num_epochs=20,
+    procs=2,
 ).start()
 print(f"accuracy on rank 0: {result.value:.3f}")
 print(f"run folder: {result.run_dir}")
