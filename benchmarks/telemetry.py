@@ -1,6 +1,6 @@
 """What it costs to tell how a run is doing: the same training with and without, in turns.
 
-    python benchmarks/telemetry.py [--steps 4000] [--turns 9] [--procs 1 2]
+    python benchmarks/telemetry.py [--turns 5] [--procs 1 2]
 
 With: phases of every step, log points with memory and stragglers, events, TensorBoard, the screen, as a user has them
 by default. Without: none of it, only the loss of each step is summed. The last column is what the rank itself spends
@@ -28,13 +28,7 @@ from paceline.loop import LossRecord
 from paceline.telemetry.events import Events
 
 NEVER = 10**9
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "784-256-10": (lambda: nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)), (784,)),
-    "784-2048-2048-10": (
-        lambda: nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)),
-        (784,),
-    ),
-}
+MODELS = {"64-32-10": 15_000, "784-256-10": 3_000}  # layers, and steps that take a few seconds
 
 
 def silent(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -60,20 +54,24 @@ def timed(model_fn: Callable[[], nn.Module], note: Path) -> nn.Module:
     return model_fn()
 
 
-def seconds(model: str, steps: int, procs: int, folder: Path, way: str) -> float:
+def seconds(model: str, procs: int, folder: Path, way: str) -> float:
     """Of training."""
-    make, shape = MODELS[model]
+    width, hidden, classes = map(int, model.split("-"))
     note = folder / "spent"
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
     model_fns = {"with": make, "without": lambda: silent(make), "timed": lambda: timed(make, note)}
 
     def data() -> torch.utils.data.TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn((4096, *shape), generator=generator)
-        return torch.utils.data.TensorDataset(images, torch.randint(0, 10, (4096,), generator=generator))
+        inputs = torch.randn(40_960, width, generator=generator)
+        return torch.utils.data.TensorDataset(inputs, torch.randint(0, classes, (40_960,), generator=generator))
 
     result = Trainer(
         model_fn=model_fns[way], dataset_fn=data, loss_fn=functional.cross_entropy, batch_size=64 // procs,
-        num_epochs=NEVER, max_steps=steps, val_fraction=0, procs=procs, threads=1, resume="never", lanes=procs,
+        num_epochs=NEVER, max_steps=MODELS[model], val_fraction=0, procs=procs, threads=1, resume="never", lanes=procs,
         run_dir=str(folder / "run"), log={"every_steps": NEVER, "tensorboard": False} if way == "without" else {},
     ).start()  # fmt: skip
     return float(note.read_text()) if way == "timed" else float(result.seconds)
@@ -89,25 +87,24 @@ def clock_cost(calls: int = 100_000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--procs", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, torch {torch.__version__}: medians of {arguments.turns} runs\n")
     print("| model | processes | with, µs a step | without | ratio | spent in the rank |\n|---|---|---|---|---|---|")
     for model in MODELS:
         for procs in arguments.procs:
-            measure(model, procs, arguments.steps, arguments.turns)
+            measure(model, procs, arguments.turns)
 
 
-def measure(model: str, procs: int, steps: int, turns: int) -> None:
+def measure(model: str, procs: int, turns: int) -> None:
     found: dict[str, list[float]] = {"with": [], "without": [], "timed": []}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(turns):
             for way, times in found.items():
                 path = Path(folder) / f"{way}-{turn}"
                 path.mkdir()
-                times.append(1e6 * seconds(model, steps, procs, path, way) / steps)
+                times.append(1e6 * seconds(model, procs, path, way) / MODELS[model])
     with_, without, log_points = (statistics.median(times) for times in found.values())
     ratio = statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
     share = (log_points + 6 * 1e6 * clock_cost()) / without

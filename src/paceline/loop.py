@@ -28,7 +28,7 @@ from paceline.telemetry.events import Events
 from paceline.telemetry.stragglers import Stragglers
 from paceline.world import Exchange, World
 
-SOONEST_S, LATEST_S = 0.02, 1.0  # between two log points that nobody has asked for
+SOONEST_S, LATEST_S = 0.05, 1.0  # between two log points that nobody has asked for
 INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
