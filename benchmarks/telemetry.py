@@ -1,20 +1,22 @@
-"""What it costs to tell how a run is doing: the same training with and without, in turns.
+"""What it costs to tell how a run is doing: one training that tells and is silent in turns.
 
-    python benchmarks/telemetry.py [--turns 5] [--procs 1 2]
+    python benchmarks/telemetry.py [--turns 30] [--procs 1 2] [--layers 64-32-10 784-256-10]
 
-With: phases of every step, log points with memory and stragglers, events, TensorBoard, the screen, as a user has them
-by default. Without: none of it, only the loss of each step is summed. The last column is what the rank itself spends
-on it, timed call by call; on a noisy machine it says more than the difference of two runs.
+Telling is what a user has by default: phases of every step, log points with memory and stragglers, events, TensorBoard
+and the screen. Silence is none of it. A run changes between them about every second, on all ranks at the same step, so
+that both see the same machine; each turn that tells is compared with the silent ones before and after it. The losses of
+silent steps are added up later, in steps that tell: that makes telling look dearer, not cheaper.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,92 +25,92 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Trainer
-from paceline.clock import DATA, Clock
+from paceline.clock import Clock, DeviceClock
 from paceline.loop import LossRecord
-from paceline.telemetry.events import Events
 
 NEVER = 10**9
-MODELS = {"64-32-10": 15_000, "784-256-10": 3_000}  # layers, and steps that take a few seconds
+TRIAL = 2_000  # steps, to see how many make a second
 
 
-def silent(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """Called in each rank: from here on it tells nothing."""
-    Clock.enter = lambda self, phase: None  # type: ignore[method-assign]
-    Events.write = lambda self, event, **fields: None  # type: ignore[method-assign]
-    return model_fn()
+class Switch:
+    """Turns telling off and on again in this rank, and takes the time of each turn."""
+
+    def __init__(self, steps: int, note: Path) -> None:
+        self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
+        self.us: list[float] = []  # of a step, in each turn: telling, silent, telling …
+        self.kept = Clock.enter, DeviceClock.enter, LossRecord.is_due
+        add = LossRecord.add
+
+        def counted(record: LossRecord, *arguments: Any) -> None:
+            add(record, *arguments)
+            self.done += 1
+            if self.done % steps == 0:
+                self.change()
+
+        LossRecord.add = counted  # type: ignore[method-assign]
+
+    def change(self) -> None:
+        """Note the time of this turn, and go to the other one."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self.done > self.steps:  # the first turn begins in the middle of nowhere
+            self.us.append(1e6 * (time.perf_counter() - self.began) / self.steps)
+        if os.environ["RANK"] == "0":
+            self.note.write_text(json.dumps(self.us))
+        self.is_telling = not self.is_telling
+        silent = (lambda self, phase: None,) * 2 + (lambda self, step: False,)
+        Clock.enter, DeviceClock.enter, LossRecord.is_due = self.kept if self.is_telling else silent  # type: ignore[method-assign]
+        self.began = time.perf_counter()
 
 
-def timed(model_fn: Callable[[], nn.Module], note: Path) -> nn.Module:
-    """Called in each rank: rank 0 notes how long its log points take, and how long the clock of the phases does."""
-    spent = [0.0]
-    close = LossRecord._close_window
+def train(layers: str, procs: int, steps: int, folder: Path, turn: int | None = None) -> float:
+    """Seconds of training; with `turn`, telling and silence change after so many steps."""
+    widths = [int(width) for width in layers.split("-")]
 
-    def close_window(self: LossRecord, *arguments: Any) -> None:
-        began = time.perf_counter()
-        close(self, *arguments)
-        spent[0] += time.perf_counter() - began
-        note.write_text(str(spent[0]))
-
-    if os.environ["RANK"] == "0":
-        LossRecord._close_window = close_window  # type: ignore[method-assign]
-    return model_fn()
-
-
-def seconds(model: str, procs: int, folder: Path, way: str) -> float:
-    """Of training."""
-    width, hidden, classes = map(int, model.split("-"))
-    note = folder / "spent"
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
-
-    model_fns = {"with": make, "without": lambda: silent(make), "timed": lambda: timed(make, note)}
+    def model() -> nn.Module:
+        if turn is not None:  # called in each rank
+            Switch(turn, folder / "note")
+        return nn.Sequential(*(part for pair in pairwise(widths) for part in (nn.ReLU(), nn.Linear(*pair))))
 
     def data() -> torch.utils.data.TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(40_960, width, generator=generator)
-        return torch.utils.data.TensorDataset(inputs, torch.randint(0, classes, (40_960,), generator=generator))
+        inputs = torch.randn(40_960, widths[0], generator=generator)
+        return torch.utils.data.TensorDataset(inputs, torch.randint(0, widths[-1], (40_960,), generator=generator))
 
     result = Trainer(
-        model_fn=model_fns[way], dataset_fn=data, loss_fn=functional.cross_entropy, batch_size=64 // procs,
-        num_epochs=NEVER, max_steps=MODELS[model], val_fraction=0, procs=procs, threads=1, resume="never", lanes=procs,
-        run_dir=str(folder / "run"), log={"every_steps": NEVER, "tensorboard": False} if way == "without" else {},
+        model_fn=model, dataset_fn=data, loss_fn=functional.cross_entropy, batch_size=64 // procs, lanes=procs,
+        num_epochs=NEVER, max_steps=steps, val_fraction=0, procs=procs, threads=1, resume="never",
+        run_dir=str(folder / ("run" if turn is None else "turns")),
     ).start()  # fmt: skip
-    return float(note.read_text()) if way == "timed" else float(result.seconds)
+    return float(result.seconds)
 
 
-def clock_cost(calls: int = 100_000) -> float:
-    """Seconds for one phase."""
-    clock, began = Clock(torch.device("cpu")), time.perf_counter()
-    for _ in range(calls):
-        clock.enter(DATA)
-    return (time.perf_counter() - began) / calls
+def measure(layers: str, procs: int, turns: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        turn = max(1, round(TRIAL / train(layers, procs, TRIAL, folder)))
+        train(layers, procs, turn * (2 * turns + 2), folder, turn)
+        silent, telling = (us := json.loads((folder / "note").read_text()))[::2], us[1::2]
+    ratios = [tells / ((before + after) / 2) for before, tells, after in zip(silent, telling, silent[1:], strict=False)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"| {layers} | {procs} | {statistics.median(telling):,.0f} | {statistics.median(silent):,.0f} "
+        f"| {middle:.3f} ({low:.3f} to {high:.3f}) |", flush=True,
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--procs", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", nargs="+", default=["64-32-10", "784-256-10"])
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}: medians of {arguments.turns} runs\n")
-    print("| model | processes | with, µs a step | without | ratio | spent in the rank |\n|---|---|---|---|---|---|")
-    for model in MODELS:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
+    print(f"{device}, torch {torch.__version__}: {arguments.turns} turns of about a second each\n")
+    print("| layers | processes | telling, µs a step | silent | ratio (middle half) |\n|---|---|---|---|---|")
+    for layers in arguments.layers:
         for procs in arguments.procs:
-            measure(model, procs, arguments.turns)
-
-
-def measure(model: str, procs: int, turns: int) -> None:
-    found: dict[str, list[float]] = {"with": [], "without": [], "timed": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(turns):
-            for way, times in found.items():
-                path = Path(folder) / f"{way}-{turn}"
-                path.mkdir()
-                times.append(1e6 * seconds(model, procs, path, way) / MODELS[model])
-    with_, without, log_points = (statistics.median(times) for times in found.values())
-    ratio = statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
-    share = (log_points + 6 * 1e6 * clock_cost()) / without
-    print(f"| {model} | {procs} | {with_:,.0f} | {without:,.0f} | {ratio:.3f} | {share:.2%} |", flush=True)
+            measure(layers, procs, arguments.turns)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 """A step as CUDA graphs: recorded once, then replayed, so that a step costs one launch for each lane.
 
 There is one graph for each lane of this rank, because generators are keyed between lanes; the last one holds reduction
-and update. All that changes from step to step is copied into the tensors that were recorded.
+and update. All that changes from step to step is copied into the tensors that were recorded. Batches of other shapes
+have recordings of their own, and one more has marks between its phases, for the clock.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from paceline.clock import DeviceClock, Mark
 from paceline.config import Config
 from paceline.data.feed import Inputs, map_tensors, tensors_in
 from paceline.data.loader import Lane
@@ -23,12 +27,25 @@ from paceline.world import World
 
 # Steps before the recording: kernels are chosen and states made by then. DDP times its first ten.
 WARM_UP, WARM_UP_IN_DDP = 3, 11
+WORTH_IT = 3  # steps of another shape, the last of which is recorded
+MOST_SHAPES = 64  # that are recorded
+CHEAP = 500  # times as long as a recording took: then there is time for one that is only for the clock
 
 Work = Callable[..., torch.Tensor]
 
 
 class CannotRecord(Exception):
     """Why a replay would not do what the step does."""
+
+
+class Recording(NamedTuple):
+    """A step for inputs of one form."""
+
+    graphs: list[torch.cuda.CUDAGraph]  # one for each lane
+    inputs: list[Inputs]
+    row: torch.Tensor
+    marks: list[Mark]  # between its phases, if it was made for the clock
+    randomness: torch.Generator  # whose seed and offset its graphs read
 
 
 class StepGraph:
@@ -40,6 +57,7 @@ class StepGraph:
         model: torch.nn.Module,
         config: Config,
         world: World,
+        clock: DeviceClock,
         *,
         full_step: int,
         obstacle: str | None,
@@ -50,66 +68,108 @@ class StepGraph:
 
         `obstacle` is why it cannot work, if that is known already; `say` takes the one line about it.
         """
-        self.work, self.model, self.config, self.world, self.say = work, model, config, world, say
-        self.full_step = full_step
+        self.work, self.model, self.config, self.world, self.clock = work, model, config, world, clock
+        self.say, self.full_step = say, full_step
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
         if obstacle is not None:
             self._give_up(obstacle)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._inputs: list[Inputs] = []
-        self._row = torch.empty(0)
-        self._form: Any = None
+        self._recordings: dict[Any, Recording | None] = {}  # None for a form that cannot be recorded
+        self._seen: Counter[Any] = Counter()
+        self._timed: tuple[Any, Recording] | None = None  # with marks for the clock, and of which form
+        self._cheap_from = 0.0
+        self._pool: Any = None
 
     def take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
         """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
+        row = self._take(lanes, inputs)
+        if row is None and not self.is_given_up:
+            self.clock.forget()  # its time is not like that of other steps
+        return row
+
+    def _take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
         # Not this rank's lanes alone: in a short step they may be full on one rank and not on another.
         if self.is_given_up or lanes[0].step_samples != self.full_step:
             return None
         if self.steps_to_wait:
             self.steps_to_wait -= 1
             return None
-        if not self._graphs and not self._record(lanes, inputs):
-            return None
-        return self._replay(lanes, inputs) if form_of(inputs) == self._form else None
+        form = form_of(inputs)
+        if not self._recordings:
+            self._record_first(form, lanes, inputs)
+        elif form not in self._recordings:
+            self._record_another(form, lanes, inputs)
+        recording = self._recordings.get(form)
+        if recording is not None and self.clock.is_sampling:
+            recording = self._with_marks(form, recording, lanes, inputs)
+        return self._replay(recording, lanes, inputs) if recording is not None else None
 
-    def _replay(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
-        for recorded, brought in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
+    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+        for recorded, brought in zip(tensors_in(recording.inputs), tensors_in(inputs), strict=True):
             recorded.copy_(brought, non_blocking=True)
         generator = torch.cuda.default_generators[self.world.device.index]
-        for lane, graph in zip(lanes, self._graphs, strict=True):
+        generator.graphsafe_set_state(recording.randomness)
+        for lane, graph in zip(lanes, recording.graphs, strict=True):
             generator.manual_seed(seed_for(self.config.seed, "forward", lane.step, lane.lane))
             graph.replay()
-        return self._row.clone()
+        self.clock.take_in(recording.marks)
+        return recording.row.clone()
 
     # --- recording ---------------------------------------------------------------------------------------------
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> bool:
-        """Record a step, on all ranks or on none. Nothing is computed by it. All ranks."""
-        host = HostState(self.model)
-        reason = None
+    def _record_first(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
+        """The first recording, at the same step on all ranks: it works on all of them, or is given up. All ranks."""
+        found = self._record(lanes, inputs)
+        reasons = [reason for reason in self.world.gather_objects(found if isinstance(found, str) else None) if reason]
+        if reasons or isinstance(found, str):
+            self._give_up(reasons[0])
+        else:
+            self._recordings[form] = found
+
+    def _record_another(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
+        """For another shape of this rank's own. It need not work: eager steps meet the others' replays all the same."""
+        self._seen[form] += 1
+        if self._seen[form] >= WORTH_IT and len(self._recordings) < MOST_SHAPES:
+            found = self._record(lanes, inputs)
+            self._recordings[form] = None if isinstance(found, str) else found
+
+    def _with_marks(
+        self, form: Any, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]
+    ) -> Recording:
+        """The recording with marks, if it is of this form; it is made when there has been time enough."""
+        if self._timed is None and perf_counter() > self._cheap_from:
+            found = self._record(lanes, inputs, is_timed=True)
+            self._timed = form, recording if isinstance(found, str) else found
+        if self._timed is None or self._timed[0] != form or not self._timed[1].marks:
+            self.clock.forget()
+            return recording
+        return self._timed[1]
+
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, is_timed: bool = False) -> Recording | str:
+        """Record a step, or say why it cannot be. Nothing is computed by it."""
+        began, host = perf_counter(), HostState(self.model)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
-        kept = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(generator.clone_state())
+        kept, own = generator.graphsafe_get_state(), generator.clone_state()
+        generator.graphsafe_set_state(own)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        # The same memory for all recordings: one is replayed at a time, and leaves nothing there for another.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             _check_inputs(inputs)
-            self._form = form_of(inputs)
-            self._inputs = [map_tensors(one, torch.clone) for one in inputs]
-            self._pool = torch.cuda.graph_pool_handle()
-            self._row = self.work(lanes, self._inputs, self._recording)
+            copies = [map_tensors(one, torch.clone) for one in inputs]
+            with self.clock.apart() as marks:
+                if not is_timed:
+                    self.clock.forget()
+                row = self.work(lanes, copies, self._recording)
             if change := host.first_change():
                 raise CannotRecord(f"the model changes {change} on the host, which a replay would not do again")
         except Exception as error:  # noqa: BLE001 - whatever a model does that a recording does not allow
-            reason = _first_cause(error)
-        reasons = [reason for reason in self.world.gather_objects(reason) if reason is not None]
-        if reasons:
-            self._graphs.clear()
-            self._inputs.clear()
             generator.graphsafe_set_state(kept)
             host.restore()
-            self._give_up(reasons[0])
-        return not reasons
+            return _first_cause(error)
+        self._cheap_from = perf_counter() + CHEAP * (perf_counter() - began)
+        return Recording(self._graphs, copies, row, marks, own)
 
     @contextmanager
     def _recording(self, lane: Lane) -> Iterator[None]:
@@ -131,12 +191,12 @@ class StepGraph:
 
 
 def form_of(tree: Any) -> Any:
-    """What a recorded step depends on in its inputs: their nesting, shapes and types."""
+    """What a recorded step depends on in its inputs: their nesting, shapes and types. It can be a key."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.device
     if isinstance(tree, (tuple, list)):
-        return [form_of(value) for value in tree]
-    return {key: form_of(value) for key, value in tree.items()} if isinstance(tree, dict) else type(tree)
+        return tuple(form_of(value) for value in tree)
+    return tuple((key, form_of(value)) for key, value in tree.items()) if isinstance(tree, dict) else type(tree)
 
 
 def _check_inputs(tree: Any) -> None:

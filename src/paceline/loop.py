@@ -14,7 +14,7 @@ import torch
 
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import State, capture
-from paceline.clock import DATA, OTHER, REDUCTION, Clock
+from paceline.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.config import Best
 from paceline.data.loader import Turn
 from paceline.digest import check_replicas, digests_of
@@ -30,6 +30,7 @@ from paceline.world import Exchange, World
 
 SOONEST_S, LATEST_S = 0.05, 1.0  # between two log points that nobody has asked for
 INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
+LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
 
 
@@ -283,8 +284,8 @@ class LossRecord:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
-        self._facts = -2 - len(clock.names)  # where they begin: memory, milliseconds of a step and of each phase
-        self._every, self._told_s = 1, 0.0
+        self._facts = -2 - len(PHASES)  # where they begin: memory, milliseconds of a step and of each phase
+        self._every, self._told_s, self._look_s = 1, 0.0, LOOK_S
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
@@ -310,7 +311,8 @@ class LossRecord:
         self.settle()
         rows = torch.stack(self._rows).double().flatten()
         # What the host knows of this rank goes along. It is filled in: a copy from the host would wait for the device.
-        facts = [rows.new_full((1,), number) for number in (self._memory.used, *self._step_ms())]
+        known = (self._memory.used, *self._clock.means(self._timed_steps))
+        facts = [rows.new_full((1,), number) for number in known]
         self._clock.enter(REDUCTION)
         numbers = torch.stack(self._world.gather_equal(torch.cat([rows, *facts])))
         self._clock.enter(OTHER)
@@ -357,11 +359,14 @@ class LossRecord:
         """Choose when the next log points are, by numbers that all ranks have in common."""
         self._told_s += steps * step_s
         self._every = log_interval(step_s, self._told_s)
+        if self._told_s >= self._look_s:
+            self._clock.ask()
+            self._look_s = self._told_s + LOOK_S
 
     def _close_window(self, log: Log, norm: float | None, facts: list[list[float]]) -> None:
         """Tell of the steps since the last log point; `facts` are lists with a number of each rank."""
         memory, step_ms, *phases = ([round(number, 3) for number in of_ranks] for of_ranks in facts)
-        phase_ms = dict(zip(self._clock.names, phases, strict=True))
+        phase_ms = {name: ms for name, ms in zip(PHASES, phases, strict=True) if not any(map(math.isnan, ms))}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         sums = self._fit.sums
@@ -387,6 +392,7 @@ class LossRecord:
 
     def restart_clock(self) -> None:
         """Begin to time anew, so that an evaluation does not count as slow training."""
+        self._clock.forget()
         self._restart_window()
         self._restart_steps()
 
@@ -397,11 +403,6 @@ class LossRecord:
     def _restart_steps(self) -> None:
         self._timed_steps = 0
         self._clock.restart()
-
-    def _step_ms(self) -> list[float]:
-        """Milliseconds from step to step on this rank's host since the last log point, and those of each phase."""
-        seconds = (self._clock.elapsed, *self._clock.seconds)
-        return [1e3 * each / max(self._timed_steps, 1) for each in seconds]
 
 
 def log_interval(step_s: float, elapsed_s: float) -> int:

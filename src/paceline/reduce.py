@@ -85,10 +85,13 @@ class Reduction:
         self.world, self.compression = world, compression if world.size > 1 else "none"
         # Two ranks make a sum of two terms, which has only one order: torch's own all-reduce does it.
         climbs = exact and world.size > 2 and _is_power_of_two(world.size)
-        if climbs and world.backend == "gloo":
-            self._ladders = [Ladder(world) for _ in range(parts)]
+        if climbs:
+            self._ladders = [Ladder(world, _pair_groups(world)) for _ in range(parts if world.backend == "gloo" else 1)]
+        elif world.backend == "gloo" and world.device.type == "cuda" and world.size > 1:
+            # The future of Gloo's all-reduce is done when a copy to the GPU has been asked for; `wait` is right.
+            self._ladders = [Ladder(world, [dist.new_group(timeout=PATIENCE)])]
         else:
-            self._ladders = [Ladder(world)] if climbs else []
+            self._ladders = []
 
     def start(self, tensor: torch.Tensor) -> Future:
         """Begin to sum a tensor in place. All ranks."""
@@ -117,10 +120,9 @@ class Reduction:
 class Ladder:
     """The levels of the tree across ranks: at each, this rank and a partner all-reduce between them."""
 
-    def __init__(self, world: World) -> None:
-        """All ranks."""
-        self._device = world.device
-        self._pairs = _pair_groups(world)
+    def __init__(self, world: World, groups: list[dist.ProcessGroup]) -> None:
+        """`groups` are those of this rank, one for each level."""
+        self._device, self._groups = world.device, groups
         self._thread: ThreadPoolExecutor | None = None
         if world.backend == "gloo":
             self._thread = ThreadPoolExecutor(1, "paceline-reduce", initializer=_use_device, initargs=(world.device,))
@@ -136,11 +138,13 @@ class Ladder:
         # keeps the order of the next level the same on all ranks; backward goes on beside it.
         assert self._thread is not None
         future: Future = torch.futures.Future()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def climb() -> None:
             try:
-                self._climb(tensor)
-                future.set_result(tensor)
+                with torch.cuda.stream(stream):  # where the tensor was made and will be read: a thread has its own
+                    self._climb(tensor)
+                    future.set_result(tensor)
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]
 
@@ -158,8 +162,8 @@ class Ladder:
         return future
 
     def _climb(self, tensor: torch.Tensor) -> None:
-        for pair in self._pairs:
-            dist.all_reduce(tensor, group=pair)
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
 
 
 class BucketHook:

@@ -102,8 +102,11 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
         _check_gradients(model)
     if not config.ddp and world.size > 1:
         raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
-    if config.channels_last is True and config.compression == "powersgd" and world.size > 1:
-        raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
+    if config.compression == "powersgd" and world.size > 1:
+        if config.channels_last is True:
+            raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
+        if world.backend == "gloo" and world.device.type == "cuda":  # it does not wait for Gloo's copies to the GPU
+            raise ConfigError("compression=powersgd on GPUs needs backend=nccl, a GPU for each rank; use another one")
     return _in_ddp(model, config, world) if config.ddp else Single(model)
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from paceline.backward import Backward
-from paceline.clock import FORWARD, OPTIMIZER, Clock
+from paceline.clock import FORWARD, OPTIMIZER, Clock, DeviceClock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
@@ -66,18 +66,18 @@ class Stepper:
         self.sharding: Sharding | None = None
         if config.shard_optimizer and world.size > 1:
             self.sharding = Sharding(optimizer, world, bucket_bytes=config.bucket_mb * 2**20)
-        self.clock = Clock(world.device)
+        self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else Clock()
         self.backward = Backward(
             replica, config, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,
         )  # fmt: skip
         self.parameters = self.backward.parameters
         self.graph: StepGraph | None = None
-        if config.step_mode != "eager" and world.device.type == "cuda":
+        if config.step_mode != "eager" and isinstance(self.clock, DeviceClock):
             is_in_ddp = self.backward.hook is not None
             full_step = config.batch_size * lanes_per_rank * world.size
             self.graph = StepGraph(
-                self.work, replica.module, config, world,
+                self.work, replica.module, config, world, self.clock,
                 full_step=full_step, obstacle=self._obstacle(), is_in_ddp=is_in_ddp, say=say,
             )  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ def conv_net() -> nn.Module:
     )  # fmt: skip
 
 
-def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **options: Any) -> Any:
+def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **changed: Any) -> Any:
+    options: dict[str, Any] = {"num_epochs": 2, **changed}
     return Trainer(
         model_fn, dataset_fn, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=8, lanes=4,
-        num_epochs=2, optimizer={"name": "adamw", "lr": 1e-2}, clip_norm=1.0, device="cuda", procs=procs, ema=0.9,
+        optimizer={"name": "adamw", "lr": 1e-2}, clip_norm=1.0, device="cuda", procs=procs, ema=0.9,
         **options,
     ).start()  # fmt: skip
 
@@ -85,6 +88,23 @@ def test_a_stopped_run_goes_on_with_other_ranks_to_the_same_hash(tmp_path: Path)
         assert getattr(result, key) == getattr(whole, key), key
 
 
+def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(tmp_path: Path) -> None:
+    def slow_on_rank_1() -> nn.Module:
+        model = conv_net()
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.06 if dist.get_rank() == 1 and model.training else 0))
+        return model
+
+    result = start(2, model_fn=slow_on_rank_1, backend="gloo", val_fraction=0, num_epochs=12, run_dir=str(tmp_path))
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    [late] = [event for event in events if event["event"] == "straggler"]
+    assert (late["rank"], late["phase"]) == (1, "forward")
+    assert late["behind_ms"] > 50
+    steps = [event for event in events if event["event"] == "step" and len(event["phase_ms"]) > 1]
+    for step in steps:  # the phases are all there is
+        for rank, total in enumerate(step["step_ms"]):
+            assert sum(times[rank] for times in step["phase_ms"].values()) == pytest.approx(total, rel=0.01, abs=0.05)
+
+
 def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
     def backend(*arguments: Any) -> str:
         return dist.get_backend()
@@ -98,9 +118,8 @@ def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None
     def reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> bool:
         from paceline.reduce import Ladder
 
-        ladder = Ladder(World(0, 0, 1, device, "nccl"))
         # A single rank has no levels; give it two of its own, to run what several GPUs would run.
-        ladder._pairs = [dist.new_group([0]), dist.new_group([0])]
+        ladder = Ladder(World(0, 0, 1, device, "nccl"), [dist.new_group([0]), dist.new_group([0])])
         tensor = torch.randn(1 << 20, device=device)
         expected = tensor.clone()
         for _ in range(20):

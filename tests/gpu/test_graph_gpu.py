@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Trainer, reduce, step
+from paceline.graph import Recording, StepGraph
 
 Start = Callable[..., Any]
 NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
@@ -137,8 +138,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
             if way == "by pairs":
-                ladder = reduce.Ladder(self.world)
-                ladder._pairs = [dist.new_group([0]), dist.new_group([0])]
+                ladder = reduce.Ladder(self.world, [dist.new_group([0]), dist.new_group([0])])
                 self.reduction._ladders = [ladder]
             self.reduction.compression = "bf16" if way == "in bf16" else "none"
             hooks.append(self.hook)
@@ -156,6 +156,67 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
     assert warnings_of(replayed) == []
     assert all_of(replayed) == all_of(eager)
     assert (all_of(replayed) == all_of(wanted)) is (way != "in bf16")  # which rounds
+
+
+class Sentences(Dataset[Any]):
+    """Of 1 to 40 words; batches are about as long as the longest."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        lengths = torch.randint(1, 41, (403,), generator=generator).tolist()
+        self.words = [torch.randint(1, 50, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.words[index], int(self.words[index].sum() % 2)
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(words) for words, _ in samples) // 8 * 8 + 8
+        ids = torch.stack([nn.functional.pad(words, (0, width - len(words))) for words, _ in samples])
+        return ids, torch.tensor([label for _, label in samples])
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dropout, self.head = nn.Embedding(50, 32), nn.Dropout(0.3), nn.Linear(32, 2)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.dropout(self.embedding(ids)).mean(1))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_each_shape_has_a_recording_with_the_same_bits(start: Start, monkeypatch: Any, lanes: int) -> None:
+    recorded, replays = [], []
+    record, replay = StepGraph._record, StepGraph._replay
+    monkeypatch.setattr(StepGraph, "_record", lambda *a, **k: recorded.append(record(*a, **k)) or recorded[-1])
+    monkeypatch.setattr(StepGraph, "_replay", lambda *a: replays.append(1) or replay(*a))
+    options: dict[str, Any] = {"lanes": lanes, "num_epochs": 6, "batch_size": 4}
+    replayed = start(Reader, Sentences, **options)
+    assert len(recorded) > 3
+    assert all(isinstance(each, Recording) for each in recorded)
+    assert len(replays) > replayed.step / 2
+    assert all_of(replayed) == all_of(start(Reader, Sentences, **options, step_mode="eager"))
+    assert warnings_of(replayed) == []
+
+
+def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = start(num_epochs=6)
+    monkeypatch.setattr("paceline.loop.LOOK_S", 0.0)
+    monkeypatch.setattr("paceline.graph.CHEAP", 0)
+    timed = start(num_epochs=6)
+    assert all_of(timed) == all_of(wanted)
+    events = [json.loads(line) for line in (timed.run_dir / "events.jsonl").read_text().splitlines()]
+    known = [event["phase_ms"] for event in events if event["event"] == "step" and len(event["phase_ms"]) > 1]
+    assert len(known) > 5
+    for phases in known:
+        assert phases["reduction"] == [0]
+        assert all(phases[name][0] > 0 for name in ("forward", "backward", "optimizer"))
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------

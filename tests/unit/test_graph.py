@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.clock import DeviceClock
 from paceline.config import Config
 from paceline.data.feed import Inputs
 from paceline.data.loader import Lane
 from paceline.graph import (
+    MOST_SHAPES,
     WARM_UP,
     WARM_UP_IN_DDP,
+    WORTH_IT,
     CannotRecord,
     HostState,
+    Recording,
     StepGraph,
     _check_inputs,
     _first_cause,
@@ -216,27 +220,31 @@ def test_what_we_say_ourselves_needs_no_line() -> None:
 # --- when a step is recorded and replayed ---------------------------------------------------------------------------
 
 
+class Likewise(World):
+    """All ranks say the same."""
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        return [thing] * self.size
+
+
 class Fake(StepGraph):
     """Records and replays nothing, but says when."""
 
     def __init__(self, config: Config, *, obstacle: str | None = None, is_in_ddp: bool = False, ranks: int = 1) -> None:
         self.said, self.done, self.reason = list[str](), list[str](), None
-        world = World(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
+        world = Likewise(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
         super().__init__(
-            lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world,
+            lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
             full_step=BATCH * LANES * ranks, obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
         )  # fmt: skip
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> bool:
-        self.done.append("record")
-        if self.reason is not None:
-            self._give_up(self.reason)
-            return False
-        self._form, self._graphs = form_of(inputs), [None] * len(lanes)  # type: ignore[list-item]
-        return True
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, is_timed: bool = False) -> Recording | str:
+        self.done.append("record with marks" if is_timed else "record")
+        marks: Any = ["mark"] if is_timed else []
+        return self.reason or Recording([], [], torch.zeros(1), marks, torch.Generator())
 
-    def _replay(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
-        self.done.append("replay")
+    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+        self.done.append("replay with marks" if recording.marks else "replay")
         return torch.ones(1)
 
     def ride(self, *, samples: int = BATCH, width: int = 3, step_samples: int | None = None) -> bool:
@@ -276,13 +284,48 @@ def test_a_step_that_is_short_on_another_rank_is_short_here(make_config: MakeCon
     assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
 
 
-def test_batches_of_another_form_are_taken_eagerly(make_config: MakeConfig) -> None:
+def test_batches_of_another_form_are_recorded_when_they_have_come_several_times(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
-    steps = [graph.ride() for _ in range(WARM_UP + 1)]
-    assert steps[-1]
-    assert not graph.ride(width=5)
+    assert [graph.ride() for _ in range(WARM_UP + 1)][-1]
+    assert [graph.ride(width=5) for _ in range(WORTH_IT + 1)] == [False] * (WORTH_IT - 1) + [True] * 2
     assert graph.ride()
+    assert graph.done == ["record", "replay", "record", "replay", "replay", "replay"]
+
+
+def test_there_is_an_end_to_recordings(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
+    for _ in range(WARM_UP + WORTH_IT):
+        steps = [graph.ride(width=width) for width in range(1, MOST_SHAPES + 6)]
+    assert sum(steps) == MOST_SHAPES
+
+
+def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_nobody_is_asked(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH), ranks=1)
+    for _ in range(WARM_UP + 1):
+        graph.ride()
+    graph.reason = "no room"
+    assert not any(graph.ride(width=5) for _ in range(WORTH_IT + 2))
+    assert graph.ride()
+    assert graph.done.count("record") == 2
+    assert not graph.said
+
+
+def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
+    monkeypatch.setattr(DeviceClock, "is_sampling", True)
+    graph._cheap_from = math.inf
+    assert [graph.ride() for _ in range(WARM_UP + 2)][-1]
     assert graph.done == ["record", "replay", "replay"]
+    graph._cheap_from = 0
+    assert graph.ride()
+    assert graph.ride()
+    assert [graph.ride(width=5) for _ in range(WORTH_IT)][-1]  # of which there is none with marks
+    assert graph.done[3:] == ["record with marks", "replay with marks", "replay with marks", "record", "replay"]
+    monkeypatch.setattr(DeviceClock, "is_sampling", False)
+    assert graph.ride()
+    assert graph.done[-1] == "replay"
 
 
 def test_a_recording_that_fails_is_told_once_and_not_tried_again(make_config: MakeConfig) -> None:

@@ -323,7 +323,7 @@ def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tm
 
 
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = Clock()
     watch = Watch(clock, torch.device("cpu"), 1, 2, Events(None))
     for _ in watch.over(lambda losses: [Turn(step, 0, [], False, False) for step in range(5)])(None):
         for phase in (FORWARD, REDUCTION, OTHER, DATA):

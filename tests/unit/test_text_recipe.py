@@ -42,7 +42,7 @@ def test_sentences_are_tokens_and_classes(make, config: Config) -> None:
     assert dataset.classes == ["negative", "positive"]
     dev = config.function("val_dataset_fn")()  # with what the training data was told
     assert {key: value.tolist() for key, value in dev[0].items()} == {"input_ids": [2, 1, 4, 6, 3], "labels": 1}
-    assert make(max_length=4)[2]["input_ids"].tolist() == [2, 7, 7, 3]
+    assert make(max_length=4)[2]["input_ids"].tolist() == [2, 7, 3]  # a batch of it has room for padding
 
 
 def test_a_text_is_tokenized_once(make, tmp_path: Path) -> None:
@@ -59,13 +59,22 @@ def test_a_text_is_tokenized_once(make, tmp_path: Path) -> None:
     assert len(made()) == 2
 
 
-def test_a_batch_is_as_long_as_its_longest_sentence(make) -> None:
+def test_a_batch_is_about_as_long_as_its_longest_sentence(make) -> None:
     dataset = make()
     batch = dataset.collate_fn([dataset[0], dataset[1]])
-    assert batch["input_ids"].tolist() == [[2, 8, 4, 6, 3, 0, 0, 0], [2, 8, 5, 3, 0, 0, 0, 0]]
+    assert batch["input_ids"].tolist() == [[2, 8, 4, 6, 3] + [0] * 11, [2, 8, 5, 3] + [0] * 12]
     assert batch["attention_mask"].sum(1).tolist() == [5, 4]
     assert batch["labels"].tolist() == [1, 0]
-    assert dataset.collate_fn([dataset[0], dataset[2]])["input_ids"].shape == (2, 16)
+    long = {"input_ids": torch.arange(16), "labels": torch.tensor(1)}
+    assert dataset.collate_fn([dataset[0], long])["input_ids"].shape == (2, 32)
+
+
+def test_a_batch_has_some_padding_and_no_more_than_the_model_takes(make) -> None:
+    dataset = make(max_length=6)
+    assert max(len(dataset[index]["input_ids"]) for index in range(len(dataset))) == 5
+    batch = dataset.collate_fn([dataset[0], dataset[2]])
+    assert batch["input_ids"].shape == (2, 6)
+    assert not batch["attention_mask"].all()
 
 
 def test_a_table_has_classes_by_name_or_number_or_none_to_predict(make, capsys) -> None:

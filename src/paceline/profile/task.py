@@ -90,7 +90,7 @@ class Watch:
         self.device, self.steps, self.events = device, steps, events
         self.timed_from, self.traced_from, self.total = warm_up, warm_up + steps, warm_up + 2 * steps
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self.profiler = torch.profiler.profile(activities=activities)
+        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # or some versions warn
         self.marks = [Mark(OTHER, time.time_ns())]
         self._timed: list[int] = []  # the moments between steps
         self._traced: list[int] = []  # when it began and when it ended

@@ -25,7 +25,7 @@ from paceline import cached_tensors, datasets, errors, models
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CLASSES = ("negative", "positive")
-PAD_TO = 8  # tensor cores want lengths that are multiples of it
+PAD_TO = 16  # few lengths, so that steps can be recorded for each; and tensor cores like them
 
 source, has_table = {}, False  # what get_dataset was told; get_dev_dataset does likewise
 
@@ -47,14 +47,14 @@ def get_dev_dataset(df=None):
 
 
 class Sentences(Dataset):
-    """Sentences as tokens; batches are as long as their longest sentence."""
+    """Sentences as tokens; batches are about as long as their longest sentence."""
 
     def __init__(self, df=None, file="train.tsv", root=None, model=MODEL, classes=CLASSES, max_length=128, **columns):
-        self.classes, self.tokenizer = list(classes), load_tokenizer(model)
+        self.classes, self.tokenizer, self.max_length = list(classes), load_tokenizer(model), max_length
         table = read_tsv(Path(root or datasets.folder_of("sst2"), file)) if df is None else df
         texts, labels = columns_of(table, **columns)
         self.labels = None if labels is None else torch.tensor([self.number_of(label) for label in labels])
-        self.tokens, self.ends = tokenized(texts, self.tokenizer, max_length)
+        self.tokens, self.ends = tokenized(texts, self.tokenizer, max_length - 1)
 
     def number_of(self, label):
         """A class by its name or its number."""
@@ -76,7 +76,9 @@ class Sentences(Dataset):
     def collate_fn(self, samples):
         """A batch: padded by itself, so the number of processes does not change it."""
         longest = max(len(sample["input_ids"]) for sample in samples)
-        ids = torch.full((len(samples), -(-longest // PAD_TO) * PAD_TO), self.tokenizer.pad_token_id or 0)
+        # There is always some padding: where there is none, transformers takes another way, with other last bits.
+        width = min((longest // PAD_TO + 1) * PAD_TO, self.max_length)
+        ids = torch.full((len(samples), width), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for row, sample in enumerate(samples):
             ids[row, : len(sample["input_ids"])] = sample["input_ids"]
