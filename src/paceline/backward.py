@@ -21,6 +21,7 @@ from paceline.reduce import BucketHook, Gradients, LaneSum, Reduction, cast, red
 from paceline.replica import Replica, Single, run_model
 from paceline.world import World
 
+ROUND = 32  # bytes
 # How torch says that an operator does not know a number format; the second is oneDNN's, of LSTM in fp16 on a CPU.
 NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|could not create a primitive")
 
@@ -110,6 +111,8 @@ class Backward:
             self._reduce_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
+        if self.config.exact and self.world.size > 1 and self.world.device.type == "cuda":
+            self._begin_at_round_addresses()
         if self._counts_itself:
             # In one format on all ranks: a count may be any kind of tensor, that of an empty lane is a float.
             self._divide_by_count(torch.stack([count.double() for _, count in self._totals]))
@@ -197,6 +200,16 @@ class Backward:
         )
         for parameter, gradient in zip(self.parameters, summed, strict=True):
             parameter.grad = gradient
+
+    def _begin_at_round_addresses(self) -> None:
+        """Lay gradients as they lie on a single rank, where each has memory of its own.
+
+        Those of several are parts of a bucket. A GPU reads what does not begin at a round address one by one, and sums
+        it up in another order: a norm, by which gradients are clipped, would have other last bits.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.data_ptr() % ROUND:
+                parameter.grad = parameter.grad.clone()
 
     def _divide_by_count(self, counts: torch.Tensor) -> None:
         """Gradients so far are of the sum over samples; make them of the sum over what the loss counted. All ranks."""

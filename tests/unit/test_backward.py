@@ -49,7 +49,7 @@ def lanes_of(batches: list[Batch], empty: tuple[int, ...] = ()) -> list[Lane]:
 def backward_of(model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross_entropy, **keys: Any) -> Backward:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": loss_fn, **keys})
     feed = Feed([], config, HERE)
-    clock = Clock(HERE.device)
+    clock = Clock()
     return Backward(Single(model), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False)
 
 

@@ -193,6 +193,11 @@ def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) 
     ]
 
 
+def test_keys_with_their_defaults_are_in_nobodys_way() -> None:
+    """The config of a run has all keys, and can be trained again."""
+    build({**OWN, "loss_fn": None, "ema": None, "val_dataset_fn": dataset, "val_fraction": 0.1})
+
+
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [

@@ -47,7 +47,7 @@ class Pair(World):
 
 def make(world: World = HERE, plan: Plan = PLAN) -> tuple[LossRecord, Fit, Listener]:
     fit, listener = Fit(), Listener()
-    clock, stragglers = Clock(world.device), Stragglers(["here"] * world.size)
+    clock, stragglers = Clock(), Stragglers(["here"] * world.size)
     record = LossRecord(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
     return record, fit, listener
 

@@ -297,7 +297,7 @@ def test_an_operator_costs_its_time_without_those_that_it_calls() -> None:
 
 
 def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tmp_path: Path) -> None:
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     profiler.start()
     marks = [Mark(FORWARD, time.time_ns())]
     loss = torch.ones(3, requires_grad=True).exp().sum()

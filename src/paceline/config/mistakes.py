@@ -34,8 +34,10 @@ def describe(detail: ErrorDetails) -> str:
 def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -> list[str]:
     """Mistakes that show only when keys are seen together.
 
-    `given` are the keys that were set by the user; those in `wrong` are reported already.
+    `given` are the keys that were set by the user; those in `wrong` are reported already. A key with its default says
+    nothing: the config in a run folder has all of them.
     """
+    given = {key for key in given & set(Config.model_fields) if not _is_default(config, key)}
     problems = []
     for key, example in (
         ("model_fn", "a function that returns the model"),
@@ -140,6 +142,11 @@ def _known_keys(sections: list[str]) -> list[str]:
             return []
         model = annotation
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _is_default(config: Config, key: str) -> bool:
+    value, default = getattr(config, key), Config.model_fields[key].get_default(call_default_factory=True)
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _curriculum(config: Config) -> list[str]:

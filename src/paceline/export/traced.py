@@ -28,7 +28,8 @@ def write_torch(task: Task) -> str:
     program, _, sizes = _trace(task)
     with _quiet():
         torch.export.save(program, path)
-    task.compare(torch.export.load(path).module(), sizes)
+        loaded = torch.export.load(path).module()
+    task.compare(loaded, sizes)
     return 'import torch\nmodel = torch.export.load("model.pt2").module()\noutput = model(...)  # the inputs above'
 
 
