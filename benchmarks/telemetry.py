@@ -5,7 +5,8 @@
 Telling is what a user has by default: phases of every step, log points with memory and stragglers, events, TensorBoard
 and the screen. Silence is none of it. A run changes between them about every second, on all ranks at the same step, so
 that both see the same machine; each turn that tells is compared with the silent ones before and after it. The losses of
-silent steps are added up later, in steps that tell: that makes telling look dearer, not cheaper.
+silent steps are added up later, in steps that tell: that makes telling look dearer, not cheaper. The second ratio is
+that of the processor time that rank 0 uses; it does not know of the launcher, which reads the events.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class Switch:
 
     def __init__(self, steps: int, note: Path) -> None:
         self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
-        self.us: list[float] = []  # of a step, in each turn: telling, silent, telling …
+        self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; telling, silent, telling …
         self.kept = Clock.enter, DeviceClock.enter, LossRecord.is_due
         add = LossRecord.add
 
@@ -54,13 +56,15 @@ class Switch:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if self.done > self.steps:  # the first turn begins in the middle of nowhere
-            self.us.append(1e6 * (time.perf_counter() - self.began) / self.steps)
+            began, used = self.began
+            took = time.perf_counter() - began, time.process_time() - used
+            self.us.append((1e6 * took[0] / self.steps, 1e6 * took[1] / self.steps))
         if os.environ["RANK"] == "0":
             self.note.write_text(json.dumps(self.us))
         self.is_telling = not self.is_telling
         silent = (lambda self, phase: None,) * 2 + (lambda self, step: False,)
         Clock.enter, DeviceClock.enter, LossRecord.is_due = self.kept if self.is_telling else silent  # type: ignore[method-assign]
-        self.began = time.perf_counter()
+        self.began = time.perf_counter(), time.process_time()
 
 
 def train(layers: str, procs: int, steps: int, folder: Path, turn: int | None = None) -> float:
@@ -90,13 +94,20 @@ def measure(layers: str, procs: int, turns: int) -> None:
         folder = Path(name)
         turn = max(1, round(TRIAL / train(layers, procs, TRIAL, folder)))
         train(layers, procs, turn * (2 * turns + 2), folder, turn)
-        silent, telling = (us := json.loads((folder / "note").read_text()))[::2], us[1::2]
-    ratios = [tells / ((before + after) / 2) for before, tells, after in zip(silent, telling, silent[1:], strict=False)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+        wall, used = zip(*json.loads((folder / "note").read_text()), strict=True)
+    telling, silent = wall[1::2], wall[::2]
     print(
         f"| {layers} | {procs} | {statistics.median(telling):,.0f} | {statistics.median(silent):,.0f} "
-        f"| {middle:.3f} ({low:.3f} to {high:.3f}) |", flush=True,
+        f"| {compared(wall)} | {compared(used)} |", flush=True,
     )  # fmt: skip
+
+
+def compared(us: Sequence[float]) -> str:
+    """Each turn that tells against the silent ones before and after it."""
+    silent, telling = us[::2], us[1::2]
+    ratios = [tells / ((before + after) / 2) for (before, after), tells in zip(pairwise(silent), telling, strict=False)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -107,7 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     print(f"{device}, torch {torch.__version__}: {arguments.turns} turns of about a second each\n")
-    print("| layers | processes | telling, µs a step | silent | ratio (middle half) |\n|---|---|---|---|---|")
+    print("| layers | processes | telling, µs a step | silent | ratio (middle half) | of the processor time |")
+    print("|---|---|---|---|---|---|")
     for layers in arguments.layers:
         for procs in arguments.procs:
             measure(layers, procs, arguments.turns)

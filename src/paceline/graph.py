@@ -79,6 +79,7 @@ class StepGraph:
         self._timed: tuple[Any, Recording] | None = None  # with marks for the clock, and of which form
         self._cheap_from = 0.0
         self._pool: Any = None
+        self._last: Recording | None = None  # that was replayed, and not followed by another attempt to record
 
     def take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
         """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
@@ -108,7 +109,9 @@ class StepGraph:
         for recorded, brought in zip(tensors_in(recording.inputs), tensors_in(inputs), strict=True):
             recorded.copy_(brought, non_blocking=True)
         generator = torch.cuda.default_generators[self.world.device.index]
-        generator.graphsafe_set_state(recording.randomness)
+        if recording is not self._last:
+            generator.graphsafe_set_state(recording.randomness)
+            self._last = recording
         for lane, graph in zip(lanes, recording.graphs, strict=True):
             generator.manual_seed(seed_for(self.config.seed, "forward", lane.step, lane.lane))
             graph.replay()
@@ -152,6 +155,7 @@ class StepGraph:
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
         generator.graphsafe_set_state(own)
+        self._last = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # The same memory for all recordings: one is replayed at a time, and leaves nothing there for another.
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -28,7 +28,7 @@ from paceline.telemetry.events import Events
 from paceline.telemetry.stragglers import Stragglers
 from paceline.world import Exchange, World
 
-SOONEST_S, LATEST_S = 0.05, 1.0  # between two log points that nobody has asked for
+SOONEST_S, LATEST_S = 0.1, 1.0  # between two log points that nobody has asked for
 INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
 LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
@@ -410,6 +410,6 @@ def log_interval(step_s: float, elapsed_s: float) -> int:
 
     A run that is over soon is told in detail, a long one about once a second, so that it costs next to nothing.
     """
-    pause = min(max(elapsed_s / 100, SOONEST_S), LATEST_S)
+    pause = min(max(elapsed_s / 50, SOONEST_S), LATEST_S)
     wanted = pause / max(step_s, 1e-6)
     return next(each for each in INTERVALS if each >= wanted)

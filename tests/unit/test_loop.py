@@ -209,10 +209,10 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
     ("step_s", "elapsed_s", "steps"),
     [
         (3.0, 3.0, 1),  # a step that takes long is told at once
-        (0.06, 0.1, 1),
-        (0.001, 0.0, 50),
-        (0.0001, 0.0, 500),
-        (0.001, 10.0, 100),  # the longer the run, the rarer
+        (0.12, 0.1, 1),
+        (0.001, 0.0, 100),
+        (0.0001, 0.0, 1000),
+        (0.001, 10.0, 200),  # the longer the run, the rarer
         (0.001, 3600.0, 1000),
         (0.3, 3600.0, 5),
         (0.0, 3600.0, 1_000_000),  # a clock that stands still
@@ -228,13 +228,13 @@ def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("paceline.clock.perf_counter", lambda: clock[0])
     pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
     record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
-    for step in range(1, 60):
+    for step in range(1, 120):
         clock[0] += 0.001  # three times as much on the other rank
         record.add(turn(step - 1), row(step - 1))
         if record.is_due(step):
             record.send(Log(step, 0, 0.1))
             record.settle()
-    assert [event["step"] for event in listener.events] == [1, 20, 40]
+    assert [event["step"] for event in listener.events] == [1, 50, 100]
 
 
 def test_a_checkpoint_between_log_points_closes_no_window() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-REST = "device"  # what the host of a GPU does not see into
+REST = "device"  # what a GPU does, as long as no step was timed there
 
 
 @dataclass(frozen=True)

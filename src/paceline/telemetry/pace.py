@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 def slowest(step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> Verdict | None:
     """The one thing to look at, or None: by the milliseconds of each rank, for a whole step and in each of its phases.
 
-    On a GPU only the phase "data" is known.
+    On a GPU only the phase "data" is known until a step was timed there.
     """
     step = max(step_ms, default=0.0)
     if step <= 0 or any(len(values) != len(step_ms) for values in phase_ms.values()):
