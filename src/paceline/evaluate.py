@@ -119,7 +119,15 @@ class Evaluator:
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)
         for place, (name, measure) in enumerate(self.measures.items()):
-            row[place, 0], row[place, 1] = sum_and_count(measure(output, target), samples, name)
+            try:
+                value = measure(output, target)
+            except (TypeError, AttributeError) as error:
+                if target is not None:
+                    raise
+                raise DataError(
+                    f"the samples have no labels, and {name} needs them ({error}); use paceline predict, which needs none"
+                ) from error
+            row[place, 0], row[place, 1] = sum_and_count(value, samples, name)
         return row
 
     def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:

@@ -1,0 +1,45 @@
+"""Evaluating in a world of one: what only the measures can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config import Config
+from paceline.data.feed import Feed
+from paceline.errors import DataError
+from paceline.evaluate import Evaluator
+from paceline.world import World
+
+MakeConfig = Callable[..., Config]
+UNLABELLED: Any = [{"input": torch.ones(3)}, {"input": torch.zeros(3)}]
+HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+
+
+def measured(config: Config) -> dict[str, float]:
+    return Evaluator(Feed(UNLABELLED, config, HERE), config, HERE).measure(nn.Linear(3, 2), lambda done, total: None)
+
+
+def test_samples_without_labels_are_told_by_the_measure_that_needs_them(make_config: MakeConfig) -> None:
+    with pytest.raises(DataError, match=r"no labels, and val_loss needs them .*; use paceline predict"):
+        measured(make_config(loss_fn=nn.functional.cross_entropy, batch_size=2))
+
+
+def test_a_loss_that_needs_no_labels_is_measured_without_them(make_config: MakeConfig) -> None:
+    def size(output: torch.Tensor, target: Any) -> torch.Tensor:
+        assert target is None
+        return output.abs().mean()
+
+    assert measured(make_config(loss_fn=size, batch_size=2))["val_loss"] > 0
+
+
+def test_an_error_of_a_measures_own_stays_as_it_is(make_config: MakeConfig) -> None:
+    def wrong(output: torch.Tensor, target: Any) -> torch.Tensor:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        measured(make_config(loss_fn=wrong, batch_size=2))
