@@ -125,7 +125,7 @@ class Evaluator:
                 if target is not None:
                     raise
                 raise DataError(
-                    f"the samples have no labels, and {name} needs them ({error}); predict without them: paceline predict"
+                    f"the samples have no labels, and {name} needs them ({error}); use paceline predict"
                 ) from error
             row[place, 0], row[place, 1] = sum_and_count(value, samples, name)
         return row

@@ -25,7 +25,7 @@ def measured(config: Config) -> dict[str, float]:
 
 
 def test_samples_without_labels_are_told_by_the_measure_that_needs_them(make_config: MakeConfig) -> None:
-    with pytest.raises(DataError, match=r"no labels, and val_loss needs them .*: paceline predict"):
+    with pytest.raises(DataError, match=r"no labels, and val_loss needs them .*; use paceline predict"):
         measured(make_config(loss_fn=nn.functional.cross_entropy, batch_size=2))
 
 
