@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from paceline import Trainer
 from paceline.clock import Clock, DeviceClock
-from paceline.loop import LossRecord
+from paceline.loop import Loop, LossRecord
+from paceline.telemetry.events import Events
 
 NEVER = 10**9
 TRIAL = 2_000  # steps, to see how many make a second
@@ -39,14 +40,15 @@ class Switch:
 
     def __init__(self, steps: int, note: Path) -> None:
         self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
-        self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; telling, silent, telling …
-        self.kept = Clock.enter, DeviceClock.enter, LossRecord.is_due
+        self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; silent, telling, silent …
+        self.kept = Clock.enter, DeviceClock.enter, LossRecord.is_due, Loop._log, Events.write
         add = LossRecord.add
 
         def counted(record: LossRecord, *arguments: Any) -> None:
             add(record, *arguments)
             self.done += 1
             if self.done % steps == 0:
+                record._clock.forget()
                 self.change()
 
         LossRecord.add = counted  # type: ignore[method-assign]
@@ -62,8 +64,15 @@ class Switch:
         if os.environ["RANK"] == "0":
             self.note.write_text(json.dumps(self.us))
         self.is_telling = not self.is_telling
-        silent = (lambda self, phase: None,) * 2 + (lambda self, step: False,)
-        Clock.enter, DeviceClock.enter, LossRecord.is_due = self.kept if self.is_telling else silent  # type: ignore[method-assign]
+        enter, is_due, log, write = (
+            (lambda *_: None),
+            (lambda *_: False),
+            (lambda *_: None),
+            (lambda *_, **fields: None),
+        )
+        Clock.enter, DeviceClock.enter, LossRecord.is_due, Loop._log, Events.write = (  # type: ignore[method-assign]
+            self.kept if self.is_telling else (enter, enter, is_due, log, write)  # type: ignore[assignment]
+        )
         self.began = time.perf_counter(), time.process_time()
 
 

@@ -21,7 +21,7 @@ from paceline.reduce import BucketHook, Gradients, LaneSum, Reduction, cast, red
 from paceline.replica import Replica, Single, run_model
 from paceline.world import World
 
-ROUND = 32  # bytes
+ROUND = 32  # bytes: four numbers of up to 64 bits, which kernels read at once
 # How torch says that an operator does not know a number format; the second is oneDNN's, of LSTM in fp16 on a CPU.
 NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|could not create a primitive")
 
@@ -205,7 +205,8 @@ class Backward:
         """Lay gradients as they lie on a single rank, where each has memory of its own.
 
         Those of several are parts of a bucket. A GPU reads what does not begin at a round address one by one, and sums
-        it up in another order: a norm, by which gradients are clipped, would have other last bits.
+        it up in another order: a norm, by which gradients are clipped, would have other last bits. What follows a
+        tensor of an odd size in its bucket, such as the bias of ten classes, is copied.
         """
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.data_ptr() % ROUND:

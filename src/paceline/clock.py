@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from time import perf_counter
@@ -24,6 +24,9 @@ class Clock:
 
     def enter(self, phase: int) -> None:
         """From now on it is `phase`."""
+        self._book(phase)
+
+    def _book(self, phase: int) -> None:
         now = perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
@@ -46,8 +49,12 @@ class Clock:
 
     def means(self, steps: int) -> list[float]:
         """Milliseconds of a step on this rank, then those of each phase; NaN where it is not known."""
-        Clock.enter(self, self._phase)
+        self._book(self._phase)
         return [1e3 * seconds / max(steps, 1) for seconds in (self.elapsed, *self._spent)]
+
+    def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+        """What the means of all ranks say about each phase: for each, the milliseconds of every rank."""
+        return {name: [of_rank[1 + place] for of_rank in means] for place, name in enumerate(PHASES)}
 
 
 class Mark(NamedTuple):
@@ -81,7 +88,7 @@ class DeviceClock(Clock):
 
     def enter(self, phase: int) -> None:
         """From now on it is `phase`."""
-        super().enter(phase)
+        self._book(phase)
         if self._marks is not None:
             self._marks.append(_mark(phase))
         if phase == DATA:  # a step has been handed out, and the next one begins
@@ -95,11 +102,12 @@ class DeviceClock(Clock):
         self._marks = None
 
     @contextmanager
-    def apart(self) -> Iterator[list[Mark]]:
-        """Keep the marks that are set meanwhile out of this step: they belong to a recording."""
-        kept, self._marks = self._marks, []
+    def apart(self, *, with_marks: bool) -> Iterator[list[Mark]]:
+        """Keep the marks that are set meanwhile, if any shall be, out of this step: they belong to a recording."""
+        marks: list[Mark] = []
+        kept, self._marks = self._marks, marks if with_marks else None
         try:
-            yield self._marks
+            yield marks
         finally:
             self._marks = kept
 
@@ -111,23 +119,28 @@ class DeviceClock(Clock):
     def means(self, steps: int) -> list[float]:
         """Milliseconds of a step on this rank, then those of each phase; NaN where it is not known."""
         step, data, *others = super().means(steps)
-        if self._sample is None:
-            return [step, data, *(math.nan for _ in others)]
-        return [step, *spread(step, data, self._sample, is_alone=self._is_alone)]
+        return [step, data, *(self._sample[FORWARD:] if self._sample is not None else (math.nan for _ in others))]
+
+    def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+        """What the means of all ranks say about each phase; only of data, until all of them have timed a step."""
+        if any(math.isnan(number) for of_rank in means for number in of_rank):
+            return {PHASES[DATA]: [of_rank[1 + DATA] for of_rank in means]}
+        spreads = [spread(step, sample, is_alone=self._is_alone) for step, *sample in means]
+        return {name: list(values) for name, values in zip(PHASES, zip(*spreads, strict=True), strict=True)}
 
 
-def spread(step: float, data: float, sample: list[float], *, is_alone: bool) -> list[float]:
+def spread(step: float, sample: Sequence[float], *, is_alone: bool) -> list[float]:
     """The phases of a mean step on a GPU, which add up to `step` (pure).
 
-    `data` is how long the host has waited for data, part of it while the device was busy; `sample` are the phases of
-    one step on the device. What one step cannot tell, such as waiting for a neighbour who is slow only now and then, is
-    what is left.
+    `sample` are those of one step on the device; its first is how long the host has waited for data in the mean, part
+    of it while the device was busy. What one step cannot tell, such as waiting for a neighbour who is slow only now and
+    then, is what is left.
     """
     own = [sample[phase] for phase in (FORWARD, BACKWARD, OPTIMIZER)]
     scale = min(1.0, step / max(sum(own), 1e-9))
     forward, backward, optimizer = (scale * each for each in own)
     rest = step - forward - backward - optimizer
-    data = min(data, rest)
+    data = min(sample[DATA], rest)
     other = rest - data if is_alone else min(sample[OTHER], rest - data)
     return [data, forward, backward, rest - data - other, optimizer, other]
 

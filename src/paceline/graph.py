@@ -3,6 +3,9 @@
 There is one graph for each lane of this rank, because generators are keyed between lanes; the last one holds reduction
 and update. All that changes from step to step is copied into the tensors that were recorded. Batches of other shapes
 have recordings of their own, and one more has marks between its phases, for the clock.
+
+Sums over ranks are part of a recording. NCCL wants all ranks to replay the same recording in the same step, or none, so
+several ranks agree on what they do; a single rank is free.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -23,13 +27,13 @@ from paceline.data.feed import Inputs, map_tensors, tensors_in
 from paceline.data.loader import Lane
 from paceline.failure import user_location
 from paceline.randomness import seed_for, seed_generators
-from paceline.world import World
+from paceline.world import Exchange, World
 
 # Steps before the recording: kernels are chosen and states made by then. DDP times its first ten.
 WARM_UP, WARM_UP_IN_DDP = 3, 11
-WORTH_IT = 3  # steps of another shape, the last of which is recorded
-MOST_SHAPES = 64  # that are recorded
-CHEAP = 500  # times as long as a recording took: then there is time for one that is only for the clock
+WORTH_IT = 3  # steps of another form, the last of which is recorded
+MOST_FORMS = 64  # that are recorded
+CHEAP = 500  # times as long as a recording takes: then there is time for one that is only for the clock
 
 Work = Callable[..., torch.Tensor]
 
@@ -60,13 +64,15 @@ class StepGraph:
         clock: DeviceClock,
         *,
         full_step: int,
+        has_one_form: bool,
         obstacle: str | None,
         is_in_ddp: bool,
         say: Callable[[str], None],
     ) -> None:
         """`full_step` counts the samples of a step whose lanes are all full, over all ranks.
 
-        `obstacle` is why it cannot work, if that is known already; `say` takes the one line about it.
+        `has_one_form` says that all such steps are known to have one form, `obstacle` why it cannot work, if that is
+        known already; `say` takes the one line about it. All ranks.
         """
         self.work, self.model, self.config, self.world, self.clock = work, model, config, world, clock
         self.say, self.full_step = say, full_step
@@ -74,23 +80,27 @@ class StepGraph:
         self.is_given_up = False
         if obstacle is not None:
             self._give_up(obstacle)
-        self._recordings: dict[Any, Recording | None] = {}  # None for a form that cannot be recorded
+        self._recordings: dict[Any, Recording | None] = {}  # by form; None where it cannot be recorded
         self._seen: Counter[Any] = Counter()
-        self._timed: tuple[Any, Recording] | None = None  # with marks for the clock, and of which form
-        self._cheap_from = 0.0
+        self._exchange = Exchange(world) if world.size > 1 and not has_one_form and not self.is_given_up else None
+        self._timed: Recording | None = None  # with marks, for the clock
+        self._timed_form: Any = None  # of which it is, or would have been
+        self._looks_to_wait = 0
         self._pool: Any = None
         self._last: Recording | None = None  # that was replayed, and not followed by another attempt to record
 
     def take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
         """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
+        if self.is_given_up:
+            return None
         row = self._take(lanes, inputs)
-        if row is None and not self.is_given_up:
+        if row is None:
             self.clock.forget()  # its time is not like that of other steps
         return row
 
     def _take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
         # Not this rank's lanes alone: in a short step they may be full on one rank and not on another.
-        if self.is_given_up or lanes[0].step_samples != self.full_step:
+        if lanes[0].step_samples != self.full_step:
             return None
         if self.steps_to_wait:
             self.steps_to_wait -= 1
@@ -98,9 +108,12 @@ class StepGraph:
         form = form_of(inputs)
         if not self._recordings:
             self._record_first(form, lanes, inputs)
-        elif form not in self._recordings:
+        elif self.world.size == 1 and form not in self._recordings:
             self._record_another(form, lanes, inputs)
         recording = self._recordings.get(form)
+        if self._exchange is not None:
+            self._exchange.begin(recording is None)
+            recording = None if any(self._exchange.end()) else recording
         if recording is not None and self.clock.is_sampling:
             recording = self._with_marks(form, recording, lanes, inputs)
         return self._replay(recording, lanes, inputs) if recording is not None else None
@@ -122,61 +135,76 @@ class StepGraph:
 
     def _record_first(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
         """The first recording, at the same step on all ranks: it works on all of them, or is given up. All ranks."""
+        began = perf_counter()
         found = self._record(lanes, inputs)
-        reasons = [reason for reason in self.world.gather_objects(found if isinstance(found, str) else None) if reason]
-        if reasons or isinstance(found, str):
+        reasons, seconds = self._agree(found, perf_counter() - began)
+        if reasons:
             self._give_up(reasons[0])
-        else:
+        elif isinstance(found, Recording):
             self._recordings[form] = found
+            self._looks_to_wait = int(CHEAP * seconds)  # the clock asks for a look about once a second
 
     def _record_another(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
-        """For another shape of this rank's own. It need not work: eager steps meet the others' replays all the same."""
+        """For another form, when it has come several times; a single rank."""
+        if len(self._recordings) >= MOST_FORMS:
+            return
         self._seen[form] += 1
-        if self._seen[form] >= WORTH_IT and len(self._recordings) < MOST_SHAPES:
-            found = self._record(lanes, inputs)
-            self._recordings[form] = None if isinstance(found, str) else found
+        if self._seen[form] < WORTH_IT:
+            return
+        found = self._record(lanes, inputs)
+        if isinstance(found, str) and None not in self._recordings.values():
+            self.say(f"steps with batches of some shapes are not CUDA graphs but go kernel by kernel: {found}")
+        self._recordings[form] = None if isinstance(found, str) else found
+        if len(self._recordings) == MOST_FORMS:
+            self.say(f"batches have many shapes: {MOST_FORMS} are CUDA graphs now, steps of others go kernel by kernel")
 
     def _with_marks(
         self, form: Any, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]
     ) -> Recording:
-        """The recording with marks, if it is of this form; it is made when there has been time enough."""
-        if self._timed is None and perf_counter() > self._cheap_from:
-            found = self._record(lanes, inputs, is_timed=True)
-            self._timed = form, recording if isinstance(found, str) else found
-        if self._timed is None or self._timed[0] != form or not self._timed[1].marks:
-            self.clock.forget()
-            return recording
-        return self._timed[1]
+        """The recording with marks, if it is of this form; it is made when there has been time enough. All ranks."""
+        self._looks_to_wait -= 1
+        if self._timed is not None and self._timed_form == form:
+            return self._timed
+        self.clock.forget()
+        if self._timed_form is None and self._looks_to_wait < 0:
+            found, self._timed_form = self._record(lanes, inputs, with_marks=True), form
+            reasons, _ = self._agree(found)
+            self._timed = found if isinstance(found, Recording) and not reasons else None
+        return recording
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, is_timed: bool = False) -> Recording | str:
+    def _agree(self, found: Recording | str, seconds: float = 0.0) -> tuple[list[str], float]:
+        """Why a recording has failed on some ranks, and the longest that it took on any. All ranks."""
+        told = self.world.gather_objects((found if isinstance(found, str) else None, seconds))
+        return [reason for reason, _ in told if reason is not None], max(seconds for _, seconds in told)
+
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
         """Record a step, or say why it cannot be. Nothing is computed by it."""
-        began, host = perf_counter(), HostState(self.model)
+        host = HostState(self.model)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
         generator.graphsafe_set_state(own)
         self._last = None
-        self._graphs: list[torch.cuda.CUDAGraph] = []
         # The same memory for all recordings: one is replayed at a time, and leaves nothing there for another.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
             _check_inputs(inputs)
             copies = [map_tensors(one, torch.clone) for one in inputs]
-            with self.clock.apart() as marks:
-                if not is_timed:
-                    self.clock.forget()
-                row = self.work(lanes, copies, self._recording)
+            with self.clock.apart(with_marks=with_marks) as marks:
+                row = self.work(lanes, copies, partial(self._recording, graphs))
             if change := host.first_change():
                 raise CannotRecord(f"the model changes {change} on the host, which a replay would not do again")
         except Exception as error:  # noqa: BLE001 - whatever a model does that a recording does not allow
             generator.graphsafe_set_state(kept)
             host.restore()
+            self._pool = None  # one that has failed may hold on to it
             return _first_cause(error)
-        self._cheap_from = perf_counter() + CHEAP * (perf_counter() - began)
-        return Recording(self._graphs, copies, row, marks, own)
+        return Recording(graphs, copies, row, marks, own)
 
     @contextmanager
-    def _recording(self, lane: Lane) -> Iterator[None]:
+    def _recording(self, graphs: list[torch.cuda.CUDAGraph], lane: Lane) -> Iterator[None]:
+        """A segment of a step that is recorded, and not computed."""
         seed_generators(self.config.seed, "forward", lane.step, lane.lane)
         before = _host_generators()
         graph = torch.cuda.CUDAGraph()
@@ -187,7 +215,7 @@ class StepGraph:
             yield
         if _host_generators() != before:
             raise CannotRecord("the model draws random numbers on the host, which a replay would not draw again")
-        self._graphs.append(graph)
+        graphs.append(graph)
 
     def _give_up(self, reason: str) -> None:
         self.is_given_up = True

@@ -183,6 +183,7 @@ class Loop:
             raise StopAgreed(reason)
         if self.saver.is_due(fit.step, is_time=bool(is_time), is_asked=is_better):
             self.saver.start(fit.step, self._state(), self._measured())
+            self.stepper.clock.forget()
 
     def _log(self, turn: Turn) -> None:
         """Have this step told: at once, or on a GPU when its losses have arrived. All ranks."""
@@ -365,8 +366,9 @@ class LossRecord:
 
     def _close_window(self, log: Log, norm: float | None, facts: list[list[float]]) -> None:
         """Tell of the steps since the last log point; `facts` are lists with a number of each rank."""
-        memory, step_ms, *phases = ([round(number, 3) for number in of_ranks] for of_ranks in facts)
-        phase_ms = {name: ms for name, ms in zip(PHASES, phases, strict=True) if not any(map(math.isnan, ms))}
+        memory, step_ms, *_ = ([round(number, 3) for number in of_ranks] for of_ranks in facts)
+        phases = self._clock.phases_of(list(zip(*facts[1:], strict=True)))
+        phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         sums = self._fit.sums

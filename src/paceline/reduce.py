@@ -8,6 +8,7 @@ hold, and a + b is b + a to the last bit. So any power-of-two number of ranks gi
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,8 @@ class Reduction:
         if climbs:
             self._ladders = [Ladder(world, _pair_groups(world)) for _ in range(parts if world.backend == "gloo" else 1)]
         elif world.backend == "gloo" and world.device.type == "cuda" and world.size > 1:
-            # The future of Gloo's all-reduce is done when a copy to the GPU has been asked for; `wait` is right.
+            # The future of Gloo's all-reduce is done when a copy to the GPU has only been asked for. The thread of a
+            # ladder has its stream wait for that copy.
             self._ladders = [Ladder(world, [dist.new_group(timeout=PATIENCE)])]
         else:
             self._ladders = []
@@ -118,7 +120,10 @@ class Reduction:
 
 
 class Ladder:
-    """The levels of the tree across ranks: at each, this rank and a partner all-reduce between them."""
+    """The levels of the tree across ranks: at each, this rank and a partner all-reduce between them.
+
+    A tree of one level, with all ranks in it, is an all-reduce whose end can be waited for on a stream.
+    """
 
     def __init__(self, world: World, groups: list[dist.ProcessGroup]) -> None:
         """`groups` are those of this rank, one for each level."""
@@ -142,7 +147,8 @@ class Ladder:
 
         def climb() -> None:
             try:
-                with torch.cuda.stream(stream):  # where the tensor was made and will be read: a thread has its own
+                # Where the tensor was made and will be read: a thread has a stream of its own.
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
                     self._climb(tensor)
                     future.set_result(tensor)
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket

@@ -106,7 +106,9 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
         if config.channels_last is True:
             raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
         if world.backend == "gloo" and world.device.type == "cuda":  # it does not wait for Gloo's copies to the GPU
-            raise ConfigError("compression=powersgd on GPUs needs backend=nccl, a GPU for each rank; use another one")
+            raise ConfigError(
+                "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
+            )
     return _in_ddp(model, config, world) if config.ddp else Single(model)
 
 

@@ -78,7 +78,8 @@ class Stepper:
             full_step = config.batch_size * lanes_per_rank * world.size
             self.graph = StepGraph(
                 self.work, replica.module, config, world, self.clock,
-                full_step=full_step, obstacle=self._obstacle(), is_in_ddp=is_in_ddp, say=say,
+                full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
+                say=say,
             )  # fmt: skip
 
     def counters(self) -> dict[str, float]:

@@ -86,6 +86,13 @@ def take_step(clock: DeviceClock, now: list[float]) -> None:
     clock.enter(DATA)
 
 
+def told(clock: DeviceClock) -> list[float]:
+    """Of a single rank, whose step took 10 ms, in the order of the phases."""
+    step, *sample = clock.means(1)
+    assert step == pytest.approx(10)
+    return [value for [value] in clock.phases_of([[step, *sample]]).values()]
+
+
 def test_a_gpu_tells_only_of_data_until_a_step_was_timed(device_clock: DeviceClock, now: list[float]) -> None:
     before = Moment.passed
     for _ in range(3):
@@ -102,7 +109,7 @@ def test_one_step_is_timed_on_the_device_when_it_was_asked_for(device_clock: Dev
     assert device_clock.is_sampling
     take_step(device_clock, now)
     assert not device_clock.is_sampling
-    assert device_clock.means(1) == pytest.approx([10, 0, 2, 2, 4, 1, 1])
+    assert told(device_clock) == pytest.approx([0, 2, 2, 4, 1, 1])
 
 
 def test_a_step_with_something_else_in_it_is_forgotten(device_clock: DeviceClock, now: list[float]) -> None:
@@ -116,7 +123,7 @@ def test_a_step_with_something_else_in_it_is_forgotten(device_clock: DeviceClock
 def test_marks_of_a_recording_count_where_it_is_replayed(device_clock: DeviceClock, now: list[float]) -> None:
     device_clock.ask()
     device_clock.enter(DATA)
-    with device_clock.apart() as marks:
+    with device_clock.apart(with_marks=True) as marks:
         for phase in (FORWARD, BACKWARD, OPTIMIZER):
             device_clock.enter(phase)
     device_clock.enter(FORWARD)
@@ -126,7 +133,16 @@ def test_marks_of_a_recording_count_where_it_is_replayed(device_clock: DeviceClo
     now[0] += 0.01
     device_clock.enter(OTHER)
     device_clock.enter(DATA)
-    assert device_clock.means(1) == pytest.approx([10, 0, 2, 1, 5, 1, 1])
+    assert told(device_clock) == pytest.approx([0, 2, 1, 5, 1, 1])
+
+
+def test_there_are_phases_when_all_ranks_have_timed_a_step(device_clock: DeviceClock) -> None:
+    unknown, known = [10.0, 3.0, *[math.nan] * 5], [10.0, 9.0, 2.0, 3.0, 5.0, 1.0, 1.0]
+    assert device_clock.phases_of([known, unknown]) == {"data": [9, 3]}
+    assert device_clock.phases_of([known, [10.0, 0.0, *known[2:]]]) == {
+        "data": [4, 0], "forward": [2, 2], "backward": [3, 3], "reduction": [0, 3], "optimizer": [1, 1],
+        "other": [0, 1],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,6 +156,5 @@ def test_marks_of_a_recording_count_where_it_is_replayed(device_clock: DeviceClo
     ],
 )
 def test_the_phases_of_a_mean_step_add_up_to_it(step: float, data: float, is_alone: bool, phases: list[float]) -> None:
-    sample = [0.0, 2.0, 3.0, 5.0, 1.0, 1.0]
-    assert spread(step, data, sample, is_alone=is_alone) == pytest.approx(phases)
+    assert spread(step, [data, 2.0, 3.0, 5.0, 1.0, 1.0], is_alone=is_alone) == pytest.approx(phases)
     assert sum(phases) == step

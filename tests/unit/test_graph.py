@@ -16,7 +16,7 @@ from paceline.config import Config
 from paceline.data.feed import Inputs
 from paceline.data.loader import Lane
 from paceline.graph import (
-    MOST_SHAPES,
+    MOST_FORMS,
     WARM_UP,
     WARM_UP_IN_DDP,
     WORTH_IT,
@@ -28,7 +28,7 @@ from paceline.graph import (
     _first_cause,
     form_of,
 )
-from paceline.world import World
+from paceline.world import Exchange, World
 
 BATCH, LANES = 4, 2
 MakeConfig = Callable[..., Config]
@@ -230,17 +230,26 @@ class Likewise(World):
 class Fake(StepGraph):
     """Records and replays nothing, but says when."""
 
-    def __init__(self, config: Config, *, obstacle: str | None = None, is_in_ddp: bool = False, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        obstacle: str | None = None,
+        is_in_ddp: bool = False,
+        ranks: int = 1,
+        has_one_form: bool = True,
+    ) -> None:
         self.said, self.done, self.reason = list[str](), list[str](), None
         world = Likewise(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
         super().__init__(
             lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
-            full_step=BATCH * LANES * ranks, obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
+            full_step=BATCH * LANES * ranks, has_one_form=has_one_form, obstacle=obstacle, is_in_ddp=is_in_ddp,
+            say=self.said.append,
         )  # fmt: skip
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, is_timed: bool = False) -> Recording | str:
-        self.done.append("record with marks" if is_timed else "record")
-        marks: Any = ["mark"] if is_timed else []
+    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
+        self.done.append("record with marks" if with_marks else "record")
+        marks: Any = ["mark"] if with_marks else []
         return self.reason or Recording([], [], torch.zeros(1), marks, torch.Generator())
 
     def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
@@ -295,19 +304,38 @@ def test_batches_of_another_form_are_recorded_when_they_have_come_several_times(
 def test_there_is_an_end_to_recordings(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + WORTH_IT):
-        steps = [graph.ride(width=width) for width in range(1, MOST_SHAPES + 6)]
-    assert sum(steps) == MOST_SHAPES
+        steps = [graph.ride(width=width) for width in range(1, MOST_FORMS + 6)]
+    assert sum(steps) == MOST_FORMS
 
 
-def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_nobody_is_asked(make_config: MakeConfig) -> None:
-    graph = Fake(make_config(batch_size=BATCH), ranks=1)
+def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_told_once(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + 1):
         graph.ride()
     graph.reason = "no room"
-    assert not any(graph.ride(width=5) for _ in range(WORTH_IT + 2))
+    assert not any(graph.ride(width=width) for width in (5, 6) for _ in range(WORTH_IT + 2))
     assert graph.ride()
-    assert graph.done.count("record") == 2
-    assert not graph.said
+    assert graph.done.count("record") == 3
+    assert graph.said == ["steps with batches of some shapes are not CUDA graphs but go kernel by kernel: no room"]
+
+
+def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL wants all ranks to replay the same recording, or none."""
+    others: list[int] = []
+    monkeypatch.setattr(Exchange, "__init__", lambda self, world: None)
+    monkeypatch.setattr(Exchange, "begin", lambda self, *mine: setattr(self, "_mine", mine))
+    monkeypatch.setattr(Exchange, "end", lambda self: [max(*self._mine, *others)])
+    graph = Fake(make_config(batch_size=BATCH), ranks=2, has_one_form=False)
+    full = BATCH * LANES * 2
+    others = [0]
+    assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 2)][-2:] == [True, True]
+    assert not any(graph.ride(step_samples=full, width=5) for _ in range(WORTH_IT + 1))
+    assert graph.ride(step_samples=full)
+    others = [1]  # the other rank has another form
+    assert not graph.ride(step_samples=full)
+    assert graph.done.count("record") == 1
 
 
 def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
@@ -315,17 +343,33 @@ def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
 ) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     monkeypatch.setattr(DeviceClock, "is_sampling", True)
-    graph._cheap_from = math.inf
-    assert [graph.ride() for _ in range(WARM_UP + 2)][-1]
-    assert graph.done == ["record", "replay", "replay"]
-    graph._cheap_from = 0
-    assert graph.ride()
-    assert graph.ride()
+    assert [graph.ride() for _ in range(WARM_UP)] == [False] * WARM_UP
+    monkeypatch.setattr("paceline.graph.CHEAP", 0)
+    graph.ride()
+    graph._looks_to_wait = 1
+    for _ in range(3):
+        graph.ride()
     assert [graph.ride(width=5) for _ in range(WORTH_IT)][-1]  # of which there is none with marks
-    assert graph.done[3:] == ["record with marks", "replay with marks", "replay with marks", "record", "replay"]
     monkeypatch.setattr(DeviceClock, "is_sampling", False)
-    assert graph.ride()
-    assert graph.done[-1] == "replay"
+    graph.ride()
+    assert graph.done == [
+        "record", "record with marks", "replay",  # nothing was waited for
+        "replay with marks", "replay with marks", "replay with marks", "record", "replay", "replay",
+    ]  # fmt: skip
+
+
+def test_a_recording_with_marks_that_fails_is_not_tried_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.graph.CHEAP", 0)
+    graph = Fake(make_config(batch_size=BATCH))
+    for _ in range(WARM_UP + 1):
+        graph.ride()
+    monkeypatch.setattr(DeviceClock, "is_sampling", True)
+    graph.reason = "no room"
+    assert all(graph.ride() for _ in range(3))
+    assert graph.done.count("record with marks") == 1
+    assert graph.done[-3:] == ["replay"] * 3
 
 
 def test_a_recording_that_fails_is_told_once_and_not_tried_again(make_config: MakeConfig) -> None:

@@ -26,7 +26,9 @@ class PhaseSums:
     def take(self, steps: int, step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> None:
         """The means of some steps."""
         known = dict(phase_ms)
-        if set(known) == {"data"}:
+        if set(known) == {"data"}:  # no step was timed on the GPU yet, or not since the ranks were started again
+            if REST not in self._sums and len(self._sums.get("data", ())) == len(known["data"]):
+                return
             known[REST] = [max(0.0, all_ - data) for all_, data in zip(step_ms, known["data"], strict=True)]
         if {name: len(ms) for name, ms in known.items()} != {name: len(ms) for name, ms in self._sums.items()}:
             self._steps, self._sums = 0, {name: [0.0] * len(ms) for name, ms in known.items()}
