@@ -5,8 +5,8 @@
 Telling is what a user has by default: phases of every step, log points with memory and stragglers, events, TensorBoard
 and the screen. Silence is none of it. A run changes between them about every second, on all ranks at the same step, so
 that both see the same machine; each turn that tells is compared with the silent ones before and after it. The losses of
-silent steps are added up later, in steps that tell: that makes telling look dearer, not cheaper. The second ratio is
-that of the processor time that rank 0 uses; it does not know of the launcher, which reads the events.
+steps are added up in both. The second ratio is that of the processor time that rank 0 uses; it does not know of the
+launcher, which reads the events.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Switch:
         add = LossRecord.add
 
         def counted(record: LossRecord, *arguments: Any) -> None:
+            if self.done and self.done % steps == 0:
+                record._clock.forget()
+                record.collect()
+                self.change()
             add(record, *arguments)
             self.done += 1
-            if self.done % steps == 0:
-                record._clock.forget()
-                self.change()
 
         LossRecord.add = counted  # type: ignore[method-assign]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.clock import DeviceClock
+from paceline.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, DeviceClock
 from paceline.config import Config
 from paceline.data.feed import Inputs
 from paceline.data.loader import Lane
@@ -386,3 +388,140 @@ def test_an_obstacle_is_told_at_once_and_nothing_is_tried(make_config: MakeConfi
     assert not any(graph.ride() for _ in range(WARM_UP + 2))
     assert graph.done == []
     assert len(graph.said) == 1
+
+
+# --- the whole of it, on a device that only pretends ------------------------------------------------------------------
+
+
+class Device:
+    """Stands for what torch.cuda does: keeps states of generators, and notes recordings, replays and events."""
+
+    def __init__(self) -> None:
+        self.state, self.log, self.recording, self.seeds, self.ms = "state", list[str](), None, list[int](), 0.0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = self
+
+        class Graph:
+            def __init__(self) -> None:
+                self.events: list[Any] = []
+
+            def replay(self) -> None:
+                device.log.append("replay")
+                for event in self.events:
+                    event.pass_by()
+
+        class Event:
+            def __init__(self, **options: bool) -> None:
+                self.ms = -1.0
+
+            def record(self) -> None:
+                device.recording.events.append(self) if device.recording else self.pass_by()
+
+            def pass_by(self) -> None:
+                device.ms += 1
+                self.ms = device.ms
+
+            def synchronize(self) -> None:
+                assert self.ms > 0
+
+            def elapsed_time(self, later: Event) -> float:
+                assert 0 < self.ms < later.ms
+                return later.ms - self.ms
+
+        @contextmanager
+        def graph(made: Any, **options: Any) -> Iterator[None]:
+            device.recording = made
+            device.log.append(f"record in {options['pool']}")
+            try:
+                yield
+            finally:
+                device.recording = None
+
+        generator = SimpleNamespace(
+            graphsafe_get_state=lambda: self.state,
+            graphsafe_set_state=lambda state: setattr(self, "state", state),
+            clone_state=lambda: f"{self.state}'",
+            manual_seed=lambda seed: self.seeds.append(seed),
+        )
+        pools = (f"pool {number}" for number in range(9))
+        for name, value in {
+            "default_generators": (generator,), "CUDAGraph": Graph, "Event": Event, "graph": graph,
+            "graph_pool_handle": lambda: next(pools), "current_stream": lambda: "stream",
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+class Work:
+    """A step that marks its phases; with inputs of some width it cannot be recorded."""
+
+    def __init__(self, clock: DeviceClock, device: Device) -> None:
+        self.clock, self.device, self.shy = clock, device, 0
+
+    def __call__(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], segment: Any) -> torch.Tensor:
+        for lane, brought in zip(lanes, inputs, strict=True):
+            with segment(lane):
+                self.clock.enter(FORWARD)
+                if brought.data[0].shape[1] == self.shy and self.device.recording:
+                    raise RuntimeError("operation not permitted")
+                self.clock.enter(BACKWARD)
+                if lane is lanes[-1]:
+                    self.clock.enter(OPTIMIZER)
+        return torch.zeros(1)
+
+
+def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, said = Device(), list[str]()
+    device.install(monkeypatch)
+    monkeypatch.setattr("paceline.graph.CHEAP", 0)
+    clock = DeviceClock(is_alone=True)
+    work, world = Work(clock, device), World(0, 0, 1, torch.device("cuda", 0), "nccl")
+    graph = StepGraph(
+        work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
+        full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, say=said.append,
+    )  # fmt: skip
+
+    def ride(width: int, value: float = 0.0) -> bool:
+        lanes = [Lane(0, lane, BATCH, BATCH * LANES, list(range(BATCH))) for lane in range(LANES)]
+        inputs = [Inputs((torch.full((BATCH, width), value),), None, None) for _ in lanes]
+        clock.enter(FORWARD)
+        is_replayed = graph.take(lanes, inputs) is not None
+        if not is_replayed:
+            work(lanes, inputs, lambda lane: nullcontext())
+        clock.enter(OTHER)
+        clock.enter(DATA)
+        return is_replayed
+
+    assert [ride(3) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
+    assert device.log == ["record in pool 0"] * LANES + ["replay"] * LANES
+    assert device.state == "state'"
+
+    work.shy = 4  # fails, and leaves the memory that it was recorded in to others
+    assert not any(ride(4) for _ in range(WORTH_IT + 1))
+    [told] = said
+    assert "shapes are not CUDA graphs but go kernel by kernel: operation not permitted" in told
+    assert [ride(5) for _ in range(WORTH_IT)][-1]
+    assert device.log[-LANES - 1] == "record in pool 1"
+    other = device.state
+    assert other != "state'"
+    assert ride(3, value=7.0)
+    assert device.state == "state'"
+    form = next(iter(graph._recordings))
+    assert all(torch.equal(one.data[0], torch.full((BATCH, 3), 7.0)) for one in graph._recordings[form].inputs)
+    assert ride(5)
+    assert device.state == other
+
+    clock.ask()
+    ride(3)
+    ride(3)  # is recorded with marks, and replayed without
+    assert math.isnan(clock.means(1)[-1])
+    clock.ask()
+    ride(3)
+    ride(3)
+    assert clock.means(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
+    clock.ask()
+    ride(3)
+    ride(5)  # of which there is none with marks
+    assert clock.means(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
