@@ -29,6 +29,7 @@ from paceline.telemetry.stragglers import Stragglers
 from paceline.world import Exchange, World
 
 SOONEST_S, LATEST_S = 0.1, 1.0  # between two log points that nobody has asked for
+SHARE = 0.004  # of the time, for what the ranks send each other at log points
 INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
 LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
@@ -285,8 +286,11 @@ class LossRecord:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
-        self._facts = -2 - len(PHASES)  # where they begin: memory, milliseconds of a step and of each phase
+        self._facts = -3 - len(
+            PHASES
+        )  # where they begin: memory, cost of telling, milliseconds of a step and each phase
         self._every, self._told_s, self._look_s = 1, 0.0, LOOK_S
+        self._cost_s = 0.0  # of the last log point
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
@@ -310,9 +314,10 @@ class LossRecord:
     def send(self, log: Log | None = None) -> None:
         """Let the rows set out for the host, which goes on meanwhile. All ranks."""
         self.settle()
+        began = time.perf_counter()
         rows = torch.stack(self._rows).double().flatten()
         # What the host knows of this rank goes along. It is filled in: a copy from the host would wait for the device.
-        known = (self._memory.used, *self._clock.means(self._timed_steps))
+        known = (self._memory.used, self._cost_s, *self._clock.means(self._timed_steps))
         facts = [rows.new_full((1,), number) for number in known]
         self._clock.enter(REDUCTION)
         numbers = torch.stack(self._world.gather_equal(torch.cat([rows, *facts])))
@@ -324,6 +329,7 @@ class LossRecord:
         self._sent = Sent(numbers, arrived, self._steps, log)
         self._rows, self._steps = [], []
         if log is not None:
+            self._cost_s = time.perf_counter() - began
             self._restart_steps()
 
     def settle(self) -> None:
@@ -343,9 +349,10 @@ class LossRecord:
         if sent.log is not None:
             norm = rows[-1, 0, NORM].item()  # of the step that is told, the same on all ranks
             is_known = 0 <= norm < math.inf and not skipped[-1]
-            facts = sent.numbers[:, self._facts :].T.tolist()
-            self._close_window(sent.log, norm if is_known else None, facts)
-            self._adapt(len(sent.steps), max(facts[1]) / 1e3)
+            memory, cost_s, step_ms, *_ = facts = sent.numbers[:, self._facts :].T.tolist()
+            self._close_window(sent.log, norm if is_known else None, memory, facts[2:])
+            # A rank that comes early waits for the others; the last one knows what it costs.
+            self._adapt(len(sent.steps), max(step_ms) / 1e3, min(cost_s))
         known = zip(sent.steps, totals.tolist(), skipped, strict=True)
         self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in known])
 
@@ -356,18 +363,18 @@ class LossRecord:
             self.send()
             self.settle()
 
-    def _adapt(self, steps: int, step_s: float) -> None:
+    def _adapt(self, steps: int, step_s: float, cost_s: float) -> None:
         """Choose when the next log points are, by numbers that all ranks have in common."""
         self._told_s += steps * step_s
-        self._every = log_interval(step_s, self._told_s)
+        self._every = log_interval(step_s, self._told_s, cost_s)
         if self._told_s >= self._look_s:
             self._clock.ask()
             self._look_s = self._told_s + LOOK_S
 
-    def _close_window(self, log: Log, norm: float | None, facts: list[list[float]]) -> None:
-        """Tell of the steps since the last log point; `facts` are lists with a number of each rank."""
-        memory, step_ms, *_ = ([round(number, 3) for number in of_ranks] for of_ranks in facts)
-        phases = self._clock.phases_of(list(zip(*facts[1:], strict=True)))
+    def _close_window(self, log: Log, norm: float | None, memory: list[float], means: list[list[float]]) -> None:
+        """Tell of the steps since the last log point; of memory and of each mean there is a number of each rank."""
+        step_ms = [round(each, 3) for each in means[0]]
+        phases = self._clock.phases_of(list(zip(*means, strict=True)))
         phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
@@ -407,11 +414,11 @@ class LossRecord:
         self._clock.restart()
 
 
-def log_interval(step_s: float, elapsed_s: float) -> int:
-    """Steps between two log points (pure).
+def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:
+    """Steps between two log points, each of which costs the ranks so many seconds (pure).
 
     A run that is over soon is told in detail, a long one about once a second, so that it costs next to nothing.
     """
-    pause = min(max(elapsed_s / 50, SOONEST_S), LATEST_S)
+    pause = min(max(elapsed_s / 50, SOONEST_S, cost_s / SHARE), LATEST_S)
     wanted = pause / max(step_s, 1e-6)
     return next(each for each in INTERVALS if each >= wanted)

@@ -20,7 +20,7 @@ from paceline.world import World
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
 PLAN = Plan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
 STEPS, LANES = 12, 3
-FACTS = -2 - len(PHASES)
+FACTS = -3 - len(PHASES)
 
 
 class Listener:
@@ -206,20 +206,24 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("step_s", "elapsed_s", "steps"),
+    ("step_s", "elapsed_s", "cost_s", "steps"),
     [
-        (3.0, 3.0, 1),  # a step that takes long is told at once
-        (0.12, 0.1, 1),
-        (0.001, 0.0, 100),
-        (0.0001, 0.0, 1000),
-        (0.001, 10.0, 200),  # the longer the run, the rarer
-        (0.001, 3600.0, 1000),
-        (0.3, 3600.0, 5),
-        (0.0, 3600.0, 1_000_000),  # a clock that stands still
+        (3.0, 3.0, 0.0, 1),  # a step that takes long is told at once
+        (0.12, 0.1, 0.0, 1),
+        (0.001, 0.0, 0.0, 100),
+        (0.0001, 0.0, 0.0, 1000),
+        (0.001, 0.0, 0.002, 500),  # the dearer it is, the rarer
+        (0.001, 0.0, 1.0, 1000),
+        (0.001, 10.0, 0.0, 200),  # the longer the run, the rarer
+        (0.001, 3600.0, 0.0, 1000),
+        (0.3, 3600.0, 0.0, 5),
+        (0.0, 3600.0, 0.0, 1_000_000),  # a clock that stands still
     ],
 )
-def test_log_points_that_nobody_has_asked_for_follow_the_time(step_s: float, elapsed_s: float, steps: int) -> None:
-    assert log_interval(step_s, elapsed_s) == steps
+def test_log_points_that_nobody_has_asked_for_follow_the_time(
+    step_s: float, elapsed_s: float, cost_s: float, steps: int
+) -> None:
+    assert log_interval(step_s, elapsed_s, cost_s) == steps
 
 
 def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
