@@ -286,11 +286,9 @@ class LossRecord:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
-        self._facts = -3 - len(
-            PHASES
-        )  # where they begin: memory, cost of telling, milliseconds of a step and each phase
+        self._facts = -3 - len(PHASES)  # where they begin: memory, cost, milliseconds of a step and of each phase
         self._every, self._told_s, self._look_s = 1, 0.0, LOOK_S
-        self._cost_s = 0.0  # of the last log point
+        self._cost_s = 0.0  # of sending the last log point
         self._rows: list[torch.Tensor] = []
         self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
         self._sent: Sent | None = None
