@@ -89,8 +89,8 @@ class Reduction:
         if climbs:
             self._ladders = [Ladder(world, _pair_groups(world)) for _ in range(parts if world.backend == "gloo" else 1)]
         elif world.backend == "gloo" and world.device.type == "cuda" and world.size > 1:
-            # The future of Gloo's all-reduce is done when a copy to the GPU has only been asked for. The thread of a
-            # ladder has its stream wait for that copy.
+            # When the future of Gloo's all-reduce is done, the sums are on their way to the GPU, and only its default
+            # stream waits for them. The thread of a ladder has the stream of the step wait.
             self._ladders = [Ladder(world, [dist.new_group(timeout=PATIENCE)])]
         else:
             self._ladders = []
