@@ -105,7 +105,7 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
     if config.compression == "powersgd" and world.size > 1:
         if config.channels_last is True:
             raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
-        if world.backend == "gloo" and world.device.type == "cuda":  # only the default stream would wait for Gloo's sums
+        if world.backend == "gloo" and world.device.type == "cuda":  # only the default stream waits for Gloo's sums
             raise ConfigError(
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
