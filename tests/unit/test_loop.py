@@ -230,6 +230,7 @@ def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -
     """By the slowest rank's time, which all of them have been told."""
     clock = [100.0]
     monkeypatch.setattr("paceline.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.loop.time.perf_counter", lambda: clock[0])
     pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
     record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
     for step in range(1, 120):
