@@ -46,7 +46,7 @@ class Recording(NamedTuple):
     """A step for inputs of one form."""
 
     graphs: list[torch.cuda.CUDAGraph]  # one for each lane
-    inputs: list[Inputs]
+    inputs: list[torch.Tensor]
     row: torch.Tensor
     marks: list[Mark]  # between its phases, if it was made for the clock
     randomness: torch.Generator  # whose seed and offset its graphs read
@@ -80,6 +80,7 @@ class StepGraph:
         self.is_given_up = False
         if obstacle is not None:
             self._give_up(obstacle)
+        self._has_one_form = has_one_form
         self._recordings: dict[Any, Recording | None] = {}  # by form; None where it cannot be recorded
         self._seen: Counter[Any] = Counter()
         self._exchange = Exchange(world) if world.size > 1 and not has_one_form and not self.is_given_up else None
@@ -105,7 +106,7 @@ class StepGraph:
         if self.steps_to_wait:
             self.steps_to_wait -= 1
             return None
-        form = form_of(inputs)
+        form = () if self._has_one_form else form_of(inputs)
         if not self._recordings:
             self._record_first(form, lanes, inputs)
         elif self.world.size == 1 and form not in self._recordings:
@@ -119,7 +120,7 @@ class StepGraph:
         return self._replay(recording, lanes, inputs) if recording is not None else None
 
     def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
-        for recorded, brought in zip(tensors_in(recording.inputs), tensors_in(inputs), strict=True):
+        for recorded, brought in zip(recording.inputs, tensors_in(inputs), strict=True):
             recorded.copy_(brought, non_blocking=True)
         generator = torch.cuda.default_generators[self.world.device.index]
         if recording is not self._last:
@@ -200,7 +201,7 @@ class StepGraph:
             host.restore()
             self._pool = None  # one that has failed may hold on to it
             return _first_cause(error)
-        return Recording(graphs, copies, row, marks, own)
+        return Recording(graphs, tensors_in(copies), row, marks, own)
 
     @contextmanager
     def _recording(self, graphs: list[torch.cuda.CUDAGraph], lane: Lane) -> Iterator[None]:

@@ -95,7 +95,8 @@ class Guard:
     @torch.no_grad()
     def begin(self) -> None:
         """Before a step: no objections yet, and a copy of the buffers, which a forward pass may spoil."""
-        self.vote.fill_(-0.0)
+        if self.world.size > 1:  # a single rank's losses speak for themselves
+            self.vote.fill_(-0.0)
         buffers = self._buffers()
         if [buffer.shape for buffer in buffers] != [kept.shape for kept in self._kept]:
             self._kept = [buffer.clone() for buffer in buffers]

@@ -32,7 +32,7 @@ SOONEST_S, LATEST_S = 0.1, 1.0  # between two log points that nobody has asked f
 SHARE = 0.004  # of the time, for what the ranks send each other at log points
 INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
 LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
-LAG = 2  # steps that a GPU is given to do beside the telling of an earlier one
+LAG, LAG_SHARE = 2, 20  # a GPU is given so many steps, or a part of those between log points, to do beside the telling
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Loop:
         stragglers = Stragglers(self.world.gather_objects(socket.gethostname()))
         self.losses = LossRecord(self.world, self.fit, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.fit.step, self.fit.samples
+        self.stepper.replica.module.train()  # pretrained models come in evaluation mode
         try:
             if self.fit.owes_evaluation:
                 self._end_epoch(self.fit.history[-1]["epoch"] + 1 if self.fit.history else 0)
@@ -303,25 +304,33 @@ class LossRecord:
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be told; the same on all ranks."""
-        return step % (self._plan.log_every_steps or self._every) == 0
+        return step % self._interval == 0
+
+    @property
+    def _interval(self) -> int:
+        """Steps between log points."""
+        return self._plan.log_every_steps or self._every
 
     def is_overdue(self, step: int) -> bool:
         """Whether a log point has been on its way for so long that waiting for it costs nothing."""
-        return self._sent is not None and self._sent.log is not None and step >= self._sent.log.step + LAG
+        if self._sent is None or self._sent.log is None:
+            return False
+        return step >= self._sent.log.step + max(LAG, self._interval // LAG_SHARE)
 
     def send(self, log: Log | None = None) -> None:
         """Let the rows set out for the host, which goes on meanwhile. All ranks."""
         self.settle()
         began = time.perf_counter()
         rows = torch.stack(self._rows).double().flatten()
-        # What the host knows of this rank goes along. It is filled in: a copy from the host would wait for the device.
-        known = (self._memory.used, self._cost_s, *self._clock.means(self._timed_steps))
-        facts = [rows.new_full((1,), number) for number in known]
+        # What the host knows of this rank goes along, from pinned memory: any other would wait for the device.
+        is_on_gpu = rows.device.type == "cuda"
+        known = [self._memory.used, self._cost_s, *self._clock.means(self._timed_steps)]
+        facts = torch.tensor(known, dtype=rows.dtype, pin_memory=is_on_gpu).to(rows.device, non_blocking=True)
         self._clock.enter(REDUCTION)
-        numbers = torch.stack(self._world.gather_equal(torch.cat([rows, *facts])))
+        numbers = torch.stack(self._world.gather_equal(torch.cat([rows, facts])))
         self._clock.enter(OTHER)
         arrived = None
-        if numbers.device.type == "cuda":
+        if is_on_gpu:
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
         self._sent = Sent(numbers, arrived, self._steps, log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,27 @@ def test_any_number_of_ranks_computes_what_a_plain_loop_computes(procs: int) -> 
     result = start(procs=procs)
     assert_close(result.load_model(), plain_training(epochs=2))
     assert (result.step, result.epoch, result.world_size, result.lanes) == (6, 2, procs, LANES)
+
+
+class Wrapped(nn.Module):
+    """What `from_pretrained` gives, which is in evaluation mode, in a module that is not."""
+
+    def __init__(self, dropout: float = 0.4, *, is_training: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Linear(8, 2)).train(is_training)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+
+def test_a_model_in_evaluation_mode_is_trained_like_any_other_from_the_first_step(tmp_path: Path) -> None:
+    expected = start(model_fn=Wrapped, model_args={"is_training": True}, procs=2, val_fraction=0.2)
+    whole = start(model_fn=Wrapped, procs=1, val_fraction=0.2)
+    assert whole.weights_sha256 == expected.weights_sha256
+    assert whole.weights_sha256 != start(model_fn=Wrapped, model_args={"dropout": 0.0}, val_fraction=0.2).weights_sha256
+    options: dict[str, Any] = {"model_fn": Wrapped, "val_fraction": 0.2, "run_dir": str(tmp_path / "run")}
+    start(**options, max_steps=4)  # in the second epoch, after an evaluation
+    assert start(**options, resume="auto").weights_sha256 == whole.weights_sha256
 
 
 def test_fewer_samples_than_lanes_in_the_last_step_count_once() -> None:

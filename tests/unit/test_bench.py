@@ -80,9 +80,23 @@ def test_every_mistake_of_a_plan_is_told_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(("steps", "window"), [(5, 1), (60, 12), (250, 50), (10_000, 50)])
-def test_the_steps_make_at_least_five_windows(steps: int, window: int) -> None:
-    assert window_of(steps) == window
+@pytest.mark.parametrize(("steps", "window"), [(5, 1), (60, 12), (250, 50), (10_000, 400)])
+def test_the_steps_make_at_least_five_windows_none_of_which_is_longer_than_an_epoch(steps: int, window: int) -> None:
+    assert window_of(steps, 800) == window
+    assert window_of(steps, 10) == min(window, 10)
+
+
+def test_a_graph_by_hand_is_for_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "pick_device", lambda name, local_rank: torch.device(name))
+    monkeypatch.setattr(module, "machine", lambda device: {})
+    monkeypatch.setattr(module, "_run", lambda jobs: {"us_per_step": 100.0, "has_ddp": True})
+
+    def loops(device: str, procs: int) -> list[str]:
+        plan = Plan(models=["mnist"], contenders=["hand-written", "recorded"], rounds=1, device=device, procs=procs)
+        return [row["contender"] for row in bench(plan, say=print)["models"][0]["rows"]]
+
+    assert loops("cuda", 1) == ["hand-written", "recorded"]
+    assert loops("cuda", 2) == loops("cpu", 1) == ["hand-written"]
 
 
 def test_the_clock_times_whole_windows_and_says_when_it_is_over() -> None:
@@ -104,6 +118,7 @@ def test_windows_that_an_epoch_has_cut_short_are_left_out(tmp_path: Path) -> Non
 def test_a_model_takes_its_data_and_both_data_sets_hold_the_same_samples(name: str) -> None:
     workload = WORKLOADS[name]
     samples = workload.dataset_fn()
+    assert len(samples) == workload.samples
     assert len(samples) % (8 * workload.batch_size) in (0, 4 * workload.batch_size)
     images, labels = samples[:4]
     assert workload.model_fn()(images).shape == (4, 10)

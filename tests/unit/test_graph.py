@@ -239,14 +239,15 @@ class Fake(StepGraph):
         obstacle: str | None = None,
         is_in_ddp: bool = False,
         ranks: int = 1,
-        has_one_form: bool = True,
+        has_one_form: bool | None = None,
     ) -> None:
+        """Batches may have several forms where there is a single rank, unless it is said otherwise."""
         self.said, self.done, self.reason = list[str](), list[str](), None
         world = Likewise(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
         super().__init__(
             lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
-            full_step=BATCH * LANES * ranks, has_one_form=has_one_form, obstacle=obstacle, is_in_ddp=is_in_ddp,
-            say=self.said.append,
+            full_step=BATCH * LANES * ranks, has_one_form=ranks > 1 if has_one_form is None else has_one_form,
+            obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
         )  # fmt: skip
 
     def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
@@ -509,7 +510,7 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     assert ride(3, value=7.0)
     assert device.state == "state'"
     form = next(iter(graph._recordings))
-    assert all(torch.equal(one.data[0], torch.full((BATCH, 3), 7.0)) for one in graph._recordings[form].inputs)
+    assert all(torch.equal(tensor, torch.full((BATCH, 3), 7.0)) for tensor in graph._recordings[form].inputs)
     assert ride(5)
     assert device.state == other
 

@@ -273,6 +273,13 @@ def test_only_a_log_point_is_overdue_and_only_after_some_steps() -> None:
     assert len(listener.events) == 1
 
 
+def test_a_gpu_has_enough_to_do_while_a_log_point_is_told() -> None:
+    record, _, _ = make(plan=replace(PLAN, log_every_steps=1000))
+    record.add(turn(999), row(999))
+    record.send(Log(1000, 0, 0.1))
+    assert [record.is_overdue(step) for step in (1002, 1049, 1050)] == [False, False, True]
+
+
 def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
     record, fit, _ = make()
     record.add(turn(0), row(0))

@@ -31,7 +31,7 @@ from paceline.world import pick_device
 DEVICES = ("auto", "cpu", "cuda")
 BASE = "hand-written"
 SCALED = (BASE, "paceline")
-LONGEST_WINDOW = 50  # steps
+LONGEST_WINDOW = 400  # steps
 LEAST_WINDOWS = 5
 LIMIT_S = 900.0  # for one contender in one round
 POLL_S = 0.05
@@ -101,7 +101,8 @@ def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
     for package in missing:
         say(f"not installed: {package} (pip install {package})")
-    present = [name for name in versions if not lacks[name]]
+    is_one_gpu = device == "cuda" and plan.procs == 1
+    present = [name for name in versions if not lacks[name] and (is_one_gpu or not CONTENDERS[name].wants_one_gpu)]
     cells = list(dict.fromkeys(cells_of(plan, present)))
     measured = {cell: Measured([]) for cell in cells}
     turns = [cell for _ in range(plan.rounds) for cell in cells]
@@ -221,9 +222,9 @@ def describe(cell: Cell) -> str:
     return f"{CONTENDERS[cell.contender].title}, {cell.procs} {'process' if cell.procs == 1 else 'processes'}"
 
 
-def window_of(steps: int) -> int:
-    """The steps of one window (pure)."""
-    return max(1, min(LONGEST_WINDOW, steps // LEAST_WINDOWS))
+def window_of(steps: int, per_epoch: int) -> int:
+    """The steps of one window (pure): at most an epoch, because its end cuts a window short."""
+    return max(1, min(LONGEST_WINDOW, steps // LEAST_WINDOWS, per_epoch))
 
 
 # --- one measurement ------------------------------------------------------------------------------------------------
@@ -231,14 +232,16 @@ def window_of(steps: int) -> int:
 
 def _measure(cell: Cell, plan: Plan, device: str, found: Measured) -> None:
     """Run one contender once, in processes and a folder of its own, and add what it gave to `found`."""
-    steps = plan.steps or WORKLOADS[cell.model].steps[device]
+    workload = WORKLOADS[cell.model]
+    steps = plan.steps or workload.steps[device]
+    window = window_of(steps, workload.samples // (workload.batch_size * cell.procs))
     threads = chosen_threads(cell.procs)
     ranks = 1 if CONTENDERS[cell.contender].starts_ranks else cell.procs
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         jobs = [
             Job(
                 contender=cell.contender, model=cell.model, procs=cell.procs, rank=rank, device=device,
-                threads=threads, workers=plan.workers, steps=steps, window=window_of(steps), folder=folder,
+                threads=threads, workers=plan.workers, steps=steps, window=window, folder=folder,
                 parent=os.getpid(),
             )
             for rank in range(ranks)

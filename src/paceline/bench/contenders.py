@@ -106,6 +106,41 @@ def hand_written(setting: Setting) -> nn.Module:
     raise AssertionError("the clock never ends")
 
 
+def recorded(setting: Setting) -> nn.Module:
+    """The least that a step can take on a GPU: rows that lie there, bf16, and all of the step one CUDA graph."""
+    device, batch_size = setting.device, setting.workload.batch_size
+    x, y = (tensor.to(device) for tensor in setting.workload.dataset_fn().tensors)
+    model: nn.Module = setting.model().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.Adam(model.parameters(), lr=setting.workload.lr, fused=True, capturable=True)
+    total, chosen = torch.zeros((), device=device), torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        batch = x[chosen]
+        if batch.ndim == 4:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = cross_entropy(model(batch), y[chosen])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        total.add_(loss.detach())
+
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in itertools.count():
+            for indices in torch.randperm(len(x), device=device).view(-1, batch_size):
+                chosen.copy_(indices)
+                graph.replay()
+                if setting.clock.tick():
+                    return model
+    raise AssertionError("the clock never ends")
+
+
 def accelerate(setting: Setting) -> nn.Module:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
@@ -275,6 +310,7 @@ class Contender:
     loop: Callable[[Setting], nn.Module | None]
     starts_ranks: bool = False  # by itself
     needs: tuple[str, ...] = ()  # further packages, which it is not installed with
+    wants_one_gpu: bool = False  # and is left out elsewhere
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -284,6 +320,7 @@ class Contender:
 
 CONTENDERS = {
     "hand-written": Contender("hand-written DDP", "torch", hand_written),
+    "recorded": Contender("CUDA graph by hand", "torch", recorded, wants_one_gpu=True),
     "paceline": Contender("Paceline", "paceline", paceline, starts_ranks=True),
     "paceline-loader": Contender("Paceline, DataLoader, fp32", "paceline", paceline_one_by_one, starts_ranks=True),
     "accelerate": Contender("Accelerate", "accelerate", accelerate),

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+# Whole numbers of batches on 1, 2, 4 or 8 ranks; of CIFAR-10's images it is a quarter, to spare memory.
+MNIST_SAMPLES, CIFAR_SAMPLES = 51_200, 12_800
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -18,6 +21,7 @@ class Workload:
     title: str
     model_fn: Callable[[], nn.Module]
     dataset_fn: Callable[[], TensorDataset]
+    samples: int  # that it gives
     batch_size: int
     lr: float
     steps: dict[str, int]  # measured by default, by the type of the device
@@ -55,14 +59,14 @@ def residual_network(channels: int = 32, blocks: int = 10) -> nn.Module:
     )
 
 
-def mnist_samples(size: int = 51_200) -> TensorDataset:
-    """Noise in the shape of MNIST, flattened; the size is a whole number of batches on 1, 2, 4 or 8 ranks."""
-    return _noise(size, 28 * 28)
+def mnist_samples() -> TensorDataset:
+    """Noise in the shape of MNIST, flattened."""
+    return _noise(MNIST_SAMPLES, 28 * 28)
 
 
-def cifar_samples(size: int = 12_800) -> TensorDataset:
-    """Noise in the shape of CIFAR-10; a quarter of its number of images, to spare memory."""
-    return _noise(size, 3, 32, 32)
+def cifar_samples() -> TensorDataset:
+    """Noise in the shape of CIFAR-10."""
+    return _noise(CIFAR_SAMPLES, 3, 32, 32)
 
 
 def _noise(size: int, *shape: int) -> TensorDataset:
@@ -86,11 +90,11 @@ class OneByOne(Dataset[Any]):
 
 WORKLOADS = {
     "mnist": Workload(
-        "MLP 784-256-10, batch 64", perceptron, mnist_samples, batch_size=64, lr=1e-3,
-        steps={"cpu": 1000, "cuda": 1000},
+        "MLP 784-256-10, batch 64", perceptron, mnist_samples, MNIST_SAMPLES, batch_size=64, lr=1e-3,
+        steps={"cpu": 1000, "cuda": 2000},
     ),
     "cifar": Workload(
-        "residual CNN, 10 blocks × 32 channels, batch 128", residual_network, cifar_samples, batch_size=128, lr=1e-3,
-        steps={"cpu": 40, "cuda": 500},
+        "residual CNN, 10 blocks × 32 channels, batch 128", residual_network, cifar_samples, CIFAR_SAMPLES,
+        batch_size=128, lr=1e-3, steps={"cpu": 40, "cuda": 500},
     ),
 }  # fmt: skip
