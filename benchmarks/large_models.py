@@ -399,7 +399,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     if job["contender"] == "rate":
         return matrix_rate(device)
     work = WORKLOADS[job["model"]](job["tiny"], job["batch"])
-    window = window_of(job["steps"])
+    window = window_of(job["steps"], job["steps"])
     steps = WARM_UP * window + job["steps"] // window * window
     clock, began = Clock(steps, window, device), time.time()
     setting = Setting(work, steps, window, job["workers"], job["chunk"], device, clock)

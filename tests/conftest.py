@@ -48,7 +48,7 @@ def tiny_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # in ranks
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # here, where that has been read already
     folder = tmp_path / "home" / "models" / "lab" / "tiny"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "very", "a"]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "very", "a", "[MASK]"]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
     )
@@ -57,8 +57,9 @@ def tiny_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    ).save_pretrained(folder)
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]",
+    ).save_pretrained(folder)  # fmt: skip
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **sizes)

@@ -120,6 +120,37 @@ def test_its_model_scores_the_classes_and_knows_their_names(make, config: Config
     assert model.model.config.id2label == {0: "no", 1: "yes", 2: "maybe"}
 
 
+def test_a_model_that_learns_does_without_some_words_of_longer_texts(make, config: Config, tiny_encoder: str) -> None:
+    dataset = make()
+    batch = dataset.collate_fn([dataset[index] for index in (0, 2)] * 50)
+    del batch["labels"]
+    model: Any = config.function("model_fn")(model=tiny_encoder)
+    seen = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    torch.manual_seed(0)
+    model.train()(**batch)
+    model.eval()(**batch)
+    learning, later = (each["input_ids"] for each in seen)
+    assert torch.equal(later, batch["input_ids"])
+    changed = learning != later
+    assert set(learning[changed].tolist()) == {9}  # [MASK]
+    assert not changed[::2].any()  # three words are few
+    assert not changed[:, [0, *range(8, 16)]].any()  # what is no word
+    assert 0.05 < changed[1::2, 1:8].double().mean() < 0.15
+    assert all(torch.equal(each["attention_mask"], batch["attention_mask"]) for each in seen)
+    assert torch.equal(config.function("model_fn")(model=tiny_encoder, masked=0).train().with_masks(later), later)
+
+
+def test_the_meaning_of_words_stays_unless_it_is_to_be_learnt(make, config: Config, tiny_encoder: str) -> None:
+    make()
+    make_model = config.function("model_fn")
+    names = [
+        name for name, parameter in make_model(model=tiny_encoder).named_parameters() if not parameter.requires_grad
+    ]
+    assert names == ["model.bert.embeddings.word_embeddings.weight"]
+    assert all(each.requires_grad for each in make_model(model=tiny_encoder, learns_embeddings=True).parameters())
+
+
 def test_in_a_rank_a_model_that_was_told_otherwise_than_the_data_is_refused(
     make, config: Config, tiny_encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

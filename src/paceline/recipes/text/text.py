@@ -26,6 +26,7 @@ from paceline import cached_tensors, datasets, errors, models
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CLASSES = ("negative", "positive")
 PAD_TO = 16  # few lengths, so that steps can be recorded for each; and tensor cores like them
+FEW = 4  # a text of fewer words keeps them all
 
 source, has_table = {}, False  # what get_dataset was told; get_dev_dataset does likewise
 
@@ -88,18 +89,30 @@ class Sentences(Dataset):
 
 
 class Classifier(nn.Module):
-    """A model of transformers that gives the scores of the classes, and nothing else."""
+    """A model of transformers that gives the scores of the classes; while it learns it must do without some words."""
 
-    def __init__(self, model):
+    def __init__(self, model, tokenizer, masked):
         super().__init__()
-        self.model = model
+        self.model, self.mask = model, tokenizer.mask_token_id
+        self.masked = masked if self.mask is not None else 0.0
+        self.register_buffer("special", torch.tensor(tokenizer.all_special_ids), persistent=False)
 
     def forward(self, input_ids, attention_mask):
+        if self.training and self.masked:
+            input_ids = self.with_masks(input_ids)
         return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
+    def with_masks(self, ids):
+        is_word = (ids[..., None] != self.special).all(-1)
+        is_drawn = torch.rand(ids.shape, device=ids.device) < self.masked
+        return torch.where(is_word & is_drawn & (is_word.sum(1, keepdim=True) >= FEW), self.mask, ids)
 
-def get_model(model=MODEL, classes=CLASSES):
-    """The encoder with its pretrained weights and a new last layer."""
+
+def get_model(model=MODEL, classes=CLASSES, masked=0.1, learns_embeddings=False):
+    """The encoder with its pretrained weights and a new last layer.
+
+    What the words mean stays as it was learnt from far more text than this, unless `learns_embeddings`.
+    """
     check_alike(model=model, classes=classes)
     transformers = import_transformers()
     transformers.utils.logging.set_verbosity_error()  # that the last layer is new is what we want
@@ -110,7 +123,9 @@ def get_model(model=MODEL, classes=CLASSES):
         num_labels=len(names), id2label=names, label2id={name: number for number, name in names.items()},
         ignore_mismatched_sizes=True,
     )  # fmt: skip
-    return Classifier(encoder.float())  # autocast chooses shorter formats; the weights are kept in full
+    encoder.get_input_embeddings().requires_grad_(learns_embeddings)
+    # Autocast chooses shorter formats; the weights are kept in full.
+    return Classifier(encoder.float(), load_tokenizer(model), masked)
 
 
 def check_alike(**given):
