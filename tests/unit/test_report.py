@@ -17,7 +17,7 @@ import paceline
 from paceline import cli
 from paceline.errors import ConfigError
 from paceline.report.page import as_script, page_of
-from paceline.report.phases import Phases
+from paceline.report.phases import Phases, PhaseSums
 from paceline.report.read import facts_of, facts_of_all
 from paceline.report.thin import Point, Times, heat_of, stragglers_in, thinned
 from paceline.run_folder import RunFolder
@@ -112,6 +112,19 @@ def test_on_a_gpu_what_is_not_data_is_the_rest(tmp_path: Path) -> None:
     assert facts.phases == Phases(["data", "device"], [[4.0, 1.0], [6.0, 10.0]])
     assert facts.heat is not None
     assert facts.heat.columns == [[10.0, 11.0]]
+
+
+def test_what_a_gpu_has_timed_is_kept_when_its_ranks_are_started_again() -> None:
+    sums = PhaseSums()
+    sums.take(5, [10.0], {"data": [4.0]})
+    assert sums.mean() == Phases(["data", "device"], [[4.0], [6.0]])
+    sums.take(5, [10.0], {"data": [1.0], "forward": [9.0]})
+    sums.take(5, [30.0], {"data": [25.0]})  # nothing is timed yet
+    assert sums.mean() == Phases(["data", "forward"], [[1.0], [9.0]])
+    sums.take(5, [10.0], {"data": [3.0], "forward": [7.0]})
+    assert sums.mean() == Phases(["data", "forward"], [[2.0], [8.0]])
+    sums.take(5, [10.0, 12.0], {"data": [4.0, 5.0]})  # other ranks
+    assert sums.mean() == Phases(["data", "device"], [[4.0, 5.0], [6.0, 7.0]])
 
 
 def test_a_run_that_told_no_phases_has_none(tmp_path: Path) -> None:
