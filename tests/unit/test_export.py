@@ -18,12 +18,15 @@ from torch import nn
 
 import paceline
 from paceline import cli, result
-from paceline.config import build
+from paceline.cli.arguments import find_config
+from paceline.config import build, read_yaml
 from paceline.digest import sha256_of
 from paceline.ema import Ema
 from paceline.errors import ConfigError, MissingExtra, PacelineError
 from paceline.export import traced
+from paceline.export.card import loading_weights
 from paceline.export.task import Task
+from paceline.replica import make_model
 from paceline.run_folder import RunFolder
 
 LAB = '''
@@ -253,6 +256,15 @@ def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: 
 
 
 # --- nothing is left half-written -----------------------------------------------------------------------------
+
+
+def test_the_weights_of_a_recipe_are_loaded_by_the_code_on_their_card(tmp_path: Path) -> None:
+    path = find_config("digits")
+    config = build(read_yaml(path), folder=path.parent)
+    result.save_weights(make_model(config), tmp_path / "weights.safetensors")
+    code = f"{loading_weights(config)}\nprint(type(model).__name__, model.training)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert told == "Sequential False\n"
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "hf"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ import paceline
 from paceline.config import Config
 from paceline.functions import name_of
 from paceline.run_folder import RunFolder
+
+RECIPES = Path(paceline.__file__).parent / "recipes"
 
 if TYPE_CHECKING:
     from paceline.trained import TrainedRun
@@ -40,6 +43,8 @@ Trained with Paceline; `config.yaml` is the config of the run.
 def loading_weights(config: Config) -> str:
     """Python code that loads weights.safetensors into a model of `model_fn`."""
     module, _, name = name_of(config.function("model_fn")).partition(":")
+    if config.folder is not None and config.folder.is_relative_to(RECIPES):
+        module = ".".join(("paceline.recipes", *config.folder.relative_to(RECIPES).parts, module))
     arguments = ", ".join(f"{key}={value!r}" for key, value in config.model_args.items())
     return "\n".join(
         (
