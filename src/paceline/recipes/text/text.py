@@ -105,7 +105,7 @@ class Classifier(nn.Module):
     def with_masks(self, ids):
         is_word = (ids[..., None] != self.special).all(-1)
         is_drawn = torch.rand(ids.shape, device=ids.device) < self.masked
-        return torch.where(is_word & is_drawn & (is_word.sum(1, keepdim=True) >= FEW), self.mask, ids)
+        return ids.masked_fill(is_word & is_drawn & (is_word.sum(1, keepdim=True) >= FEW), self.mask)
 
 
 def get_model(model=MODEL, classes=CLASSES, masked=0.1, learns_embeddings=False):
