@@ -49,8 +49,11 @@ class Backward:
         self.replica, self.config, self.feed, self.guard, self.world = replica, config, feed, guard, world
         self.clock = clock
         self.loss_fn = config.function("loss_fn")
+        if isinstance(self.loss_fn, torch.nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
+            raise ConfigError("loss_fn has weights of its own, which nobody would train; make them a part of the model")
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
+        self._all = list(replica.module.parameters())  # somebody may make more of them trainable
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.reduction = Reduction(world, config.exact, config.compression)
         self._votes = guard is not None and world.size > 1  # or the losses of a single rank speak for themselves
@@ -71,7 +74,7 @@ class Backward:
 
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Before the lanes of a step."""
-        for parameter in self.parameters:  # as zero_grad does, in less time
+        for parameter in self._all:  # as zero_grad does, in less time
             parameter.grad = None
         self.lane_sum.restart()
         self._is_used = [False] * len(self.parameters)
@@ -128,7 +131,7 @@ class Backward:
 
     def alone(self, lane: Lane, inputs: Inputs) -> Gradients:
         """The gradients of one lane, added to nothing. DDP takes no part."""
-        for parameter in self.parameters:
+        for parameter in self._all:
             parameter.grad = None
         self._forward_backward(lane, inputs, self.replica.module)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -16,7 +16,8 @@ class Ema:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(named)
         self._weights: list[torch.Tensor] = list(named.values())
-        self._average = [p.detach().clone() for p in self._weights]
+        # In 32 bits at least: a small step towards weights of 16 bits would be rounded away.
+        self._average = [p.detach().to(_wide(p.dtype), copy=True) for p in self._weights]
 
     def averages(self) -> dict[str, torch.Tensor]:
         """The averages under the names of their parameters: the tensors themselves, to be read or filled."""
@@ -25,25 +26,39 @@ class Ema:
     @torch.no_grad()
     def update(self, is_bad: torch.Tensor | None = None) -> None:
         """Take the weights of this step in; not where the device says 1.0, that the step does not count."""
+        weights = [each.to(average.dtype) for each, average in zip(self._weights, self._average, strict=True)]
         if is_bad is None:
-            torch._foreach_lerp_(self._average, self._weights, 1 - self.decay)
+            torch._foreach_lerp_(self._average, weights, 1 - self.decay)
             return
-        steps = torch._foreach_sub(self._weights, self._average)
+        steps = torch._foreach_sub(weights, self._average)
         torch._foreach_mul_(steps, (1 - is_bad) * (1 - self.decay))
         torch._foreach_add_(self._average, steps)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model holds the averages inside, and its own weights again after."""
-        self._swap()
+        rounded = self._swap()
         try:
             yield
         finally:
             self._swap()
+            for average, kept in rounded:
+                average.copy_(kept)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Weights and averages change places; returns those averages that lose digits by it, and what they were."""
+        rounded = [
+            (average, average.clone())
+            for weights, average in zip(self._weights, self._average, strict=True)
+            if weights.dtype != average.dtype
+        ]
         for weights, average in zip(self._weights, self._average, strict=True):
             kept = weights.clone()
             weights.copy_(average)
             average.copy_(kept)
+        return rounded
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

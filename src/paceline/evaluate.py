@@ -6,8 +6,9 @@ before anything is added up, so no sum knows how many ranks there were.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from paceline.randomness import seed_generators
 from paceline.replica import run_model
 from paceline.world import World
 
+HALVES = (torch.bfloat16, torch.float16)
 OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
 
 
@@ -160,8 +162,12 @@ def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
 
 def _in_full(output: Any) -> Any:
     """Outputs of autocast in 32 bits: sums and thresholds over 8 bits of precision would be wrong."""
-    is_half = isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16)
-    return output.float() if is_half else output
+    if isinstance(output, MutableMapping):  # also that of transformers, which stays what it is
+        full = copy.copy(output)
+        for key, value in output.items():
+            full[key] = _in_full(value)
+        return full
+    return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 
 def _dealt_back(of_ranks: list[Any]) -> list[Any]:

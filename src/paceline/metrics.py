@@ -10,20 +10,23 @@ import torch
 
 from paceline.errors import ConfigError
 
+IGNORED = -100  # as a class, by torch's losses
 Metric = Callable[[Any, Any], Any]
 SumAndCount = tuple[torch.Tensor, torch.Tensor | int | float]
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
-    """Right answers: the largest of several logits, or the sign of a single one."""
+    """Right answers: the largest of several logits, or the sign of a single one; the class -100 does not count."""
     if output.shape == (*target.shape, 1):
         output = output.squeeze(-1)
+    elif output.shape != target.shape and (*output.shape[:-1], 1) == target.shape:
+        target = target.squeeze(-1)
     if output.ndim == target.ndim:
         right = (output > 0) == (target > 0.5)
-    else:
-        # The classes come last, or second as cross_entropy has them.
-        right = output.argmax(-1 if output.shape[:-1] == target.shape else 1) == target
-    return right.sum(), right.numel()
+        return right.sum(), right.numel()
+    # The classes come last, or second as cross_entropy has them.
+    right = output.argmax(-1 if output.shape[:-1] == target.shape else 1) == target
+    return right.sum(), (target != IGNORED).sum()
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
@@ -67,6 +70,10 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ConfigError(f"{source} returned {len(value)} values; it must return a mean or (sum, count)")
+        if isinstance(value[1], torch.Tensor) and value[1].requires_grad:
+            raise ConfigError(
+                f"{source} returned two values with a gradient, but a pair is (sum, count); return the whole loss alone"
+            )
         total = torch.as_tensor(value[0])
         return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
     return mean_of(value, source) * samples, samples
@@ -74,6 +81,8 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
 
 def mean_of(value: Any, source: str) -> torch.Tensor:
     """A loss or metric that is a mean, as a single number."""
+    if value is None:
+        raise ConfigError(f"{source} returned None; it must return a mean or (sum, count)")
     mean = torch.as_tensor(value)
     if mean.is_floating_point() and mean.element_size() < 4:
         mean = mean.float()  # 8 bits are too few for a sum

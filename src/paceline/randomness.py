@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import numpy as np
@@ -25,3 +27,21 @@ def seed_generators(*key: int | str) -> None:
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def keyed_generators(*key: int | str) -> Iterator[None]:
+    """Generators keyed inside; outside they go on as if nothing had been."""
+    import torch
+
+    numpy, python, host = np.random.get_state(), random.getstate(), torch.default_generator.get_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    seed_generators(*key)
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
+        torch.default_generator.set_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)

@@ -17,6 +17,7 @@ from paceline.data.feed import Feed, tensors_in
 from paceline.data.sources import is_stream
 from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.precision import autocast, to_channels_last
+from paceline.randomness import keyed_generators
 from paceline.world import World
 
 NO_VIEW = "view size is not compatible with input tensor's size and stride"
@@ -84,8 +85,9 @@ class Single:
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    """The user's model, on the CPU."""
-    model = config.function("model_fn")(**config.model_args)
+    """The user's model, on the CPU: the same wherever it is made, also in what its weights do not hold."""
+    with keyed_generators(config.seed, "model"):
+        model = config.function("model_fn")(**config.model_args)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model_fn returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model

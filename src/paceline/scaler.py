@@ -67,6 +67,11 @@ def fit_scalers(model: torch.nn.Module, training: Any, seed: int, progress: Prog
             raise DataError(
                 f"StandardScaler {name} cannot be fitted on part {scaler.of!r} of the samples: {error}"
             ) from None
+        if strange := (~(scaler.mean.isfinite() & scaler.spread.isfinite())).nonzero().flatten().tolist():
+            raise DataError(
+                f"StandardScaler {name} cannot be fitted: feature {strange[0]} (the first is 0) of the training data "
+                "has values that are not finite; fill them in, or leave such samples out"
+            )
 
 
 def _chunks(dataset: Any, seed: int, of: int | str) -> Iterator[torch.Tensor]:

@@ -54,6 +54,8 @@ from paceline.telemetry.lines import failed_line, warning_line
 from paceline.watch import watching
 from paceline.world import World, join, world_size
 
+MUCH = 0.2  # of an average, for the weights at the beginning
+
 
 def main() -> None:
     """One rank of a local run: load the job, join the others, do it; leave a failure where the launcher looks."""
@@ -190,7 +192,6 @@ def build_data(config: Config, progress: Progress) -> tuple[Any, Any | None]:
 def build_model(config: Config, progress: Progress) -> torch.nn.Module:
     """The user's model, on the CPU."""
     progress.phase = "building the model"
-    seed_generators(config.seed, "model")
     return make_model(config)
 
 
@@ -259,6 +260,8 @@ def build_stepper(
 ) -> tuple[Stepper, Plan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
     total, epochs = length_of(config, feed.dataset, lanes)
+    for text in surprises(config, total):
+        events.write("warning", text=text)
     plan = Plan(
         total_steps=total,
         epochs=epochs,
@@ -294,6 +297,22 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
             "tell; set max_steps, or use schedule.name: constant"
         )
     return config.max_steps, config.num_epochs
+
+
+def surprises(config: Config, total_steps: int | None) -> list[str]:
+    """What is allowed, but hardly meant, in a run of so many steps (pure)."""
+    found = []
+    if config.max_steps is not None and total_steps is not None and total_steps < config.max_steps:
+        found.append(
+            f"max_steps={config.max_steps} is not reached: num_epochs={config.num_epochs} ends the run after "
+            f"{total_steps} steps; raise num_epochs"
+        )
+    if config.ema is not None and total_steps is not None and config.ema**total_steps > MUCH:
+        found.append(
+            f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
+            f"the weights at the beginning; use ema: {max(0.5, 1 - 10 / total_steps):.3g}"
+        )
+    return found
 
 
 def build_turns(

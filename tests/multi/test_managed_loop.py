@@ -69,6 +69,29 @@ def test_any_number_of_ranks_computes_what_a_plain_loop_computes(procs: int) -> 
     assert (result.step, result.epoch, result.world_size, result.lanes) == (6, 2, procs, LANES)
 
 
+class RandomFeatures(nn.Module):
+    """Holds numbers that are drawn once and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("directions", torch.randn(5, 8), persistent=False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head((x @ self.directions).cos())
+
+
+def test_what_a_model_draws_and_does_not_save_is_the_same_when_it_is_used() -> None:
+    result = start(model_fn=RandomFeatures, procs=1, val_fraction=0.2)
+    before = torch.random.get_rng_state()
+    x, y = blobs().tensors
+    loss = nn.functional.cross_entropy(result.model(x), y)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert result.evaluate() == result.metrics
+    assert result.evaluate(df=None, procs=2) == result.metrics
+    assert loss == nn.functional.cross_entropy(result.load_model().eval()(x), y)
+
+
 class Wrapped(nn.Module):
     """What `from_pretrained` gives, which is in evaluation mode, in a module that is not."""
 

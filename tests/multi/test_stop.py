@@ -16,6 +16,7 @@ import torch
 from exactness_cases import ODD, Images, layer_net
 from faults import INDEX, Disturbed, count, events, outcome, saved_steps, send_self, start, stop_step
 
+import paceline
 from paceline.checkpoint.store import Store, verify
 from paceline.errors import RankFailed
 
@@ -71,6 +72,18 @@ def test_a_signal_during_evaluation_stops_there_and_evaluates_again_later(undist
     assert stopped_at == 14
     assert [row["step"] for row in events("epoch")] == [7]  # the second evaluation has not ended
     assert outcome(start(resume="auto")) == undisturbed
+
+
+def test_the_best_checkpoint_is_the_best_though_its_evaluation_was_cut_short() -> None:
+    first, second = (row["val_loss"] for row in start(num_epochs=2, run_dir="whole").history)
+    mode = "min" if second < first else "max"
+    options: dict[str, Any] = {"num_epochs": 2, "checkpoint": {"best": {"metric": "val_loss", "mode": mode}, "keep": 1}}
+    log, ask = Path("fetched").resolve(), send_self(signal.SIGTERM)
+    validation = {"size": 61, "augment": False}
+    stopped_at = stop_step(val_dataset_fn=lambda: Disturbed(log, [2], ask, **validation), **options)
+    assert start(resume="auto", **options).metrics["val_loss"] == second
+    run = paceline.load("run", checkpoint="best")
+    assert (run.step, run.metrics["val_loss"]) == (stopped_at, second)
 
 
 def test_a_stop_while_a_checkpoint_is_being_written_waits_for_it(undisturbed: dict) -> None:

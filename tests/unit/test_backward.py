@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_a_step_leaves_nothing_for_the_next() -> None:
     assert all(
         torch.equal(left, right) for pair in zip(first, second, strict=True) for left, right in zip(*pair, strict=True)
     )
+
+
+def test_parameters_that_become_trainable_on_the_way_keep_no_gradients_of_earlier_steps() -> None:
+    model, taken = net(), lanes_of(data(1))
+    model[0].requires_grad_(False)
+    backward = backward_of(model, 1)
+    model[0].requires_grad_(True)
+    ridden(backward, taken)
+    first = model[0].weight.grad.clone()
+    ridden(backward, taken)
+    assert torch.equal(model[0].weight.grad, first)
+
+
+def test_a_loss_with_weights_of_its_own_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(output * self.scale, target)
+
+    with pytest.raises(ConfigError, match="loss_fn has weights of its own, which nobody would train"):
+        backward_of(net(), 1, Scaled())
+    backward_of(net(), 1, nn.CrossEntropyLoss(weight=torch.ones(2)))
 
 
 def test_one_lane_alone_is_added_to_nothing() -> None:
@@ -256,7 +282,7 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
 
 def voter() -> Guard:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy})
-    return Guard(net(), config, HERE, on_bad=print, original=list)
+    return Guard(net(), config, replace(HERE, size=2), on_bad=print, original=list)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

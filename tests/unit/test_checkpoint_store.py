@@ -315,11 +315,22 @@ def test_a_file_that_another_rank_wrote_and_that_is_gone_is_not_published(
 
 
 def test_a_whole_checkpoint_of_the_same_step_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = verify(save(store, 2))
+    before = verify(save(store, 2, val_loss=2.0))
     monkeypatch.setattr(Path, "rename", pytest.fail)  # no moment without it
     assert save(store, 2, val_loss=1.0) == store.path(2)
     assert verify(store.path(2)) == before
     assert names(store) == ["step-00000002"]
+
+
+def test_a_checkpoint_that_was_saved_before_it_was_measured_is_told_how_good_it_is(store: Store) -> None:
+    save(store, 1, loss=2.0)
+    save(store, 2)
+    assert save(store, 2, loss=1.0) == store.path(2)
+    assert verify(store.path(2)).metrics == {"loss": 1.0}
+    assert store.best("loss", "min") == store.path(2)
+    save(store, 2, loss=9.0)  # once
+    assert verify(store.path(2)).metrics == {"loss": 1.0}
+    assert {path.name for path in store.path(2).iterdir()} == {path.name for path in store.path(1).iterdir()}
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: Store) -> None:

@@ -498,6 +498,13 @@ def test_typos_in_the_optimizer_are_mistakes(optimizer: dict[str, Any], problem:
     assert problems({**MANAGED, "optimizer": optimizer}) == [problem]
 
 
+@pytest.mark.parametrize("loss_fn", ["binary_cross_entropy", torch.nn.BCELoss()])
+def test_accuracy_does_not_go_with_a_loss_of_probabilities(loss_fn: Any) -> None:
+    [problem] = problems({**MANAGED, "loss_fn": loss_fn, "metrics": ["accuracy"]})
+    assert problem.endswith("use binary_cross_entropy_with_logits, and no sigmoid in the model")
+    build({**MANAGED, "loss_fn": loss_fn, "metrics": ["mse"]})
+
+
 def test_an_unknown_metric_lists_the_known_ones() -> None:
     assert problems({**MANAGED, "metrics": ["accuracy", "f1"]}) == [
         "metrics='f1' is not known; use accuracy, mse, mae, or {f1: function}"

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config import Config
 from paceline.data.feed import Feed
 from paceline.errors import DataError
-from paceline.evaluate import Evaluator
+from paceline.evaluate import Evaluator, _in_full
 from paceline.world import World
 
 MakeConfig = Callable[..., Config]
@@ -43,3 +43,20 @@ def test_an_error_of_a_measures_own_stays_as_it_is(make_config: MakeConfig) -> N
 
     with pytest.raises(ValueError, match="mine"):
         measured(make_config(loss_fn=wrong, batch_size=2))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "list", "transformers"])
+def test_outputs_of_autocast_are_measured_in_full_whatever_holds_them(kind: str) -> None:
+    half = torch.full((2,), 1.2, dtype=torch.bfloat16)
+    whole = half.float()
+    if kind == "transformers":
+        outputs = pytest.importorskip("transformers").modeling_outputs
+        output = outputs.SequenceClassifierOutput(logits=half, hidden_states=(half, half))
+        full = _in_full(output)
+        assert type(full) is type(output)
+        assert full.logits.dtype == full["logits"].dtype == full.hidden_states[1].dtype == torch.float32
+        assert output.logits.dtype == torch.bfloat16  # the model may keep it
+        return
+    output = {"dict": {"logits": half, "of": {"ids": torch.tensor(3)}}, "tuple": (half, None), "list": [half]}[kind]
+    wanted = {"dict": {"logits": whole, "of": {"ids": torch.tensor(3)}}, "tuple": (whole, None), "list": [whole]}[kind]
+    assert str(_in_full(output)) == str(wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from paceline.data import batches
 from paceline.data.feed import to_device
@@ -19,6 +19,7 @@ from paceline.data.loader import (
     KeyedDataset,
     Lane,
     LaneSampler,
+    collate_of,
     epoch_loader,
     evaluation_loader,
     lane_loader,
@@ -214,6 +215,15 @@ def test_a_data_set_collates_its_own_way_also_when_it_is_split(wrap: Any) -> Non
     loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=make_world(0, 1))
     [batch] = loader
     assert sorted(batch.data.split("+")) == ["0", "1", "2", "3"]
+
+
+def test_a_data_set_of_which_a_user_took_a_part_collates_its_own_way() -> None:
+    class Own(Subset[Any]):
+        collate_fn = staticmethod(len)
+
+    whole = WithCollate(4)
+    assert collate_of(Part(Subset(Subset(whole, [0, 1]), [1]), 0, range(1))) == whole.collate_fn
+    assert collate_of(Own(whole, [0, 1])) is len
 
 
 def test_a_data_set_with_an_attribute_called_base_collates_its_own_way() -> None:

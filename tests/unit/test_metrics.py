@@ -40,6 +40,27 @@ def test_accuracy_of_images_takes_the_classes_where_cross_entropy_has_them() -> 
     assert values(accuracy(output, torch.ones(2, 4, 5, dtype=torch.int64))) == (40, 40)
 
 
+def test_accuracy_of_several_logits_takes_targets_in_a_column() -> None:
+    output = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0]])
+    assert values(accuracy(output, torch.tensor([[1], [2]]))) == (1, 2)
+
+
+def test_accuracy_leaves_out_what_cross_entropy_leaves_out() -> None:
+    output = torch.zeros(2, 4, 3)  # two sentences of four tokens
+    output[..., 1] = 1
+    target = torch.tensor([[1, 1, -100, -100], [0, 1, 1, -100]])
+    assert values(accuracy(output, target)) == (4, 5)
+    assert values(accuracy(output.transpose(1, 2), target)) == (4, 5)
+
+
+def test_a_pair_whose_second_is_no_count_and_nothing_at_all_are_refused() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    with pytest.raises(ConfigError, match=r"loss_fn returned two values with a gradient, but a pair is \(sum, count\)"):
+        sum_and_count((loss, loss / 2), 4, "loss_fn")
+    with pytest.raises(ConfigError, match=r"loss_fn returned None; it must return a mean or \(sum, count\)"):
+        sum_and_count(None, 4, "loss_fn")
+
+
 def test_errors_are_summed_over_all_numbers() -> None:
     output, target = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 8.0]])
     assert values(mse(output, target)) == (4 + 9 + 16, 4)

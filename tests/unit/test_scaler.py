@@ -80,3 +80,12 @@ def test_mistakes_are_named() -> None:
 
     with pytest.raises(DataError, match="needs a data set with a length"):
         fitted(Stream())
+
+
+def test_a_feature_that_is_not_a_number_somewhere_is_named() -> None:
+    rows = TABLE[:50].clone()
+    rows[7, 1] = torch.nan
+    with pytest.raises(
+        DataError, match=r"StandardScaler 0 cannot be fitted: feature 1 .* of the training data has values that"
+    ):
+        fitted(TensorDataset(rows, torch.zeros(50)))

@@ -46,6 +46,13 @@ def test_a_class_is_its_place_in_the_list_whichever_a_table_has(
     assert found.dtype == torch.int64
 
 
+def test_columns_go_by_their_names(config: Config) -> None:
+    columns = table(Cover_Type=[7, 2, 1])
+    make = config.function("dataset_fn")
+    ours, theirs = (make(each, **config.dataset_args).tensors[0] for each in (columns, columns[columns.columns[::-1]]))
+    assert torch.equal(ours, theirs)
+
+
 def test_covertypes_classes_are_part_of_the_config(config: Config) -> None:
     made = config.function("dataset_fn")(table(Cover_Type=[7, 2, 1]), **config.dataset_args)
     assert made.tensors[1].tolist() == [6, 1, 0]

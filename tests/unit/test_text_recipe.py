@@ -90,6 +90,12 @@ def test_a_table_has_classes_by_name_or_number_or_none_to_predict(make, capsys) 
         make({"body": ["good"]})
 
 
+def test_classes_whose_names_are_numbers_go_by_their_names(make, config: Config, tiny_encoder: str) -> None:
+    dataset = make({"sentence": ["good", "bad"], "label": [1, 0]}, classes=[1, 0])
+    assert dataset.labels.tolist() == [0, 1]
+    assert config.function("model_fn")(model=tiny_encoder, classes=[1, 0]).model.config.id2label == {0: "1", 1: "0"}
+
+
 def test_a_table_is_never_measured_on_the_sentences_of_another(make, config: Config) -> None:
     table = {"sentence": ["good"], "label": [1]}
     make(table)

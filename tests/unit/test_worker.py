@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder
-from paceline.worker import check_space
+from paceline.worker import check_space, surprises
 
 WORLD: Any = SimpleNamespace(decide=lambda choose: choose())
 
@@ -44,3 +44,14 @@ def test_room_for_two_checkpoints_is_asked_for_before_the_run(
         check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
     free["bytes"] = needed + 100  # the optimizer's own count of steps is a few bytes more
     check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
+
+
+def test_what_is_hardly_meant_is_told(make_config: Any) -> None:
+    [told] = surprises(make_config(max_steps=1000), 5)
+    assert told == "max_steps=1000 is not reached: num_epochs=1 ends the run after 5 steps; raise num_epochs"
+    [told] = surprises(make_config(ema=0.999), 100)
+    assert told.startswith("ema=0.999 is slow for 100 steps: 90% of the average will be the weights at the beginning")
+    assert told.endswith("use ema: 0.9")
+    for usual in ({"max_steps": 5}, {"ema": 0.9}, {"ema": 0.999}):
+        assert surprises(make_config(**usual), 5 if "max_steps" in usual else 10_000) == []
+    assert surprises(make_config(max_steps=1000, ema=0.999), None) == []

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +135,20 @@ class Store:
     ) -> Path:
         """Give the partial checkpoint of a step its manifest and its name, in an order that no crash can tear.
 
-        A whole one of the same step stays: to replace it would leave a moment with neither.
+        A whole one of the same step stays: to replace it would leave a moment with neither. It is told its metrics if
+        it was saved before they were measured.
         """
         partial, path = self.partial(step), self.path(step)
+        measured = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         if path.exists():  # the run goes on from here and has not gone further
             try:
-                verify(path)
+                found = verify(path)
             except Damaged:
                 self._set_aside(path)
             else:
                 self.discard(step)
+                if measured and not found.metrics:
+                    self._replace_manifest(path, replace(found, metrics=measured))
                 return path
         for file in written:  # by other ranks, perhaps on other machines
             if (size := (partial / file.name).stat().st_size) != file.size:
@@ -153,7 +157,7 @@ class Store:
             step=step,
             files=sorted(written, key=lambda file: file.name),
             identity=identity,
-            metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+            metrics=measured,
             time=round(time.time(), 3),
         )
         files.write(partial / MANIFEST, [manifest.to_json().encode()])
@@ -161,6 +165,13 @@ class Store:
         partial.rename(path)
         files.sync_folder(self.folder)
         return path
+
+    def _replace_manifest(self, path: Path, manifest: Manifest) -> None:
+        """At every moment there is a whole one, the old or the new."""
+        new = path / f".{MANIFEST}"
+        files.write(new, [manifest.to_json().encode()])
+        new.rename(path / MANIFEST)
+        files.sync_folder(path)
 
     def discard(self, step: int) -> None:
         """Remove what there is of a checkpoint that could not be written."""

@@ -86,6 +86,8 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
 
 def unknown_names(config: Config) -> list[str]:
     """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
+    import torch
+
     from paceline.metrics import NAMED
     from paceline.optim import problems_with
 
@@ -94,6 +96,12 @@ def unknown_names(config: Config) -> list[str]:
         for name in config.metrics:
             if name not in NAMED:
                 problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
+        wants_probabilities = config.loss_fn is torch.nn.functional.binary_cross_entropy
+        if "accuracy" in config.metrics and (wants_probabilities or isinstance(config.loss_fn, torch.nn.BCELoss)):
+            problems.append(
+                "metrics=accuracy takes the sign of a logit, but loss_fn=binary_cross_entropy takes probabilities; "
+                "use binary_cross_entropy_with_logits, and no sigmoid in the model"
+            )
     return problems
 
 

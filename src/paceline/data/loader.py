@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum
@@ -268,6 +268,8 @@ def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: Wo
 def collate_of(dataset: Any) -> Callable[[Any], Any]:
     """The data set's own `collate_fn` if it has one, else torch's default."""
     base = dataset.base if isinstance(dataset, Part) else dataset
+    while isinstance(base, Subset) and not hasattr(base, "collate_fn"):
+        base = base.dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", _collated)
     return collate
 

@@ -16,10 +16,14 @@ from paceline import StandardScaler, errors
 
 
 def get_dataset(df=None, target="Cover_Type", classes=()):
-    """All columns but the target as numbers; a class is its place in `classes`, whichever of them a table has."""
+    """All columns but the target as numbers, in the order of their names: tables need not have one order.
+
+    A class is its place in `classes`, whichever of them a table has.
+    """
     if df is None:
         raise errors.DataError("there is no table; give one: paceline train tabular df=covtype.csv")
-    numbers = torch.tensor(df.drop(columns=target, errors="ignore").to_numpy("float32"))
+    columns = sorted((column for column in df.columns if column != target), key=str)
+    numbers = torch.tensor(df[columns].to_numpy("float32"))
     if target not in df:
         print(f"the table has no column {target} (dataset_args.target), so it is good for predictions only", flush=True)
         return Unlabelled(numbers)

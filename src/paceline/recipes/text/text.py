@@ -51,7 +51,7 @@ class Sentences(Dataset):
     """Sentences as tokens; batches are about as long as their longest sentence."""
 
     def __init__(self, df=None, file="train.tsv", root=None, model=MODEL, classes=CLASSES, max_length=128, **columns):
-        self.classes, self.tokenizer, self.max_length = list(classes), load_tokenizer(model), max_length
+        self.classes, self.tokenizer, self.max_length = list(map(str, classes)), load_tokenizer(model), max_length
         table = read_tsv(Path(root or datasets.folder_of("sst2"), file)) if df is None else df
         texts, labels = columns_of(table, **columns)
         self.labels = None if labels is None else torch.tensor([self.number_of(label) for label in labels])
@@ -117,7 +117,7 @@ def get_model(model=MODEL, classes=CLASSES, masked=0.1, learns_embeddings=False)
     transformers = import_transformers()
     transformers.utils.logging.set_verbosity_error()  # that the last layer is new is what we want
     transformers.utils.logging.disable_progress_bar()
-    names = dict(enumerate(classes))
+    names = dict(enumerate(map(str, classes)))
     encoder = loaded(
         transformers.AutoModelForSequenceClassification, model,
         num_labels=len(names), id2label=names, label2id={name: number for number, name in names.items()},
