@@ -55,15 +55,15 @@ class Trained:
 
     @cached_property
     def model(self) -> torch.nn.Module:
-        """The trained model on the CPU, ready to be used: in eval mode."""
-        return self.load_model().eval()
+        """The trained model on the CPU, ready to be used."""
+        return self.load_model()
 
     def load_model(self) -> torch.nn.Module:
-        """The trained model on the CPU, without any wrapper."""
+        """A new copy of the trained model on the CPU, without any wrapper, in evaluation mode."""
         assert self._trainer is not None
         model = self._trainer.make_model()
         load_weights(model, self.weights)
-        return model
+        return model.eval()
 
     def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
         """The loss and metrics on the validation data, or on that of `df`; equal at any number of processes."""

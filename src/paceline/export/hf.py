@@ -13,7 +13,7 @@ from paceline.export.task import SIZES, Task
 
 def write_hf(task: Task) -> str:
     """What the model's own `save_pretrained` writes; `from_pretrained` is how it is loaded again."""
-    model = task.run.load_model().eval()
+    model = task.run.load_model()
     pretrained: Any = model if hasattr(model, "save_pretrained") else getattr(model, "model", None)
     if not hasattr(pretrained, "save_pretrained"):
         raise ConfigError(

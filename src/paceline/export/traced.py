@@ -56,7 +56,7 @@ def write_onnx(task: Task) -> str:
 
 def _trace(task: Task) -> tuple[torch.export.ExportedProgram, Any, tuple[int, ...]]:
     """The model as a program, its dynamic shapes, and the sizes of batches that it takes, as far as they are tried."""
-    model = _normalizing(task.run.load_model().eval(), task.run.config)
+    model = _normalizing(task.run.load_model(), task.run.config)
     inputs, named = inputs_of(task.batch)
     task.expected(task.batch)  # what fails here is an error of the model's own
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
