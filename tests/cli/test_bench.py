@@ -30,4 +30,4 @@ def test_a_small_run_shows_both_loops_and_writes_every_figure(run, tmp_path: Pat
 def test_a_name_that_is_not_known_is_a_mistake_on_the_command_line(run) -> None:
     ended = run("paceline", "bench", "--only", "lightening", "--scaling", "1,2")
     assert ended.returncode == 2
-    assert "--only lightening is not known; use hand-written, paceline" in ended.stderr
+    assert "--only lightening is not known; use hand-written, recorded, paceline" in ended.stderr
