@@ -54,7 +54,8 @@ from paceline.telemetry.lines import failed_line, warning_line
 from paceline.watch import watching
 from paceline.world import World, join, world_size
 
-MUCH = 0.2  # of an average, for the weights at the beginning
+MUCH = 0.5  # of an average, for the weights at the beginning
+A_TRIAL = 20  # steps: whoever takes fewer does not ask what they are good for
 
 
 def main() -> None:
@@ -301,16 +302,18 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
 
 def surprises(config: Config, total_steps: int | None) -> list[str]:
     """What is allowed, but hardly meant, in a run of so many steps (pure)."""
+    if total_steps is None:
+        return []
     found = []
-    if config.max_steps is not None and total_steps is not None and total_steps < config.max_steps:
+    if config.max_steps is not None and total_steps < config.max_steps:
         found.append(
             f"max_steps={config.max_steps} is not reached: num_epochs={config.num_epochs} ends the run after "
             f"{total_steps} steps; raise num_epochs"
         )
-    if config.ema is not None and total_steps is not None and config.ema**total_steps > MUCH:
+    if config.ema is not None and total_steps > A_TRIAL and config.ema**total_steps > MUCH:
         found.append(
             f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
-            f"the weights at the beginning; use ema: {max(0.5, 1 - 10 / total_steps):.3g}"
+            f"the weights at the beginning; use ema: {1 - 10 / total_steps:.3g}"
         )
     return found
 

@@ -55,3 +55,4 @@ def test_what_is_hardly_meant_is_told(make_config: Any) -> None:
     for usual in ({"max_steps": 5}, {"ema": 0.9}, {"ema": 0.999}):
         assert surprises(make_config(**usual), 5 if "max_steps" in usual else 10_000) == []
     assert surprises(make_config(max_steps=1000, ema=0.999), None) == []
+    assert surprises(make_config(ema=0.999), 20) == []  # a trial
