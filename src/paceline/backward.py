@@ -49,8 +49,6 @@ class Backward:
         self.replica, self.config, self.feed, self.guard, self.world = replica, config, feed, guard, world
         self.clock = clock
         self.loss_fn = config.function("loss_fn")
-        if isinstance(self.loss_fn, torch.nn.Module) and any(p.requires_grad for p in self.loss_fn.parameters()):
-            raise ConfigError("loss_fn has weights of its own, which nobody would train; make them a part of the model")
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # somebody may make more of them trainable

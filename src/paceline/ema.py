@@ -37,27 +37,23 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model holds the averages inside, and its own weights again after."""
-        rounded = self._swap()
+        pairs = list(zip(self._weights, self._average, strict=True))
+        # Those that lose digits in the model are kept.
+        wide = [(average, average.clone()) for weights, average in pairs if weights.dtype != average.dtype]
+        self._swap()
         try:
             yield
         finally:
             self._swap()
-            for average, kept in rounded:
+            for average, kept in wide:
                 average.copy_(kept)
 
     @torch.no_grad()
-    def _swap(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Weights and averages change places; returns those averages that lose digits by it, and what they were."""
-        rounded = [
-            (average, average.clone())
-            for weights, average in zip(self._weights, self._average, strict=True)
-            if weights.dtype != average.dtype
-        ]
+    def _swap(self) -> None:
         for weights, average in zip(self._weights, self._average, strict=True):
             kept = weights.clone()
             weights.copy_(average)
             average.copy_(kept)
-        return rounded
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -167,6 +167,8 @@ def _in_full(output: Any) -> Any:
         for key, value in output.items():
             full[key] = _in_full(value)
         return full
+    if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
+        return output  # a loss computes the last layer by itself, in the format that it is given
     return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 

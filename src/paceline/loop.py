@@ -116,6 +116,7 @@ class Loop:
                 self._end_epoch(self.fit.history[-1]["epoch"] + 1 if self.fit.history else 0)
                 if self._is_better():  # the checkpoint that the run goes on from does not know how good it is
                     self.save()
+                    self.losses.restart_clock()
             self.progress.phase = "training"
             is_first = True
             for turn in self._turns():

@@ -41,7 +41,7 @@ from paceline.own_loop import run_own_loop
 from paceline.past import find_past, restore, tell_past
 from paceline.precision import resolve
 from paceline.progress import Progress
-from paceline.randomness import seed_generators
+from paceline.randomness import keyed_generators, seed_generators
 from paceline.replica import Replica, Single, make_model, replicate, settle_layout
 from paceline.resume import identity_of
 from paceline.room import write_patiently
@@ -272,9 +272,11 @@ def build_stepper(
         best=config.checkpoint.best,
         ranks_by_loss=config.curriculum is not None and config.curriculum.by == "loss",
     )
+    with keyed_generators(config.seed, "optimizer"):
+        optimizer = make_optimizer(config, replica.module)
     stepper = Stepper(
         replica,
-        make_optimizer(config, replica.module),
+        optimizer,
         config,
         feed,
         lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
@@ -313,7 +315,7 @@ def surprises(config: Config, total_steps: int | None) -> list[str]:
     if config.ema is not None and total_steps > A_TRIAL and config.ema**total_steps > MUCH:
         found.append(
             f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
-            f"the weights at the beginning; use ema: {1 - 10 / total_steps:.3g}"
+            f"the weights at the beginning; use ema: {1 - float(f'{10 / total_steps:.1g}'):g}"
         )
     return found
 

@@ -132,20 +132,6 @@ def test_parameters_that_become_trainable_on_the_way_keep_no_gradients_of_earlie
     assert torch.equal(model[0].weight.grad, first)
 
 
-def test_a_loss_with_weights_of_its_own_is_refused() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(output * self.scale, target)
-
-    with pytest.raises(ConfigError, match="loss_fn has weights of its own, which nobody would train"):
-        backward_of(net(), 1, Scaled())
-    backward_of(net(), 1, nn.CrossEntropyLoss(weight=torch.ones(2)))
-
-
 def test_one_lane_alone_is_added_to_nothing() -> None:
     model, taken = net(), lanes_of(data(2))
     backward = backward_of(model, 2)

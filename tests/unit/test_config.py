@@ -505,6 +505,14 @@ def test_accuracy_does_not_go_with_a_loss_of_probabilities(loss_fn: Any) -> None
     build({**MANAGED, "loss_fn": loss_fn, "metrics": ["mse"]})
 
 
+def test_a_loss_with_weights_of_its_own_is_refused_unless_they_are_frozen() -> None:
+    critic = torch.nn.PReLU()
+    [problem] = problems({**MANAGED, "loss_fn": critic})
+    assert problem.startswith("loss_fn has weights of its own, which nobody would train; make them a part of the model")
+    build({**MANAGED, "loss_fn": critic.requires_grad_(False)})
+    build({**MANAGED, "loss_fn": torch.nn.CrossEntropyLoss(weight=torch.ones(2))})
+
+
 def test_an_unknown_metric_lists_the_known_ones() -> None:
     assert problems({**MANAGED, "metrics": ["accuracy", "f1"]}) == [
         "metrics='f1' is not known; use accuracy, mse, mae, or {f1: function}"

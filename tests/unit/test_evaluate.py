@@ -60,3 +60,10 @@ def test_outputs_of_autocast_are_measured_in_full_whatever_holds_them(kind: str)
     output = {"dict": {"logits": half, "of": {"ids": torch.tensor(3)}}, "tuple": (half, None), "list": [half]}[kind]
     wanted = {"dict": {"logits": whole, "of": {"ids": torch.tensor(3)}}, "tuple": (whole, None), "list": [whole]}[kind]
     assert str(_in_full(output)) == str(wanted)
+
+
+def test_the_last_layer_and_what_goes_into_it_stay_in_the_format_that_the_loss_wants() -> None:
+    half, weight = torch.ones(2, 3, dtype=torch.bfloat16), nn.Parameter(torch.ones(5, 3))
+    hidden, same = _in_full((half, weight))
+    assert hidden is half
+    assert same is weight

@@ -47,6 +47,15 @@ class Fixed(nn.Module):
     def forward(self, pixels):
         return self.layer(pixels.reshape(8, 12)) if len(pixels) == 8 else self.layer(pixels.flatten(1))
 
+class Forgetful(nn.Module):
+    """Holds random numbers that it does not save."""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("directions", torch.randn(12, 12), persistent=False)
+        self.layer = nn.Linear(12, 3)
+    def forward(self, pixels):
+        return self.layer((pixels.flatten(1) @ self.directions).cos())
+
 class Untraceable(nn.Module):
     def __init__(self):
         super().__init__()
@@ -256,6 +265,12 @@ def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: 
 
 
 # --- nothing is left half-written -----------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_all_of_a_model_are_not_exported_as_if_they_were(make_run, tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="the exported model does not say what the trained one does"):
+        make_run("Forgetful").export("safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_weights_of_a_recipe_are_loaded_by_the_code_on_their_card(tmp_path: Path) -> None:

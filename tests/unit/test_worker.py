@@ -52,6 +52,7 @@ def test_what_is_hardly_meant_is_told(make_config: Any) -> None:
     [told] = surprises(make_config(ema=0.999), 100)
     assert told.startswith("ema=0.999 is slow for 100 steps: 90% of the average will be the weights at the beginning")
     assert told.endswith("use ema: 0.9")
+    assert surprises(make_config(ema=0.99999), 50_000)[0].endswith("use ema: 0.9998")
     for usual in ({"max_steps": 5}, {"ema": 0.9}, {"ema": 0.999}):
         assert surprises(make_config(**usual), 5 if "max_steps" in usual else 10_000) == []
     assert surprises(make_config(max_steps=1000, ema=0.999), None) == []

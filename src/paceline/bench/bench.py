@@ -101,8 +101,12 @@ def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
     for package in missing:
         say(f"not installed: {package} (pip install {package})")
-    is_one_gpu = device == "cuda" and plan.procs == 1
-    present = [name for name in versions if not lacks[name] and (is_one_gpu or not CONTENDERS[name].wants_one_gpu)]
+    present = [name for name in versions if not lacks[name]]
+    if device != "cuda" or plan.procs > 1:
+        for name in [name for name in present if CONTENDERS[name].wants_one_gpu]:
+            present.remove(name)
+            if name in plan.contenders:
+                say(f"{CONTENDERS[name].title} needs one GPU and one process; it is left out")
     cells = list(dict.fromkeys(cells_of(plan, present)))
     measured = {cell: Measured([]) for cell in cells}
     turns = [cell for _ in range(plan.rounds) for cell in cells]
@@ -223,8 +227,9 @@ def describe(cell: Cell) -> str:
 
 
 def window_of(steps: int, per_epoch: int) -> int:
-    """The steps of one window (pure): at most an epoch, because its end cuts a window short."""
-    return max(1, min(LONGEST_WINDOW, steps // LEAST_WINDOWS, per_epoch))
+    """The steps of one window (pure): an epoch is a whole number of them, because its end cuts a window short."""
+    longest = min(LONGEST_WINDOW, steps // LEAST_WINDOWS)
+    return max((length for length in range(1, longest + 1) if per_epoch % length == 0), default=1)
 
 
 # --- one measurement ------------------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ def _measure(cell: Cell, plan: Plan, device: str, found: Measured) -> None:
     """Run one contender once, in processes and a folder of its own, and add what it gave to `found`."""
     workload = WORKLOADS[cell.model]
     steps = plan.steps or workload.steps[device]
-    window = window_of(steps, workload.samples // (workload.batch_size * cell.procs))
+    window = window_of(steps, -(-workload.samples // (workload.batch_size * cell.procs)))
     threads = chosen_threads(cell.procs)
     ranks = 1 if CONTENDERS[cell.contender].starts_ranks else cell.procs
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:

@@ -126,6 +126,7 @@ def recorded(setting: Setting) -> nn.Module:
         total.add_(loss.detach())
 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()

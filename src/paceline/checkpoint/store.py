@@ -2,6 +2,7 @@
 
 A checkpoint is written into a folder with a dot before its name. Its manifest, which holds the size and checksum of
 every other file, comes last; then the folder gets its name. So what has a name is whole, unless a disk has lost it.
+Metrics that are measured later come with a new manifest, which takes the place of the old one in a single move.
 """
 
 from __future__ import annotations

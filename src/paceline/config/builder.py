@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config.mistakes import conflicts, describe, unknown_arguments, unknown_names
+from paceline.config.mistakes import conflicts, describe, unknown_arguments, unknown_names, wrong_losses
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
 from paceline.config.text import parse
 from paceline.errors import ConfigError
@@ -40,7 +40,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
-    problems += unknown_names(config)
+    problems += unknown_names(config) + wrong_losses(config)
     problems += unknown_arguments(config)
     problems += resolve_tables(config, folder)
     if problems:

@@ -86,8 +86,6 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
 
 def unknown_names(config: Config) -> list[str]:
     """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
-    import torch
-
     from paceline.metrics import NAMED
     from paceline.optim import problems_with
 
@@ -96,12 +94,25 @@ def unknown_names(config: Config) -> list[str]:
         for name in config.metrics:
             if name not in NAMED:
                 problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
-        wants_probabilities = config.loss_fn is torch.nn.functional.binary_cross_entropy
-        if "accuracy" in config.metrics and (wants_probabilities or isinstance(config.loss_fn, torch.nn.BCELoss)):
-            problems.append(
-                "metrics=accuracy takes the sign of a logit, but loss_fn=binary_cross_entropy takes probabilities; "
-                "use binary_cross_entropy_with_logits, and no sigmoid in the model"
-            )
+    return problems
+
+
+def wrong_losses(config: Config) -> list[str]:
+    """Losses that would train something else than is meant."""
+    import torch
+
+    loss, problems = config.loss_fn, []
+    takes_probabilities = loss is torch.nn.functional.binary_cross_entropy or isinstance(loss, torch.nn.BCELoss)
+    if takes_probabilities and isinstance(config.metrics, list) and "accuracy" in config.metrics:
+        problems.append(
+            "metrics=accuracy takes the sign of a logit, but loss_fn=binary_cross_entropy takes probabilities; "
+            "use binary_cross_entropy_with_logits, and no sigmoid in the model"
+        )
+    if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        problems.append(
+            "loss_fn has weights of its own, which nobody would train; make them a part of the model, or freeze them: "
+            "requires_grad_(False)"
+        )
     return problems
 
 

@@ -6,7 +6,6 @@ from paceline.digest import sha256_of
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.export import card
 from paceline.export.task import SIZES, Task
-from paceline.replica import make_model
 from paceline.result import load_weights, save_weights
 
 
@@ -14,7 +13,8 @@ def write_safetensors(task: Task) -> str:
     """`weights.safetensors`, equal to the model bit by bit; outputs are compared too if there are samples."""
     path = task.folder / "weights.safetensors"
     save_weights(task.run.model, path)
-    fresh = make_model(task.run.config)
+    config = task.run.config
+    fresh = config.function("model_fn")(**config.model_args)  # as the code on the card does it
     load_weights(fresh, path)
     if sha256_of(fresh.state_dict()) != sha256_of(task.run.model.state_dict()):
         raise PacelineError("the weights that were read again differ from the model's; nothing was exported")
