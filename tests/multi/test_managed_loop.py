@@ -89,7 +89,9 @@ def test_what_a_model_draws_and_does_not_save_is_the_same_when_it_is_used() -> N
     assert torch.equal(torch.random.get_rng_state(), before)
     assert result.evaluate() == result.metrics
     assert result.evaluate(df=None, procs=2) == result.metrics
-    assert loss == nn.functional.cross_entropy(result.load_model().eval()(x), y)
+    again = result.load_model()
+    assert not again.training
+    assert loss == nn.functional.cross_entropy(again(x), y)
 
 
 class Wrapped(nn.Module):
