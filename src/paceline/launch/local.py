@@ -33,7 +33,7 @@ from paceline.world import pick_backend, pick_device
 
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
-ECHO_S = 0.3  # between a rank that has failed and what its neighbours see of it
+ECHO_S = 1.0  # between a rank that has failed and what its neighbours see of it, on a busy machine
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 
 
