@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline import result
+from paceline.checkpoint.weights import load_weights
 from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.sources import is_stream, make_datasets, original_indices
@@ -60,7 +61,7 @@ def _apply(
         )
     progress.phase = "loading the model"
     model = make_model(config)
-    result.load_weights(model, weights)
+    load_weights(model, weights)
     progress.phase = "evaluating"
     feed, _ = make_feeds(dataset, None, config, world)
     config = settle_layout(config, model, feed, world)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from paceline.config import Config
 from paceline.data.feed import Feed, tensors_in
@@ -90,7 +91,26 @@ def make_model(config: Config) -> torch.nn.Module:
         model = config.function("model_fn")(**config.model_args)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model_fn returned a {type(model).__name__}; it must return a torch.nn.Module")
+    _take_over(model)
     return model
+
+
+def _take_over(model: torch.nn.Module) -> None:
+    """Copy the weights into memory of this process, where nobody else writes and where they begin at round addresses.
+
+    Libraries map weights from files. Whoever writes to such a file then changes the weights of a run; and some kernels
+    give other last bits for the odd addresses at which weights lie in a file.
+    """
+    taken: dict[int, torch.UntypedStorage] = {}  # what shares memory goes on sharing it
+    for tensor in {*model.parameters(), *model.buffers()}:
+        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not is_lazy(tensor):
+            old, offset = tensor.untyped_storage(), tensor.storage_offset()
+            if old.data_ptr() not in taken:
+                taken[old.data_ptr()] = old.clone()  # type: ignore[no-untyped-call]
+            own = torch.empty(0, dtype=tensor.dtype)
+            own.set_(taken[old.data_ptr()], offset, tensor.shape, tensor.stride())
+            is_expanded = 0 in tensor.stride()  # nobody can write to one place in it
+            tensor.data = own.clone(memory_format=torch.contiguous_format) if is_expanded else own
 
 
 def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica | Single:

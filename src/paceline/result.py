@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from paceline.checkpoint.state import put_trained
-from paceline.digest import sha256_of, sha256_of_each
+from paceline.checkpoint.weights import load_weights, save_weights
 from paceline.ema import Ema
-from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder, write_json, write_private
 
 if TYPE_CHECKING:
@@ -109,20 +105,6 @@ class Result(Trained):
         return folder.weights if self.ema_sha256 is None else folder.ema
 
 
-def load_weights(model: torch.nn.Module, weights: Path) -> None:
-    """Give a model the weights of a file or of a checkpoint's folder."""
-    if weights.is_dir():
-        put_trained(weights, model)
-        return
-    try:
-        safetensors.torch.load_model(model, weights)
-    except RuntimeError as error:
-        problems = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines()[1:])
-        raise ConfigError(
-            f"{weights} does not fit the model: {problems or error}; give the model that was trained"
-        ) from None
-
-
 def write(
     folder: RunFolder,
     model: torch.nn.Module,
@@ -174,23 +156,3 @@ def collect(folder: RunFolder) -> Outcome:
     facts = folder.result.read_text(encoding="utf-8") if folder.result.exists() else "{}"
     stopped = folder.stopped.read_text(encoding="utf-8") if folder.stopped.exists() else None
     return Outcome(folder.path, facts, folder.value.read_bytes() if folder.value.exists() else None, stopped)
-
-
-def save_weights(model: torch.nn.Module, path: Path) -> str:
-    """Write a file of weights that is seen whole or not at all; returns their fingerprint."""
-    partial = path.with_name(f".{path.name}")
-    try:
-        safetensors.torch.save_model(model, str(partial))
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
-    partial.chmod(path.parent.stat().st_mode & 0o666)  # the library leaves it to its owner alone
-    partial.replace(path)
-    return sha256_of(model.state_dict())
-
-
-def stored_sha256(path: Path) -> str:
-    """The fingerprint of the weights in a file, with a tied one under each of its names."""
-    with safetensors.safe_open(path, "pt") as file:
-        kept = {name: name for name in file.keys()}  # noqa: SIM118 - it is no dict
-        tied = {name: twin for name, twin in (file.metadata() or {}).items() if twin in kept}
-        return sha256_of_each((name, file.get_tensor(twin)) for name, twin in sorted({**kept, **tied}.items()))

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 
 from paceline.checkpoint.state import has_average
 from paceline.checkpoint.store import Damaged, Store, step_of, verify
+from paceline.checkpoint.weights import stored_sha256
 from paceline.config import FUNCTION_KEYS, Config, describe, read_yaml, unknown_names
-from paceline.digest import sha256_of
 from paceline.errors import ConfigError
 from paceline.functions import FunctionNotFound, Missing, resolve
-from paceline.result import Trained, stored_sha256
+from paceline.result import Trained
 from paceline.run_folder import RunFolder
 from paceline.trainer import Trainer
 
@@ -79,7 +79,7 @@ def load(run_dir: Path | str, checkpoint: str | int | None = None, config: Path 
         lanes=settings.lanes or facts.get("lanes") or 1,
         _trainer=Trainer.from_config(settings, settings.folder or folder.path),
     )
-    if not source.is_dir() and (fault := _fault_of_end(run, facts["ema_sha256"] or facts["weights_sha256"])):
+    if not source.is_dir() and (fault := _fault_of_end(source, facts["ema_sha256"] or facts["weights_sha256"])):
         others = ", ".join(name for name in choices if name != "last")
         advice = (
             f"choose another with --checkpoint: {others}" if others else "the run has no checkpoint; train it again"
@@ -123,19 +123,13 @@ def _facts_of_end(facts: Mapping[str, Any]) -> tuple[int, dict[str, float], bool
     return facts["step"], facts["metrics"], facts["ema_sha256"] is not None
 
 
-def _fault_of_end(run: TrainedRun, written: str) -> str | None:
+def _fault_of_end(weights: Path, written: str) -> str | None:
     """What is wrong with the weights of a run's end, if they are not those that it has written."""
     try:
-        if stored_sha256(run.source) == written:
-            return None
-        # Of weights that share memory in several shapes the file has one; only the model knows the others.
-        if sha256_of(run.load_model().state_dict()) == written:
-            return None
+        is_same = stored_sha256(weights) == written
     except (OSError, SafetensorError) as error:
         return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
-    except ConfigError:
-        pass
-    return "its weights have another checksum than when they were written"
+    return None if is_same else "its weights have another checksum than when they were written"
 
 
 def _words(name: str, step: int, config: Config, *, is_done: bool, is_average: bool) -> str:

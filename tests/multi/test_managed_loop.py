@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,6 +68,48 @@ def test_any_number_of_ranks_computes_what_a_plain_loop_computes(procs: int) -> 
     result = start(procs=procs)
     assert_close(result.load_model(), plain_training(epochs=2))
     assert (result.step, result.epoch, result.world_size, result.lanes) == (6, 2, procs, LANES)
+
+
+def net_from_file(path: Path, *, is_mapped: bool) -> nn.Module:
+    """Its weights are those of a file, and stay there at odd addresses if they are mapped."""
+    model, content = small_net(), np.memmap(path, dtype=np.float32, mode="c")
+    for parameter in model.parameters():
+        place, content = content[1 : 1 + parameter.numel()], content[1 + parameter.numel() :]
+        mapped = torch.from_numpy(place).view(parameter.shape)
+        parameter.data = mapped if is_mapped else mapped.clone()
+    return model
+
+
+def test_weights_mapped_from_a_file_train_to_the_same_bits(tmp_path: Path) -> None:
+    # Some processors multiply a single sample by weights at odd addresses with other last bits.
+    path = tmp_path / "weights"
+    path.write_bytes(torch.randn(1000, generator=torch.Generator().manual_seed(2)).numpy().tobytes())
+    runs = [
+        start(model_fn=net_from_file, model_args={"path": path, "is_mapped": is_mapped}, batch_size=1, procs=procs)
+        for is_mapped, procs in ((False, 1), (True, 1), (True, 2))
+    ]
+    assert len({run.weights_sha256 for run in runs}) == 1
+
+
+class Batches(Dataset[Any]):
+    """Gives finished batches, at round addresses or at odd ones."""
+
+    def __init__(self, *, shift: int) -> None:
+        self.x, self.y = blobs().tensors
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        x = self.x[indices]
+        memory = torch.empty(x.numel() + self.shift)
+        return memory[self.shift :].view(x.shape).copy_(x), self.y[indices]
+
+
+def test_the_address_of_a_batch_changes_no_bit() -> None:
+    runs = [start(dataset_fn=Batches, dataset_args={"shift": shift}, procs=1) for shift in (0, 1, 2, 4)]
+    assert len({run.weights_sha256 for run in runs}) == 1
 
 
 class RandomFeatures(nn.Module):

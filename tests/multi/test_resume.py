@@ -107,6 +107,42 @@ def test_a_run_that_max_steps_cut_short_goes_on_in_the_middle_of_its_epoch() -> 
     assert longer.weights_sha256 == whole.weights_sha256
 
 
+class Odd(torch.nn.Module):
+    """Parts of tables, numbers that share memory, unusual types and plain objects are its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table, flat = torch.randn(3, 36), torch.randn(720)
+        self.first, self.second = (torch.nn.Parameter(part.view(10, 36)) for part in (flat[:360], flat[360:]))
+        self.register_buffer("row", table[1])
+        self.register_buffer("twin", self.row)
+        self.register_buffer("rows", table[1:])
+        self.register_buffer("broad", torch.ones(1).expand(36))
+        self.register_buffer("wide", torch.randn(4, dtype=torch.complex128))
+        self.calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        pixels = images.flatten(1) * self.broad + self.row + self.twin
+        return pixels @ (self.first + self.second).t() + self.wide.abs().sum().float()
+
+
+def test_a_model_with_an_odd_state_ends_and_goes_on_as_any_other() -> None:
+    whole = start(model_fn=Odd, run_dir="whole")
+    stop_step(model_fn=Odd, dataset_fn=stopping(1), procs=2)
+    result = start(model_fn=Odd, resume="auto", procs=1)
+    assert outcome(result) == outcome(whole)
+    model = result.load_model()
+    assert torch.equal(model.second, whole.model.second)
+    assert model.calls > 0
+
+
 def test_a_config_that_is_refused_changes_nothing_of_a_finished_run() -> None:
     start(num_epochs=1)
     before = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
@@ -225,7 +261,7 @@ def test_other_shapes_are_said_with_both_values() -> None:
         model[1], model[4] = torch.nn.Linear(36, 20), torch.nn.Linear(20, 2)
         return model
 
-    with pytest.raises(RankFailed, match=r"1.weight is \(16, 36\) in the checkpoint and \(20, 36\) in the model"):
+    with pytest.raises(RankFailed, match=r"1.weight is \(16, 36\) there and \(20, 36\) in the model"):
         start(num_epochs=1, model_fn=wider, ema=None, resume="auto")
 
 

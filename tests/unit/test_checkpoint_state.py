@@ -442,12 +442,12 @@ def misfits(then: nn.Module, now: nn.Module) -> list[str]:
 
 
 def test_a_layer_of_another_width_shows_both_shapes() -> None:
-    assert misfits(nn.Linear(3, 2), nn.Linear(5, 2)) == ["weight is (2, 3) in the checkpoint and (2, 5) in the model"]
+    assert misfits(nn.Linear(3, 2), nn.Linear(5, 2)) == ["weight is (2, 3) there and (2, 5) in the model"]
 
 
 def test_layers_that_only_one_side_has_are_named() -> None:
     assert misfits(nn.Linear(3, 2), nn.Linear(3, 2, bias=False)) == ["the model has no bias"]
-    assert misfits(nn.Linear(3, 2, bias=False), nn.Linear(3, 2)) == ["the checkpoint has no bias"]
+    assert misfits(nn.Linear(3, 2, bias=False), nn.Linear(3, 2)) == ["it has no bias"]
 
 
 def test_of_many_differences_the_first_few_are_told() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 import paceline
 from paceline import cli, result
+from paceline.checkpoint.weights import save_weights
 from paceline.cli.arguments import find_config
 from paceline.config import build, read_yaml
 from paceline.digest import sha256_of
@@ -260,7 +261,9 @@ def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: 
     loaded = transformers.BertForSequenceClassification.from_pretrained(folder, local_files_only=True).eval()
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, run.model(ids).logits)
+        # Not to the last bit: transformers leaves weights in their file, at addresses that some kernels do not like.
+        torch.testing.assert_close(loaded(ids).logits, run.model(ids).logits)
+    assert sha256_of(loaded.state_dict()) == sha256_of(run.model.state_dict())
     assert "from transformers import BertForSequenceClassification" in (folder / "README.md").read_text()
 
 
@@ -276,8 +279,8 @@ def test_weights_that_are_not_all_of_a_model_are_not_exported_as_if_they_were(ma
 def test_the_weights_of_a_recipe_are_loaded_by_the_code_on_their_card(tmp_path: Path) -> None:
     path = find_config("digits")
     config = build(read_yaml(path), folder=path.parent)
-    result.save_weights(make_model(config), tmp_path / "weights.safetensors")
-    code = f"{loading_weights(config)}\nprint(type(model).__name__, model.training)"
+    save_weights(make_model(config), tmp_path / "weights.safetensors")
+    code = f"{loading_weights(config, is_tied=False)}\nprint(type(model).__name__, model.training)"
     told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert told == "Sequential False\n"
 

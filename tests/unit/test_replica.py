@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from paceline import replica
 from paceline.config import Config
 from paceline.digest import digests_of, sha256_of
 from paceline.errors import ConfigError
-from paceline.replica import Single, place, replicate, takes_channels
+from paceline.replica import Single, make_model, place, replicate, takes_channels
 from paceline.world import World, use_tf32
 
 MakeConfig = Callable[..., Config]
@@ -45,6 +47,48 @@ def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_config: MakeConfig) -
     model = filters()
     before = [parameter.stride() for parameter in model.parameters()]
     assert [parameter.stride() for parameter in place(model, make_config(), CPU).parameters()] == before
+
+
+class Mapped(nn.Module):
+    """Its weights lie in a file, at odd addresses, as pretrained ones do."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.write_bytes(np.arange(33, dtype=np.float32).tobytes())
+        content = torch.from_file(str(path), shared=False, size=33)
+        self.layer = nn.Linear(4, 4)
+        self.layer.weight.data = torch.from_numpy(content[1:17].view(4, 4).numpy())
+        self.tied, self.part = self.layer.weight, nn.Parameter(self.layer.bias.data[1:3])
+        self.register_buffer("mean", torch.from_numpy(content[17:33].numpy()))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("broad", torch.ones(1).expand(3))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+
+
+def test_a_file_that_weights_were_mapped_from_may_change(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    before = Mapped(path)
+    assert all(tensor.data_ptr() % 64 for tensor in (before.layer.weight, before.mean))
+    state = {name: tensor.clone() for name, tensor in before.state_dict().items()}
+    model = make_model(make_config(model_fn=Mapped, model_args={"path": path}))
+    path.write_bytes(bytes(4 * 33))
+    kept = ("layer.weight", "tied", "mean", "turned")
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in kept)
+    assert [tensor.data_ptr() % 64 for tensor in (model.layer.weight, model.mean)] == [0, 0]
+
+
+def test_weights_share_memory_as_before_and_keep_their_strides(make_config: MakeConfig, tmp_path: Path) -> None:
+    model: Any = make_model(make_config(model_fn=Mapped, model_args={"path": tmp_path / "weights"}))
+    assert model.tied is model.layer.weight
+    model.layer.bias.data[1] = 8.0
+    assert model.part[0] == 8.0
+    assert model.turned.stride() == (1, 3)
+    model.broad[0] = 8.0
+    assert model.broad.tolist() == [8.0, 1.0, 1.0]
+
+
+def test_weights_that_are_still_to_be_made_are_left_alone(make_config: MakeConfig) -> None:
+    make_model(make_config(model_fn=lambda: nn.LazyLinear(3)))
 
 
 class Old(nn.Module):

@@ -8,10 +8,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 CHUNK = 1 << 22
+NOTHING: Mapping[str, str] = MappingProxyType({})
 # The names that the safetensors format has for them.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -45,7 +48,14 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     return Written(path.name, size, digest.hexdigest())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
+def can_hold(value: object) -> bool:
+    """Whether a safetensors file has words for it."""
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPES and value.layout is torch.strided
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Write contiguous tensors of the CPU as a safetensors file.
 
     The bytes go to the file as they lie in memory. The library's own writer copies each tensor with the interpreter
@@ -53,7 +63,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Written:
     """
     # The largest elements first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name in names:
         tensor, begin = tensors[name], end
         end += tensor.nbytes

@@ -65,7 +65,7 @@ def capture(
     sharding: Sharding | None = None,
 ) -> State:
     """The state as it is now; the tensors are the live ones, not copies. All ranks, if the optimizer is sharded."""
-    weights, aliases = _unshared(model.state_dict())
+    weights, aliases = unshared(model.state_dict())
     kept: dict[str, Any] = {"aliases": aliases, "counters": counters}
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
     kept["weights"] = _take_out(weights, "", groups["weights"])
@@ -211,9 +211,14 @@ def put_weights(state: State, model: torch.nn.Module, source: Path, advice: str 
     """Give a model the weights; a ConfigError shows both values where they do not fit."""
     weights = _put_back(state.rest["weights"], state.groups.get("weights", {}))
     weights |= {name: weights[kept] for name, kept in state.rest["aliases"].items()}
-    if problems := _misfits(model.state_dict(), weights):
+    put_values(weights, model, source, advice)
+
+
+def put_values(values: Mapping[str, Any], model: torch.nn.Module, source: Path, advice: str) -> None:
+    """Give a model a state dict; a ConfigError shows where it does not fit."""
+    if problems := _misfits(model.state_dict(), values):
         raise ConfigError(f"{source} does not fit the model: {'; '.join(problems)}; {advice}")
-    model.load_state_dict(weights)
+    model.load_state_dict(values)
 
 
 def put_optimizer(
@@ -269,18 +274,18 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 def _misfits(model: Mapping[str, Any], weights: Mapping[str, Any]) -> list[str]:
     """Where two state dicts differ in names or shapes: the first few, in words."""
     problems = [f"the model has no {name}" for name in weights if name not in model]
-    problems += [f"the checkpoint has no {name}" for name in model if name not in weights]
+    problems += [f"it has no {name}" for name in model if name not in weights]
     for name, there in weights.items():
         here = model.get(name)
         if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape != there.shape:
-            problems.append(f"{name} is {tuple(there.shape)} in the checkpoint and {tuple(here.shape)} in the model")
+            problems.append(f"{name} is {tuple(there.shape)} there and {tuple(here.shape)} in the model")
     return problems if len(problems) <= 4 else [*problems[:4], f"and {len(problems) - 4} more differences"]
 
 
 # --- tensors in and out of trees -----------------------------------------------------------------------------------
 
 
-def _unshared(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """A state dict with every tensor once, and the other names of those that have several."""
     kept: dict[str, Any] = {}
     aliases: dict[str, str] = {}
@@ -302,7 +307,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _take_out(tree: Any, path: str, tensors: Tensors) -> Any:
     """The tree with a mark where each tensor was; the tensors go to `tensors` under their path."""
     if isinstance(tree, torch.Tensor):
-        if tree.dtype not in files.DTYPES:
+        if not files.can_hold(tree):
             return tree.detach().cpu().clone()
         while path in tensors:  # {"a": {"b": x}, "a.b": y}
             path += "'"

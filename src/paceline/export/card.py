@@ -40,17 +40,19 @@ Trained with Paceline; `config.yaml` is the config of the run.
 """
 
 
-def loading_weights(config: Config) -> str:
-    """Python code that loads weights.safetensors into a model of `model_fn`."""
+def loading_weights(config: Config, *, is_tied: bool) -> str:
+    """Python code that loads weights.safetensors into a model of `model_fn`; tied weights have one of their names."""
     module, _, name = name_of(config.function("model_fn")).partition(":")
     if config.folder is not None and config.folder.is_relative_to(RECIPES):
         module = ".".join(("paceline.recipes", *config.folder.relative_to(RECIPES).parts, module))
     arguments = ", ".join(f"{key}={value!r}" for key, value in config.model_args.items())
+    how = "load_model" if is_tied else "load_file"
+    weights = '"weights.safetensors"'
     return "\n".join(
         (
-            f"from {module} import {name.partition('.')[0]}; from safetensors.torch import load_model",
+            f"from {module} import {name.partition('.')[0]}; from safetensors.torch import {how}",
             f"model = {name}({arguments}).eval()",
-            'load_model(model, "weights.safetensors")',
+            f"load_model(model, {weights})" if is_tied else f"model.load_state_dict(load_file({weights}))",
         )
     )
 

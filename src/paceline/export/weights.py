@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import safetensors.torch
+
+from paceline.checkpoint.files import can_hold
+from paceline.checkpoint.state import unshared
+from paceline.checkpoint.weights import save_weights
 from paceline.digest import sha256_of
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.export import card
 from paceline.export.task import SIZES, Task
-from paceline.result import load_weights, save_weights
 
 
 def write_safetensors(task: Task) -> str:
     """`weights.safetensors`, equal to the model bit by bit; outputs are compared too if there are samples."""
-    path = task.folder / "weights.safetensors"
+    path, config = task.folder / "weights.safetensors", task.run.config
+    values, twins = unshared(task.run.model.state_dict())
+    if others := [name for name, value in values.items() if not can_hold(value)]:
+        raise PacelineError(f"safetensors has no words for {others[0]} in the model's state; use format torch")
     save_weights(task.run.model, path)
-    config = task.run.config
     fresh = config.function("model_fn")(**config.model_args)  # as the code on the card does it
-    load_weights(fresh, path)
+    try:
+        if twins:
+            safetensors.torch.load_model(fresh, path)
+        else:
+            fresh.load_state_dict(safetensors.torch.load_file(path))
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())
+        raise PacelineError(f"a new model of model_fn does not take them ({problem}); use format torch") from None
     if sha256_of(fresh.state_dict()) != sha256_of(task.run.model.state_dict()):
         raise PacelineError("the weights that were read again differ from the model's; nothing was exported")
     task.notes.append("Read again into a new model: every weight is equal, bit by bit.")
@@ -24,7 +37,7 @@ def write_safetensors(task: Task) -> str:
     else:
         task.compare(fresh.eval(), SIZES, is_normalized=True)
     task.tell_of_images()
-    return card.loading_weights(task.run.config)
+    return card.loading_weights(config, is_tied=bool(twins))
 
 
 def _why_no_samples(task: Task) -> str | None:
