@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.buffers import Buffers, Copies
 from paceline.clock import BACKWARD, FORWARD, REDUCTION, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
@@ -54,13 +55,15 @@ class Backward:
         self._all = list(replica.module.parameters())  # somebody may make more of them trainable
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.reduction = Reduction(world, config.exact, config.compression)
+        self._buffers, self._before, self._after_first = Buffers(replica.module), Copies(), Copies()
+        self._goes_back = False  # to a copy of the buffers
         self._votes = guard is not None and world.size > 1  # or the losses of a single rank speak for themselves
         self.hook: BucketHook | None = None
         # DDP must know what is unused before the other lanes have run.
         if through_ddp and isinstance(replica, Replica) and not config.find_unused_parameters:
             vote = guard.vote if self._votes and guard else None
             self.hook = BucketHook(self.parameters, self.reduction, vote, lambda: clock.enter(REDUCTION))
-            replica.on_buffers = lambda is_begun: clock.enter(REDUCTION if is_begun else FORWARD)
+            replica.on_buffers = self._on_buffers
             replica.register_comm_hook(self.hook, reduce_bucket)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
         self._value_of = _value_of
@@ -78,10 +81,10 @@ class Backward:
         self._is_used = [False] * len(self.parameters)
         zero = number_on(0, self.world.device)
         self._lanes, self._totals, self._counts_itself = lanes, [(zero, zero)] * self.lanes_per_rank, False
-        # BatchNorm's statistics follow the first lane of a rank; rank 0's, which is lane 0, are the ones that count.
-        # Where it is empty they stay as they are.
+        # Every lane begins with the buffers of the step's beginning, such as BatchNorm's statistics. They end as the
+        # first lane of a rank leaves them, or stay if it is empty. Rank 0's, which is lane 0, are the ones that count.
         self._follows_first = lanes[0].samples > 0 and lanes[0].lane % self.lanes_per_rank == 0
-        self._statistics: list[torch.Tensor] = []
+        self._goes_back = len(lanes) > 1 or not self._follows_first
 
     def ride(self, lane: Lane, inputs: Inputs) -> None:
         """Forward and backward of the next lane; the last one's sums over ranks begin here. All ranks."""
@@ -89,8 +92,10 @@ class Backward:
         if is_first and self.hook is None and self.world.size > 1:
             self.clock.enter(REDUCTION)
             self.replica.share_buffers()
-        if is_first and not self._follows_first:
-            self._keep_statistics()
+        if not is_first:
+            self._before.put_back(self._buffers.live())
+        elif self._goes_back:
+            self._before.take(self._buffers.live())
         is_reducing = is_last and self.hook is not None
         if is_reducing and self.hook is not None:
             self.hook.begin(self.lane_sum.remaining(place), is_empty=not lane.samples)
@@ -100,14 +105,13 @@ class Backward:
             self._totals[place] = total, count
             if not is_reducing:
                 self._add_to_sum(place, is_last)
-        if is_first and not is_last and self._follows_first:
-            self._keep_statistics()
+        if is_first and self._goes_back and self._follows_first:
+            self._after_first.take(self._buffers.live())
 
     def finish(self) -> list[torch.Tensor]:
         """After the last lane: the gradients of the step, and each lane's loss as its sum and its count. All ranks."""
-        if self._statistics:
-            for buffer, kept in zip(self.replica.module.buffers(), self._statistics, strict=True):
-                buffer.copy_(kept)
+        if self._goes_back:
+            (self._after_first if self._follows_first else self._before).put_back(self._buffers.live())
         if self.hook is None and self.config.find_unused_parameters:
             self._reduce_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
@@ -162,8 +166,11 @@ class Backward:
         is_whole = self.config.step_mode != "compile" or len(lane.indices) == self.config.batch_size
         return nullcontext() if is_whole else torch.compiler.set_stance("force_eager")
 
-    def _keep_statistics(self) -> None:
-        self._statistics = [buffer.clone() for buffer in self.replica.module.buffers()]
+    def _on_buffers(self, is_begun: bool) -> None:
+        """DDP brings rank 0's buffers, or has brought them."""
+        self.clock.enter(REDUCTION if is_begun else FORWARD)
+        if self._goes_back and not is_begun:
+            self._before.take(self._buffers.live())
 
     def _add_to_sum(self, place: int, is_last: bool) -> None:
         """Put the gradients of the lane that has just run where they belong in the tree."""

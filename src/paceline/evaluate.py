@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.buffers import Buffers, Copies
 from paceline.config import Config
 from paceline.data.feed import Feed, map_tensors, to_device
 from paceline.errors import DataError
@@ -100,12 +101,15 @@ class Evaluator:
         """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
         was_training = model.training
         model.eval()
+        buffers, before = Buffers(model), Copies()
+        before.take(buffers.live())
         rounds = self.sampler.rounds
         try:
             for done, dealt in enumerate(self.batches):
                 seed_generators(self.config.seed, "evaluation", dealt.batch)
                 with self._stance(), autocast(self.config.precision, self.world.device):
                     output, target = run_model(model, self.feed.evaluation_batch(dealt))
+                before.put_back(buffers.live())  # nothing is learnt here, whatever the model counts
                 yield _in_full(output), target, len(dealt.indices)
                 on_round(done + 1, rounds)
             if len(self.sampler) < rounds:

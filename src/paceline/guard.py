@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.buffers import Buffers, Copies
 from paceline.config import Config
 from paceline.data.loader import Lane
 from paceline.errors import NotFinite
@@ -71,9 +72,7 @@ class Guard:
         self.is_deferred = is_deferred
         self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
         self.skipped_in_a_row = 0
-        self._kept: list[torch.Tensor] = []
-        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
-        self._steps_seen = 0
+        self._buffers, self._before = Buffers(model), Copies()
 
     @property
     def scale(self) -> float:
@@ -92,25 +91,11 @@ class Guard:
             self.scaler.scale = float(counters.get("scale", self.scaler.scale))
             self.scaler.good_steps = int(counters.get("good_steps", self.scaler.good_steps))
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Before a step: no objections yet, and a copy of the buffers, which a forward pass may spoil."""
         if self.world.size > 1:  # a single rank's losses speak for themselves
             self.vote.fill_(-0.0)
-        buffers = self._buffers()
-        if [buffer.shape for buffer in buffers] != [kept.shape for kept in self._kept]:
-            self._kept = [buffer.clone() for buffer in buffers]
-        elif buffers:
-            torch._foreach_copy_(self._kept, buffers)
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """The buffers; their places are looked up in the first two steps, when all have been made."""
-        if self._steps_seen < 2:
-            self._steps_seen += 1
-            modules = list(self.model.modules())
-            self._places = [(module._buffers, name) for module in modules for name in module._buffers]
-        found = (buffers.get(name) for buffers, name in self._places)
-        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())  # each once
+        self._before.take(self._buffers.live())
 
     def see(self, loss: torch.Tensor) -> None:
         """Take in the loss of a lane, before its backward; no synchronisation."""
@@ -146,13 +131,13 @@ class Guard:
     @torch.no_grad()
     def undo_if(self, is_bad: torch.Tensor) -> None:
         """Give the buffers back what they held before the step if it is bad; decided on the device."""
-        buffers = self._buffers()
-        if [buffer.shape for buffer in buffers] != [kept.shape for kept in self._kept]:
+        buffers = self._buffers.live()
+        if not self._before.fit(buffers):
             if is_bad.item():  # only the host can give a tensor another shape
                 self._restore()
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for buffer, kept in zip(map(_words, buffers), map(_words, self._kept), strict=True):
+        for buffer, kept in zip(map(_words, buffers), map(_words, self._before.tensors), strict=True):
             live, before = by_size.setdefault(buffer.element_size(), ([], []))
             live.append(buffer)
             before.append(kept)
@@ -199,11 +184,8 @@ class Guard:
         if self.config.nan == "skip":
             self.on_bad(f"step {step + 1} is skipped, it is not finite: {who}")
 
-    @torch.no_grad()
     def _restore(self) -> None:
-        # A forward pass may also have put another tensor, of another shape, in a buffer's place.
-        for buffer, kept in zip(self._buffers(), self._kept, strict=False):
-            buffer.resize_(kept.shape).copy_(kept)
+        self._before.put_back(self._buffers.live())
 
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[Culprit]:
         """The lanes of all ranks whose loss is not finite. All ranks."""

@@ -172,7 +172,7 @@ class Loop:
             self._log(turn)
         elif self.losses.is_overdue(fit.step):
             self.losses.settle()
-        if fit.step % plan.check_replicas_every == 0 or turn.ends_run:
+        if fit.step % plan.check_replicas_every == 0 or fit.step == 1 or turn.ends_run:
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
         fit.owes_evaluation = turn.ends_epoch

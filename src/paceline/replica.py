@@ -121,7 +121,7 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
     if config.sync_batchnorm:
         model = _with_shared_statistics(model, config, world)
     if config.train_fn is None and world.size > 1:
-        _check_gradients(model)
+        _check_layers(model)
     if not config.ddp and world.size > 1:
         raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
     if config.compression == "powersgd" and world.size > 1:
@@ -134,13 +134,18 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
     return _in_ddp(model, config, world) if config.ddp else Single(model)
 
 
-def _check_gradients(model: torch.nn.Module) -> None:
-    """Refuse what the managed loop cannot add up across ranks."""
+def _check_layers(model: torch.nn.Module) -> None:
+    """Refuse what the managed loop cannot keep alike on all ranks."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
                 f"{name or 'the model'} is sparse=True, the managed loop adds sparse gradients up on one rank only; "
                 "use sparse=False, --procs 1, or your own train_fn"
+            )
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} has max_norm={module.max_norm:g}, which changes weights by the samples of one "
+                "rank; limit what forward makes of them instead, or use --procs 1"
             )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

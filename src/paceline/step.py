@@ -173,6 +173,8 @@ class Stepper:
             return f"{self.world.backend} adds up the gradients of {self.world.size} ranks on the host"
         if self.world.size > 1 and self.config.compression == "powersgd":
             return "compression=powersgd counts its steps on the host"
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.replica.module.modules()):
+            return "TorchScript does not show what its modules keep on the host"
         if self.config.precision == "fp16":
             return "precision=fp16 adapts its loss scale on the host"
         if self.config.nan == "stop":

@@ -95,6 +95,40 @@ class Shared(nn.Module):
         return self.last(self.again(torch.relu(self.middle(torch.relu(self.first(x.flatten(1)))))))
 
 
+class Remembering(nn.Module):
+    """Reads buffers that its forward changes: a queue of what it saw, the vectors of a spectral norm, a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(36, 16))
+        self.last = nn.Linear(16, 2)
+        self.register_buffer("queue", torch.randn(3, 36))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        output: torch.Tensor = self.last(torch.relu(self.first(x + self.queue.mean(0)))) / (1 + self.seen).log1p()
+        self.seen += 1  # in evaluations, too
+        self.queue = torch.cat([x.detach().nan_to_num(0, 1, -1).mean(0, keepdim=True), self.queue[:2]])
+        return output
+
+
+class Sequences(nn.Module):
+    """Words, recurrence, attention and a norm of weights: pixels are taken for words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8, padding_idx=0)
+        self.recurrence = nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = self.words((x.flatten(1)[:, :12] * 4).long().clamp(0, 9))
+        output: torch.Tensor = self.last(self.attention(self.recurrence(words)[0]).mean(1))
+        return output
+
+
 def frozen_net() -> nn.Module:
     model = layer_net()
     model[1].weight.requires_grad_(False)
@@ -192,6 +226,13 @@ CASES: dict[str, dict[str, Any]] = {
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
+    "layers that read what they keep": {
+        "model_fn": Remembering, "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+    },
+    "layers that read what they keep, summed after backward": {
+        "model_fn": Remembering, "dataset_fn": Uneven, "find_unused_parameters": True,
+    },
+    "recurrence and attention": {"model_fn": Sequences, "optimizer": ADAMW, "clip_norm": 0.5},
     "a shared parameter": {"model_fn": Shared},
     "a frozen parameter": {"model_fn": frozen_net},
     "parameters that some lanes use": {"model_fn": Sometimes, "find_unused_parameters": True, "optimizer": ADAMW},

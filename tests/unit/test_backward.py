@@ -150,6 +150,30 @@ def test_statistics_follow_the_first_lane() -> None:
     assert model[0].num_batches_tracked == 1
 
 
+class Remembering(nn.Module):
+    """Gives what it saw last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.given = nn.Linear(3, 2), []
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given.append(self.seen.clone())
+        self.seen = x.detach().mean(0)
+        return self.layer(x)
+
+
+def test_every_lane_begins_with_the_buffers_of_the_steps_beginning() -> None:
+    model, batches = Remembering(), data(3)
+    backward = backward_of(model, 3)
+    for _ in range(2):
+        ridden(backward, lanes_of(batches))
+    first = batches[0][0].mean(0)
+    assert [given.tolist() for given in model.given] == [[0.0] * 3] * 3 + [first.tolist()] * 3
+    assert torch.equal(model.seen, first)
+
+
 def test_parameters_that_no_loss_reaches_are_named() -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:

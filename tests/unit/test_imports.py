@@ -98,6 +98,7 @@ LAYERS = [
         "travel",
     ],
     [
+        "buffers",
         "child",
         "clock",
         "cpu",

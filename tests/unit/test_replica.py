@@ -163,6 +163,7 @@ class Complex(nn.Module):
     ("model", "words"),
     [
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 is sparse=True, .* use sparse=False, --procs 1"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.5)), r"0 has max_norm=1\.5, which changes .* --procs 1"),
         (Complex, "weight is complex, .* use two real parameters, --procs 1"),
     ],
 )

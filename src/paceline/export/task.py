@@ -108,7 +108,10 @@ def explained(what: str) -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # what torch.onnx says itself is advice, in colours
+            cause = cause.__cause__
+        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__).rstrip(".")
         raise PacelineError(f"{what}: {reason}; use format safetensors") from error
 
 

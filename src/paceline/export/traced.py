@@ -41,13 +41,15 @@ def write_onnx(task: Task) -> str:
     path = task.folder / "model.onnx"
     program, shapes, sizes = _trace(task)
     task.say("translating to ONNX")
-    size = sum(tensor.nbytes for tensor in task.run.model.state_dict().values())
+    size = sum(tensor.nbytes for tensor in tensors_in(task.run.model.state_dict()))
     with _quiet(), explained("torch.onnx.export cannot translate this model"):
         torch.onnx.export(
             program, f=path, dynamo=True, dynamic_shapes=shapes, output_names=_names_of(task.expected(task.batch)),
             external_data=size > IN_ONE_FILE, verbose=False,
         )  # fmt: skip
-    task.compare(_in_onnxruntime(path), sizes)
+    with explained("onnxruntime cannot run this model"):
+        session = _in_onnxruntime(path)
+    task.compare(session, sizes)
     return (
         'import onnxruntime\nsession = onnxruntime.InferenceSession("model.onnx")\n'
         "outputs = session.run(None, {...})  # arrays, by the names of the inputs above"
