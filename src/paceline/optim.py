@@ -15,15 +15,13 @@ from paceline.errors import ConfigError
 from paceline.muon import Muon
 
 KERNELS = ("fused", "foreach", "capturable", "differentiable")  # who gives one of these has chosen
+SEVERAL_LOOKS = "takes several looks at a batch, the managed loop takes one; use your own train_fn"
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The user's `optimizer_fn(model)`, or the optimizer that the config names, over the trainable parameters."""
     if config.optimizer_fn is not None:
-        optimizer = config.function("optimizer_fn")(model)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
-        return _kept_on_device(optimizer)
+        return _kept_on_device(_users_own(config, model))
     options = dict(config.optimizer.model_extra or {})
     make: Any = optimizers()[config.optimizer.name.lower()]
     if make is Muon:
@@ -33,6 +31,22 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
         options["fused"] = True
     made: torch.optim.Optimizer = make(trainable, lr=config.optimizer.lr, **options)
     return _kept_on_device(made)
+
+
+def _users_own(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = config.function("optimizer_fn")(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(f"optimizer_fn returned LBFGS, which {SEVERAL_LOOKS}")
+    # DDP has taken down which parameters have gradients.
+    if changed := trainable ^ {name for name, parameter in model.named_parameters() if parameter.requires_grad}:
+        raise ConfigError(f"optimizer_fn changed requires_grad of {min(changed)}; do that in model_fn")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError("optimizer_fn returned an Optimizer of other parameters; use those of the model it is given")
+    return optimizer
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
@@ -125,9 +139,7 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
             hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
             problems.append(f"optimizer.{key} is not an argument of {known[name.lower()].__name__}; {hint}")
     if name.lower() == "lbfgs":
-        return [
-            "optimizer.name='lbfgs' takes several looks at a batch, the managed loop takes one; use your own train_fn"
-        ]
+        return [f"optimizer.name='lbfgs' {SEVERAL_LOOKS}"]
     if not problems:
         make: Any = known[name.lower()]
         # As it comes, the first group makes torch load its compiler, which takes seconds and has no part in this.

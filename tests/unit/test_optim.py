@@ -93,9 +93,23 @@ def test_optimizer_fn_is_given_the_model(make_config: MakeConfig) -> None:
     assert group["params"][0] is model.bias
 
 
-def test_an_optimizer_fn_that_returns_something_else_is_an_error(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="optimizer_fn returned a list; it must return an Optimizer"):
-        make_optimizer(make_config(optimizer_fn=lambda model: []), torch.nn.Linear(2, 1))
+def frozen_later(model: torch.nn.Linear) -> torch.optim.Optimizer:
+    model.bias.requires_grad_(False)
+    return torch.optim.SGD([model.weight], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_fn", "said"),
+    [
+        (lambda model: [], "optimizer_fn returned a list; it must return an Optimizer"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "optimizer_fn returned LBFGS, which takes .* train_fn"),
+        (frozen_later, "optimizer_fn changed requires_grad of bias; do that in model_fn"),
+        (lambda model: torch.optim.SGD([torch.zeros(1)], lr=0.1), "of other parameters; use those of the model"),
+    ],
+)
+def test_an_optimizer_fn_that_cannot_be_used_is_an_error(make_config: MakeConfig, optimizer_fn: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_optimizer(make_config(optimizer_fn=optimizer_fn), torch.nn.Linear(2, 1))
 
 
 def test_every_optimizer_of_torch_is_known_but_not_their_base_class() -> None:
