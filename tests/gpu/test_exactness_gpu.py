@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_models import Remembering, conv_net
 from torch import nn
 
 from paceline import Trainer
@@ -24,13 +25,6 @@ class Images(torch.utils.data.TensorDataset):
         generator = torch.Generator().manual_seed(7)
         images = torch.randn(203, 3, 8, 8, generator=generator)
         super().__init__(images, (images.mean(dim=(1, 2, 3)) > 0).long())
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(256, 2),
-    )  # fmt: skip
 
 
 def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **changed: Any) -> Any:
@@ -50,6 +44,11 @@ def test_the_hash_is_the_same_twice_and_on_1_2_and_4_ranks_that_share_the_gpu(pr
     hashes = {(r.weights_sha256, r.ema_sha256, r.optimizer_sha256) for r in (*nccl, *gloo, plain)}
     assert len(hashes) == 1
     assert all(result.history == nccl[0].history for result in (*gloo, plain))
+
+
+def test_layers_that_read_what_they_keep_give_the_hash_on_any_number_of_ranks() -> None:
+    results = [start(1, Remembering, backend="nccl"), *(start(n, Remembering, backend="gloo") for n in (2, 4))]
+    assert len({(result.weights_sha256, result.ema_sha256) for result in results}) == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

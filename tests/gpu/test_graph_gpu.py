@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_models import Remembering, conv_net
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -39,13 +40,6 @@ class OneByOne(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(256, 2),
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -105,6 +99,12 @@ def test_a_graph_gives_the_bits_of_single_kernels(start: Start, precision: str, 
 def test_other_optimizers_can_be_recorded_too(start: Start, optimizer: dict[str, Any]) -> None:
     options: dict[str, Any] = {"optimizer": optimizer, "schedule": {"name": "linear"}}
     replayed, eager = start(**options), start(**options, step_mode="eager")
+    assert all_of(replayed) == all_of(eager)
+    assert warnings_of(replayed) == []
+
+
+def test_lanes_begin_with_the_buffers_of_the_steps_beginning_in_graphs_too(start: Start) -> None:
+    replayed, eager = start(model_fn=Remembering), start(model_fn=Remembering, step_mode="eager")
     assert all_of(replayed) == all_of(eager)
     assert warnings_of(replayed) == []
 
