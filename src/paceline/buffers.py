@@ -46,13 +46,13 @@ class Copies:
         if self.fit(live):
             _copy(self.tensors, live)
             return
-        # A forward pass may also have put another tensor, of another shape, in a buffer's place.
+        # A forward pass may also have put another kind of tensor in a buffer's place.
         for tensor, kept in zip(live, self.tensors, strict=False):
             tensor.resize_(kept.shape).copy_(kept)
 
     def fit(self, live: Sequence[torch.Tensor]) -> bool:
-        """Whether these have the shapes of the copies."""
-        return [tensor.shape for tensor in live] == [kept.shape for kept in self.tensors]
+        """Whether these have the shapes and types of the copies."""
+        return [(each.shape, each.dtype) for each in live] == [(each.shape, each.dtype) for each in self.tensors]
 
 
 def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:

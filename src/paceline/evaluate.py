@@ -69,8 +69,14 @@ class Evaluator:
                     f"predict needs a model that returns a tensor; this one returns a {type(outcome[0]).__name__}"
                 )
             if outcome is not None:
-                mine.append(outcome[0].cpu())
-        return torch.cat(_dealt_back(self.world.gather_objects(mine)))
+                mine.append(_rows_of(outcome[0], outcome[2]).cpu())
+        parts = _dealt_back(self.world.gather_objects(mine))
+        if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
+            raise DataError(
+                f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}: batches "
+                "that are as long as their longest sample give such, pad all of them alike"
+            )
+        return torch.cat(parts)
 
     @torch.no_grad()
     def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
@@ -107,15 +113,16 @@ class Evaluator:
         try:
             for done, dealt in enumerate(self.batches):
                 seed_generators(self.config.seed, "evaluation", dealt.batch)
+                before.put_back(buffers.live())  # nothing is learnt here, whatever the model counts
                 with self._stance(), autocast(self.config.precision, self.world.device):
                     output, target = run_model(model, self.feed.evaluation_batch(dealt))
-                before.put_back(buffers.live())  # nothing is learnt here, whatever the model counts
                 yield _in_full(output), target, len(dealt.indices)
                 on_round(done + 1, rounds)
             if len(self.sampler) < rounds:
                 yield None
                 on_round(rounds, rounds)
         finally:
+            before.put_back(buffers.live())
             model.train(was_training)
 
     def _stance(self) -> AbstractContextManager[Any]:
@@ -162,6 +169,18 @@ def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
             f"shape {tuple(tensor.shape)}; give a difficulty_fn or curriculum.column instead"
         )
     return tensor[place : place + 1]
+
+
+def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
+    """A model's output with one row for each sample; `squeeze` takes that of a single one away."""
+    if samples == 1 and (output.ndim == 0 or len(output) != 1):
+        return output[None]
+    if output.ndim == 0 or len(output) != samples:
+        raise DataError(
+            f"predict needs one row of output for each sample; {samples} samples gave an output of the shape "
+            f"{tuple(output.shape)}: look at collate_fn, and at what the model returns"
+        )
+    return output
 
 
 def _in_full(output: Any) -> Any:

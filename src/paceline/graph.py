@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline.clock import DeviceClock, Mark
 from paceline.config import Config
@@ -234,6 +235,8 @@ def form_of(tree: Any) -> Any:
 
 def _check_inputs(tree: Any) -> None:
     """A recording can be given other tensors, but nothing else."""
+    if isinstance(tree, PackedSequence):
+        raise CannotRecord("a batch holds a packed sequence, whose lengths stay on the host")
     if isinstance(tree, (tuple, list, dict)):
         for value in tree.values() if isinstance(tree, dict) else tree:
             _check_inputs(value)

@@ -19,6 +19,8 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Right answers: the largest of several logits, or the sign of a single one; the class -100 does not count."""
     if output.shape == (*target.shape, 1):
         output = output.squeeze(-1)
+    elif output.shape == (*target.shape[:1], 1, *target.shape[1:]):
+        output = output.squeeze(1)
     elif output.shape != target.shape and (*output.shape[:-1], 1) == target.shape:
         target = target.squeeze(-1)
     if output.ndim == target.ndim:
@@ -26,7 +28,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
         return right.sum(), right.numel()
     # The classes come last, or second as cross_entropy has them.
     right = output.argmax(-1 if output.shape[:-1] == target.shape else 1) == target
-    return right.sum(), (target != IGNORED).sum()
+    return right.sum(), (target.long() != IGNORED).sum()  # a byte would be compared with the byte of it
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:

@@ -144,7 +144,11 @@ class Outcome:
 
     def load_value(self) -> Any:
         """The value that rank 0 left."""
-        return pickle.loads(self.value) if self.value is not None else None
+        try:
+            return pickle.loads(self.value) if self.value is not None else None
+        except Exception as error:  # noqa: BLE001 - any object may raise anything when it is made again
+            warnings.warn(f"what train_fn returned does not unpickle, so result.value is None: {error}", stacklevel=2)
+            return None
 
     def to_result(self, trainer: Trainer) -> Result:
         """The result for the caller of `start()`."""

@@ -6,6 +6,7 @@ A rank knows only what stands in its job, so the user's script is never imported
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import sys
@@ -76,7 +77,11 @@ def main() -> None:
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
-    # What Python does at its end: wait for threads, then run what libraries have left to be done.
+    # What Python does at its end: wait for threads, then run what libraries have left to be done. Workers of a loader
+    # that somebody still holds would be waited for, and they heed no signal but this one.
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _end(0)
@@ -110,7 +115,6 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     value = run_own_loop(config, replica, training, validation, world, events, progress)
     seconds = time.perf_counter() - began
     progress.phase = "writing the result"
-    replica.share_buffers()
     write = partial(
         result.write, folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
         step=progress.step or 0, epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size,

@@ -134,6 +134,8 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
+    if not dist.is_initialized():  # the user's own loop has left, as it may
+        return
     world.gather_equal(torch.zeros(1, device=device))  # nobody leaves while another still waits for its last message
     gc.collect()  # DDP lies in reference cycles and would keep the group
     dist.destroy_process_group()

@@ -70,6 +70,30 @@ def test_any_number_of_ranks_computes_what_a_plain_loop_computes(procs: int) -> 
     assert (result.step, result.epoch, result.world_size, result.lanes) == (6, 2, procs, LANES)
 
 
+def by_name() -> TensorDataset:
+    """Numbers classes as many data sets do, by the order of a set."""
+    names = [f"class {n % 7}" for n in range(SIZE)]
+    number = {name: place for place, name in enumerate(set(names))}
+    return TensorDataset(blobs().tensors[0], torch.tensor([number[name] for name in names]))
+
+
+def test_a_set_of_words_has_one_order_in_all_processes() -> None:
+    options: dict[str, Any] = {"dataset_fn": by_name, "model_fn": lambda: nn.Linear(5, 7), "val_fraction": 0.3}
+    runs = [start(**options, procs=1), start(**options, procs=2)]
+    assert runs[0].weights_sha256 == runs[1].weights_sha256
+    assert runs[0].evaluate() == runs[1].evaluate() == runs[0].metrics
+
+
+def test_batchnorm_trains_where_one_sample_would_be_left() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    assert SIZE % (11 * 4) == 1
+    one, two = (start(model_fn=net, batch_size=11, lanes=4, procs=procs) for procs in (1, 2))
+    assert one.weights_sha256 == two.weights_sha256
+    assert one.samples == 2 * SIZE
+
+
 def net_from_file(path: Path, *, is_mapped: bool) -> nn.Module:
     """Its weights are those of a file, and stay there at odd addresses if they are mapped."""
     model, content = small_net(), np.memmap(path, dtype=np.float32, mode="c")

@@ -128,6 +128,28 @@ def fit_line(model, train_loader, val_loader, device, num_epochs):
     return model
 
 
+def leave_the_group(model, train_loader, val_loader, device, num_epochs):
+    for x, _, _ in train_loader:
+        model(x[:, None].float()).sum().backward()
+    dist.destroy_process_group()  # as many examples end
+
+
+def keep_the_loader(model, train_loader, val_loader, device, num_epochs):
+    model.kept = iter(train_loader)
+    threading.kept = model.kept  # beyond the end of everything
+    next(model.kept)
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("train_fn", [leave_the_group, keep_the_loader])
+def test_a_loop_that_does_not_clean_up_or_does_so_itself_ends_well(train_fn: Any, procs: int) -> None:
+    result = Trainer(
+        model_fn=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        dataset_fn=lambda: Numbers(24), train_fn=train_fn, batch_size=4, num_epochs=1, procs=procs, workers=1,
+    ).start()  # fmt: skip
+    assert result.load_model()[0].weight.shape == (4, 1)
+
+
 def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
     with pytest.raises(RankFailed) as failed:
         Trainer(Half, Line, train_fn=fit_line, batch_size=4, procs=2).start()

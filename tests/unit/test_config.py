@@ -513,6 +513,27 @@ def test_a_loss_with_weights_of_its_own_is_refused_unless_they_are_frozen() -> N
     build({**MANAGED, "loss_fn": torch.nn.CrossEntropyLoss(weight=torch.ones(2))})
 
 
+@pytest.mark.parametrize("name", ["step", "epoch", "event", "val_loss", "train_loss"])
+def test_a_metric_has_a_name_of_its_own(name: str) -> None:
+    assert problems({**MANAGED, "metrics": {name: lambda output, target: 0.0}}) == [
+        f"metrics.{name} has the name of something else that is told of an epoch; choose another name"
+    ]
+
+
+def yielding(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> Any:
+    yield from train_loader
+
+
+async def waiting(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> None:
+    pass
+
+
+def test_a_train_fn_that_would_not_run_when_it_is_called_is_a_mistake() -> None:
+    [first], [second] = problems({**OWN, "train_fn": yielding}), problems({**OWN, "train_fn": waiting})
+    assert first.endswith("yielding has a yield, so a call of it would train nothing; use a plain function")
+    assert second.endswith("waiting is async, so a call of it would train nothing; use a plain function")
+
+
 def test_an_unknown_metric_lists_the_known_ones() -> None:
     assert problems({**MANAGED, "metrics": ["accuracy", "f1"]}) == [
         "metrics='f1' is not known; use accuracy, mse, mae, or {f1: function}"

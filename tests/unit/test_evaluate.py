@@ -45,6 +45,33 @@ def test_an_error_of_a_measures_own_stays_as_it_is(make_config: MakeConfig) -> N
         measured(make_config(loss_fn=wrong, batch_size=2))
 
 
+def predicted(config: Config, model: Any, size: int) -> torch.Tensor:
+    data: Any = [(torch.full((3,), float(n)), n) for n in range(size)]
+    return Evaluator(Feed(data, config, HERE), config, HERE).predict(model, lambda done, total: None)
+
+
+class Squeezing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
+def test_a_last_batch_of_one_sample_may_be_squeezed(make_config: MakeConfig) -> None:
+    assert predicted(make_config(batch_size=2), Squeezing(3, 1), 5).shape == (5,)
+    assert predicted(make_config(batch_size=2), Squeezing(3, 4), 5).shape == (5, 4)
+
+
+class Growing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1].repeat(1, 1 + int(x[0, 0]))
+
+
+def test_outputs_that_fit_no_table_are_told(make_config: MakeConfig) -> None:
+    with pytest.raises(DataError, match=r"one row of output for each sample; 2 samples gave .* \(6,\): look at"):
+        predicted(make_config(batch_size=2), nn.Flatten(0), 4)
+    with pytest.raises(DataError, match=r"outputs of one shape for all samples; there are \(1,\) and \(3,\)"):
+        predicted(make_config(batch_size=2), Growing(), 4)
+
+
 @pytest.mark.parametrize("kind", ["dict", "tuple", "list", "transformers"])
 def test_outputs_of_autocast_are_measured_in_full_whatever_holds_them(kind: str) -> None:
     half = torch.full((2,), 1.2, dtype=torch.bfloat16)

@@ -40,6 +40,16 @@ def test_accuracy_of_images_takes_the_classes_where_cross_entropy_has_them() -> 
     assert values(accuracy(output, torch.ones(2, 4, 5, dtype=torch.int64))) == (40, 40)
 
 
+def test_accuracy_of_one_channel_of_logits_takes_their_sign() -> None:
+    target = torch.tensor([[[1, 0], [1, 0]], [[0, 0], [1, 1]]])
+    assert values(accuracy(target[:, None] - 0.5, target)) == (8, 8)
+
+
+def test_accuracy_of_classes_in_bytes_counts_them_all() -> None:
+    target = torch.tensor([156, 3], dtype=torch.uint8)  # as a byte, -100 would be 156
+    assert values(accuracy(torch.eye(200)[target.long()], target)) == (2, 2)
+
+
 def test_accuracy_of_several_logits_takes_targets_in_a_column() -> None:
     output = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0]])
     assert values(accuracy(output, torch.tensor([[1], [2]]))) == (1, 2)

@@ -83,6 +83,18 @@ def test_values_of_the_users_own_classes_come_back(tmp_path: Path) -> None:
     assert written(tmp_path, make_model(), Score()).value.right == 9
 
 
+class Exacting(Exception):
+    """Pickles, and cannot be made again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def test_a_value_that_does_not_unpickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"what train_fn returned does not unpickle, so result\.value is None"):
+        assert written(tmp_path, make_model(), Exacting(1, 2)).value is None
+
+
 def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"what train_fn returned does not pickle, so result\.value is None"):
         returned = written(tmp_path, make_model(), threading.Lock())

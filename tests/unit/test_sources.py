@@ -140,6 +140,15 @@ def test_a_part_ends_where_it_ends(index: int) -> None:
         part[index]
 
 
+def test_a_data_set_that_runs_dry_is_an_error_and_not_the_end_of_the_data() -> None:
+    class Dry:
+        def __getitem__(self, index: int) -> Any:
+            return next(iter([]))
+
+    with pytest.raises(DataError, match="the data set raised StopIteration for a sample"):
+        fetch(Dry(), [3])
+
+
 def test_samples_are_fetched_all_at_once_where_the_data_can() -> None:
     together, one_by_one = LettersAtOnce(), Letters()
     assert fetch(together, [2, 0, 1]) == fetch(one_by_one, [2, 0, 1]) == ["c", "a", "b"]

@@ -293,6 +293,9 @@ def test_claims_are_equal_where_samples_are() -> None:
     assert claim_of([torch.zeros(2), torch.ones(2)]) == claim_of([torch.zeros(4)[::2], torch.ones(2)])
     assert claim_of([torch.zeros(2), torch.ones(2)]) != claim_of([torch.zeros(2), torch.ones(1, 2)])
     assert claim_of([{"a": 1}, {"a": 2}]) != claim_of([{"a": 1}, {"b": 2}])
+    wave, sparse = torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()
+    assert claim_of([wave.conj(), sparse]) == claim_of([wave.conj(), sparse])
+    assert claim_of([wave.conj(), sparse]) != claim_of([wave.conj(), 2 * sparse])
     assert claim_of([lambda: 1, 2]) > 0  # what does not pickle has words
     assert claim_of([1]) == claim_of([]) == claim_of([1, 1]) == 0
 

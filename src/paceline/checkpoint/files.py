@@ -8,13 +8,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 CHUNK = 1 << 22
-NOTHING: Mapping[str, str] = MappingProxyType({})
 # The names that the safetensors format has for them.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

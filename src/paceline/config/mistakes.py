@@ -14,6 +14,9 @@ from pydantic_core import ErrorDetails
 from paceline.config.schema import FUNCTION_KEYS, MANAGED_KEYS, Config
 from paceline.functions import name_of
 
+# Names in the row of an epoch, and in an event, that a metric would take the place of.
+TAKEN_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
+
 
 def describe(detail: ErrorDetails) -> str:
     """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
@@ -56,6 +59,10 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
             problems.append(
                 f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
             )
+        if inspect.isgeneratorfunction(config.train_fn) or inspect.iscoroutinefunction(config.train_fn):
+            kind = "has a yield" if inspect.isgeneratorfunction(config.train_fn) else "is async"
+            name = name_of(config.train_fn)
+            problems.append(f"train_fn={name} {kind}, so a call of it would train nothing; use a plain function")
         if config.log.trackers:
             problems.append("log.trackers has nothing to tell of your own loop; remove it, and log inside train_fn")
     if config.optimizer_fn is not None and "optimizer" in given:
@@ -64,6 +71,8 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
     for key in ("val_df", "val_dataset_fn"):
         if key in given and "val_fraction" in given:
             problems.append(f"{key} and val_fraction are both given; keep one of them")
+    for name in TAKEN_NAMES.intersection(config.metrics):
+        problems.append(f"metrics.{name} has the name of something else that is told of an epoch; choose another name")
     best = config.checkpoint.best
     measured = ["val_loss", "train_loss", *config.metrics]
     if best is not None and best.metric not in measured and "metrics" not in wrong:

@@ -22,9 +22,12 @@ def steps_per_epoch(size: int, batch_size: int, lanes: int) -> int:
 
 
 def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -> range:
-    """The positions that a step takes; fewer than `lanes × batch_size` only in the epoch's last step."""
-    first = step_in_epoch * batch_size * lanes
-    return range(first, min(first + batch_size * lanes, size))
+    """The positions that a step takes; fewer than `lanes × batch_size` only at the end of the epoch."""
+    whole, last = batch_size * lanes, steps_per_epoch(size, batch_size, lanes) - 1
+    # A last step of one sample borrows another from the step before: BatchNorm needs two.
+    borrowed = 1 if size % whole == 1 and last > 0 and batch_size > 2 else 0
+    first = step_in_epoch * whole - (borrowed if step_in_epoch == last else 0)
+    return range(first, min((step_in_epoch + 1) * whole, size) - (borrowed if step_in_epoch == last - 1 else 0))
 
 
 def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, lanes: int) -> range:

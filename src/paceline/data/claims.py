@@ -39,9 +39,9 @@ def _digest_of(sample: Any) -> bytes:
 
 
 def _bytes_of(sample: Any) -> Iterator[bytes]:
-    if isinstance(sample, torch.Tensor):
+    if isinstance(sample, torch.Tensor) and sample.layout is torch.strided:
         yield f"{sample.dtype} {tuple(sample.shape)}".encode()
-        yield sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield sample.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(sample, np.ndarray) and not sample.dtype.hasobject:
         yield f"{sample.dtype} {sample.shape}".encode()
         yield sample.tobytes()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline.config import Config
 from paceline.data.augment import Augment
@@ -145,6 +146,9 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
         return change(tree)
     if isinstance(tree, Mapping):
         return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, PackedSequence):  # whose batch_sizes belong to the host
+        moved = (change(each) if each is not None else None for each in (tree.sorted_indices, tree.unsorted_indices))
+        return PackedSequence(change(tree.data), tree.batch_sizes, *moved)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(value, change) for value in tree))
     if isinstance(tree, (tuple, list)):

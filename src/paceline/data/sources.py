@@ -52,9 +52,12 @@ class Part(Dataset[Any]):
 
 def fetch(dataset: Any, indices: Sequence[int]) -> Any:
     """The samples at `indices`, all at once where the data set can do that."""
-    if getattr(dataset, "__getitems__", None):
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
+    try:
+        if getattr(dataset, "__getitems__", None):
+            return dataset.__getitems__(indices)
+        return [dataset[index] for index in indices]
+    except StopIteration as error:  # which would end whoever iterates over batches
+        raise DataError("the data set raised StopIteration for a sample; it must have one for every index") from error
 
 
 def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:

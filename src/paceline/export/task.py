@@ -71,7 +71,7 @@ class Task:
             batch = _first(size, self.batch)
             expected = tensors_in(self.expected(batch))
             inputs, named = inputs_of(_as_measured(self.run.config, batch) if is_normalized else batch)
-            with torch.no_grad():
+            with torch.no_grad(), explained(f"the exported model does not take a batch of {size} samples"):
                 outputs = tensors_in(call(*inputs, **named))
             if not expected:
                 raise PacelineError("the model's output holds no tensors to compare; nothing was exported")

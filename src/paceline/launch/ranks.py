@@ -27,6 +27,8 @@ READ_AT_LOAD = (
 # Idle OpenMP threads spin on their cores for milliseconds, which the threads that send gradients need: with several
 # ranks, passive ones make a small step twice as fast (docs/benchmarks.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
+# The order of a set of strings is another one in each process, and with it the numbers that a data set gives classes.
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
 
 
 class Ranks:
@@ -34,7 +36,7 @@ class Ranks:
 
     def __init__(self, *, is_passive: bool) -> None:
         self.setting, self.owner = _setting(is_passive), os.getpid()
-        self._policy = {WAIT_POLICY: "passive"} if is_passive else {}
+        self._policy = {**SAME_HASHES, **({WAIT_POLICY: "passive"} if is_passive else {})}
         _open_standard_files()
         self.channel, theirs = Pipe()
         with theirs:
