@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from paceline.buffers import Buffers, Copies
 from paceline.config import Config
 from paceline.data.feed import Feed, map_tensors, to_device
-from paceline.errors import DataError
+from paceline.data.loader import Dealt, KeyedDataset
+from paceline.errors import ConfigError, DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
@@ -38,6 +40,9 @@ class Evaluator:
         metrics = make_metrics(config.metrics)
         losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        for name, metric in self.stateful.items():
+            if not hasattr(metric, "reset") or not hasattr(metric, "update"):
+                raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
         self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
     @torch.no_grad()
@@ -57,7 +62,7 @@ class Evaluator:
         means = {
             name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
         }
-        return means | {name: float(metric.compute()) for name, metric in self.stateful.items()}
+        return means | {name: _computed(name, metric) for name, metric in self.stateful.items()}
 
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
@@ -103,24 +108,54 @@ class Evaluator:
                 "with each other; give a difficulty_fn or curriculum.column instead"
             )
 
+    @torch.no_grad()
+    def rehearse(self, model: torch.nn.Module) -> None:
+        """Measure this rank's first batch: what cannot be measured is said now, and not after an epoch."""
+        dealt = next(iter(self.sampler), None)
+        if dealt is None:
+            return
+        if self.feed.rows is None:  # fetched here: workers take longer to start
+            dealt = KeyedDataset(self.feed.dataset, self.config.seed).whole(dealt)
+        with self._at_rest(model) as outcome_of:
+            output, target, samples = outcome_of(dealt)
+        self._row(output, target, samples)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one batch that has not all classes, for example
+            for name, metric in self.stateful.items():
+                metric.reset()
+                metric.update(*to_device((output, target), torch.device("cpu")))
+                with suppress(ValueError):  # it may want more samples than these
+                    _computed(name, metric)
+                metric.reset()
+
     def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
         """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
-        was_training = model.training
-        model.eval()
-        buffers, before = Buffers(model), Copies()
-        before.take(buffers.live())
         rounds = self.sampler.rounds
-        try:
+        with self._at_rest(model) as outcome_of:
             for done, dealt in enumerate(self.batches):
-                seed_generators(self.config.seed, "evaluation", dealt.batch)
-                before.put_back(buffers.live())  # nothing is learnt here, whatever the model counts
-                with self._stance(), autocast(self.config.precision, self.world.device):
-                    output, target = run_model(model, self.feed.evaluation_batch(dealt))
-                yield _in_full(output), target, len(dealt.indices)
+                yield outcome_of(dealt)
                 on_round(done + 1, rounds)
             if len(self.sampler) < rounds:
                 yield None
                 on_round(rounds, rounds)
+
+    @contextmanager
+    def _at_rest(self, model: torch.nn.Module) -> Iterator[Callable[[Dealt], tuple[Any, Any, int]]]:
+        """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
+        was_training = model.training
+        model.eval()
+        buffers, before = Buffers(model), Copies()
+        before.take(buffers.live())
+
+        def outcome_of(dealt: Dealt) -> tuple[Any, Any, int]:
+            seed_generators(self.config.seed, "evaluation", dealt.batch)
+            before.put_back(buffers.live())
+            with self._stance(), autocast(self.config.precision, self.world.device):
+                output, target = run_model(model, self.feed.evaluation_batch(dealt))
+            return _in_full(output), target, len(dealt.indices)
+
+        try:
+            yield outcome_of
         finally:
             before.put_back(buffers.live())
             model.train(was_training)
@@ -159,6 +194,15 @@ class Evaluator:
             if batch is not None:
                 for metric in self.stateful.values():
                     metric.update(*batch)
+
+
+def _computed(name: str, metric: Any) -> float:
+    value = metric.compute()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
 
 
 def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:

@@ -33,12 +33,16 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Squared error."""
-    return (output.reshape(target.shape) - target).square().sum(), target.numel()
+    return _errors(output, target).square().sum(), target.numel()
 
 
 def mae(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     """Absolute error."""
-    return (output.reshape(target.shape) - target).abs().sum(), target.numel()
+    return _errors(output, target).abs().sum(), target.numel()
+
+
+def _errors(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.reshape(target.shape) - (target.to(output.dtype) if target.dtype is torch.bool else target)
 
 
 NAMED: dict[str, Metric] = {"accuracy": accuracy, "mse": mse, "mae": mae}
@@ -76,7 +80,7 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
             raise ConfigError(
                 f"{source} returned two values with a gradient, but a pair is (sum, count); return the whole loss alone"
             )
-        total = torch.as_tensor(value[0])
+        total = _number_in(value[0], source)
         return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
     return mean_of(value, source) * samples, samples
 
@@ -85,11 +89,20 @@ def mean_of(value: Any, source: str) -> torch.Tensor:
     """A loss or metric that is a mean, as a single number."""
     if value is None:
         raise ConfigError(f"{source} returned None; it must return a mean or (sum, count)")
-    mean = torch.as_tensor(value)
-    if mean.is_floating_point() and mean.element_size() < 4:
-        mean = mean.float()  # 8 bits are too few for a sum
-    if mean.numel() != 1:
+    mean = _number_in(value, source)
+    is_short = mean.is_floating_point() and mean.element_size() < 4  # 8 bits of precision are too few for a sum
+    return mean.float() if is_short else mean
+
+
+def _number_in(value: Any, source: str) -> torch.Tensor:
+    try:
+        number = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"{source} returned a tensor of shape {tuple(mean.shape)}; it must return a mean or (sum, count)"
+            f"{source} returned a {type(value).__name__}; it must return a mean or (sum, count)"
+        ) from None
+    if number.numel() != 1:
+        raise ConfigError(
+            f"{source} returned a tensor of shape {tuple(number.shape)}; it must return a mean or (sum, count)"
         )
-    return mean.reshape(()) if mean.ndim else mean
+    return number.reshape(()) if number.ndim else number

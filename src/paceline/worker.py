@@ -372,6 +372,9 @@ def build_loop(
     """Wire the data and the evaluation into the managed loop. All ranks."""
     turns = build_turns(config, stepper, plan, fit, world, events, progress)
     evaluator = Evaluator(evaluation, config, world) if evaluation is not None else None
+    if evaluator is not None:
+        progress.phase = "trying the evaluation"
+        evaluator.rehearse(stepper.replica.module)
     return Loop(
         stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,
         events=events, progress=progress,

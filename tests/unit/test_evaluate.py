@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config import Config
 from paceline.data.feed import Feed
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 from paceline.evaluate import Evaluator, _in_full
 from paceline.world import World
 
@@ -43,6 +43,60 @@ def test_an_error_of_a_measures_own_stays_as_it_is(make_config: MakeConfig) -> N
 
     with pytest.raises(ValueError, match="mine"):
         measured(make_config(loss_fn=wrong, batch_size=2))
+
+
+class Table:
+    """Keeps what it is given, and computes something that is no number."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.calls = value, []
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.calls.append("update")
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.update(output, target)
+
+    def compute(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Half:
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> float:
+        return self.compute()
+
+    def compute(self) -> float:
+        return 1.0
+
+
+def rehearsed(config: Config) -> None:
+    data: Any = [(torch.ones(3), n % 2) for n in range(6)]
+    Evaluator(Feed(data, config, HERE), config, HERE).rehearse(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (Table(torch.ones(2, 2)), r"metrics\.mine computes a tensor of shape \(2, 2\); it must compute one number"),
+        (Table({"a": 1.0}), r"metrics\.mine computes a dict; it must compute one number"),
+        (lambda output, target: {"a": 1.0}, r"mine returned a dict; it must return a mean or \(sum, count\)"),
+        (Half(), r"metrics\.mine has a method compute, so it must have reset and update"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_the_first_step(make_config: MakeConfig, metric: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rehearsed(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
+
+
+def test_a_rehearsal_leaves_nothing_behind(make_config: MakeConfig) -> None:
+    metric = Table(ValueError("more samples, please"))
+    rehearsed(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
+    assert metric.calls == ["reset", "update", "reset"]
 
 
 def predicted(config: Config, model: Any, size: int) -> torch.Tensor:

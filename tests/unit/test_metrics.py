@@ -113,6 +113,18 @@ def test_a_loss_for_each_sample_is_an_error_that_names_the_function_and_the_shap
         sum_and_count(torch.zeros(4), 4, "my_loss")
 
 
+def test_what_is_no_number_is_an_error_that_names_the_function() -> None:
+    with pytest.raises(ConfigError, match=r"f1 returned a dict; it must return a mean or \(sum, count\)"):
+        sum_and_count({"a": 1.0}, 4, "f1")
+    with pytest.raises(ConfigError, match=r"f1 returned a tensor of shape \(3,\); it must return a mean or"):
+        sum_and_count((torch.ones(3), 3), 3, "f1")
+
+
+@pytest.mark.parametrize("metric", [mse, mae])
+def test_errors_of_yes_and_no_are_those_of_one_and_zero(metric: Any) -> None:
+    assert values(metric(torch.tensor([1.0, 1.0]), torch.tensor([True, False]))) == (1, 2)
+
+
 def test_three_values_are_an_error() -> None:
     with pytest.raises(ConfigError, match="my_loss returned 3 values; it must return a mean or"):
         sum_and_count((1, 2, 3), 4, "my_loss")
