@@ -122,6 +122,37 @@ def test_augmentation_on_the_device_is_recorded(start: Start) -> None:
     assert all_of(rows) != all_of(start())
 
 
+class Sequences(Dataset[Any]):
+    """Of several lengths, packed."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(3 + index % 4, 6, generator=generator), index % 2
+
+    def collate_fn(self, samples: Any) -> tuple[Any, torch.Tensor]:
+        sequences, classes = zip(*samples, strict=True)
+        return nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False), torch.tensor(classes)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrence, self.last = nn.LSTM(6, 8), nn.Linear(8, 2)
+
+    def forward(self, packed: Any) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.recurrence(packed)[1][0][-1])
+        return output
+
+
+def test_packed_sequences_keep_their_lengths_on_the_host_and_go_kernel_by_kernel(start: Start) -> None:
+    first, second = (start(model_fn=Recurrent, dataset_fn=Sequences) for _ in range(2))
+    assert all_of(first) == all_of(second)
+    assert warnings_of(first) == [f"{NOT_A_GRAPH}a batch holds a packed sequence, whose lengths stay on the host"]
+
+
 def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
     def tokens(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()

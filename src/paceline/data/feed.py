@@ -175,7 +175,8 @@ def _arrived(lane: Lane, copied: torch.cuda.Event) -> Lane:
     present = torch.cuda.current_stream()
     present.wait_event(copied)
     for tensor in tensors_in(lane.data):
-        tensor.record_stream(present)  # whose memory must not be used again before this stream has read it
+        if tensor.device.type == "cuda":  # the lengths of packed sequences are not
+            tensor.record_stream(present)  # whose memory must not be used again before this stream has read it
     return lane
 
 
