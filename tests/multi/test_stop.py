@@ -68,7 +68,8 @@ def test_a_terminal_that_closes_stops_a_run_which_loses_nothing(undisturbed: dic
 def test_a_signal_during_evaluation_stops_there_and_evaluates_again_later(undisturbed: dict) -> None:
     log, ask = Path("fetched").resolve(), send_self(signal.SIGTERM)
     validation = {"size": 61, "augment": False}
-    stopped_at = stop_step(val_dataset_fn=lambda: Disturbed(log, [2], ask, **validation), procs=2)
+    # Once when the evaluation is tried, then in each of them.
+    stopped_at = stop_step(val_dataset_fn=lambda: Disturbed(log, [3], ask, **validation), procs=2)
     assert stopped_at == 14
     assert [row["step"] for row in events("epoch")] == [7]  # the second evaluation has not ended
     assert outcome(start(resume="auto")) == undisturbed
