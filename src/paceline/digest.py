@@ -24,7 +24,8 @@ def sha256_of_each(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The same over tensors that come one by one, in name order."""
     digest = hashlib.sha256()
     for name, value in named:
-        tensor = value.detach().cpu().contiguous()
+        dense = value.detach().cpu() if value.layout is torch.strided else value.detach().cpu().to_dense()
+        tensor = dense.resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

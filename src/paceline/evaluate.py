@@ -10,7 +10,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from paceline.buffers import Buffers, Copies
 from paceline.config import Config
 from paceline.data.feed import Feed, map_tensors, to_device
-from paceline.data.loader import Dealt, KeyedDataset
+from paceline.data.loader import Dealt
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
@@ -43,6 +43,8 @@ class Evaluator:
         for name, metric in self.stateful.items():
             if not hasattr(metric, "reset") or not hasattr(metric, "update"):
                 raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
+            # Every rank gives it every batch, so nothing is left for it to synchronise.
+            metric.distributed_available_fn = lambda: False
         self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
     @torch.no_grad()
@@ -51,8 +53,6 @@ class Evaluator:
         rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
         for metric in self.stateful.values():
             metric.reset()
-            # Every rank sees every batch below, so nothing is left for the metric to synchronise.
-            metric.distributed_available_fn = lambda: False
         for outcome in self._outcomes(model, on_round):
             if outcome is not None:
                 rows.append(self._row(*outcome)[None])
@@ -109,14 +109,16 @@ class Evaluator:
             )
 
     @torch.no_grad()
-    def rehearse(self, model: torch.nn.Module) -> None:
-        """Measure this rank's first batch: what cannot be measured is said now, and not after an epoch."""
-        dealt = next(iter(self.sampler), None)
-        if dealt is None:
+    def try_measures(self, model: torch.nn.Module) -> None:
+        """Measure this rank's first batch: what cannot be measured is said now, and not after an epoch.
+
+        On a copy of the model: what a forward leaves there, such as a cache, would not be the same on all ranks.
+        """
+        dealt = next(iter(self.batches), None)
+        trial = _copy_of(model)
+        if dealt is None or trial is None:
             return
-        if self.feed.rows is None:  # fetched here: workers take longer to start
-            dealt = KeyedDataset(self.feed.dataset, self.config.seed).whole(dealt)
-        with self._at_rest(model) as outcome_of:
+        with self._at_rest(trial) as outcome_of:
             output, target, samples = outcome_of(dealt)
         self._row(output, target, samples)
         with warnings.catch_warnings():
@@ -124,8 +126,12 @@ class Evaluator:
             for name, metric in self.stateful.items():
                 metric.reset()
                 metric.update(*to_device((output, target), torch.device("cpu")))
-                with suppress(ValueError):  # it may want more samples than these
+                try:
                     _computed(name, metric)
+                except ConfigError:
+                    raise
+                except Exception:  # noqa: BLE001 - it may want more samples than these
+                    pass
                 metric.reset()
 
     def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
@@ -203,6 +209,14 @@ def _computed(name: str, metric: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
+
+
+def _copy_of(model: torch.nn.Module) -> torch.nn.Module | None:
+    """None if the model cannot be copied, or there is no memory for it."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # noqa: BLE001 - whatever a model holds
+        return None
 
 
 def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:

@@ -132,12 +132,11 @@ class Guard:
     def undo_if(self, is_bad: torch.Tensor) -> None:
         """Give the buffers back what they held before the step if it is bad; decided on the device."""
         buffers = self._buffers.live()
-        if not self._before.fit(buffers):
-            if is_bad.item():  # only the host can give a tensor another shape
-                self._restore()
+        if self._before.reshaped(buffers) and is_bad.item():  # only the host can give a tensor another shape
+            self._restore()
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for buffer, kept in zip(map(_words, buffers), map(_words, self._before.tensors), strict=True):
+        for buffer, kept in (map(_words, pair) for pair in self._before.alike(buffers)):
             live, before = by_size.setdefault(buffer.element_size(), ([], []))
             live.append(buffer)
             before.append(kept)

@@ -103,7 +103,7 @@ def _take_over(model: torch.nn.Module) -> None:
     """
     taken: dict[int, torch.UntypedStorage] = {}  # what shares memory goes on sharing it
     for tensor in {*model.parameters(), *model.buffers()}:
-        if type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not is_lazy(tensor):
+        if _is_plain(tensor):
             old, offset = tensor.untyped_storage(), tensor.storage_offset()
             if old.data_ptr() not in taken:
                 taken[old.data_ptr()] = old.clone()  # type: ignore[no-untyped-call]
@@ -161,6 +161,14 @@ def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch
     if config.channels_last is True:
         _lay(model, torch.channels_last)
     return model
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but numbers in the memory of the host."""
+    if is_lazy(tensor) or type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    is_view = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_view
 
 
 def _lay(model: torch.nn.Module, layout: torch.memory_format) -> None:

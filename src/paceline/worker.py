@@ -6,7 +6,6 @@ A rank knows only what stands in its job, so the user's script is never imported
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import shutil
 import sys
@@ -77,11 +76,7 @@ def main() -> None:
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without what the program left for its end, which could wait for neighbours that wait for this rank
-    # What Python does at its end: wait for threads, then run what libraries have left to be done. Workers of a loader
-    # that somebody still holds would be waited for, and they heed no signal but this one.
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    # What Python does at its end: wait for threads, then run what libraries have left to be done.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _end(0)
@@ -374,7 +369,7 @@ def build_loop(
     evaluator = Evaluator(evaluation, config, world) if evaluation is not None else None
     if evaluator is not None:
         progress.phase = "trying the evaluation"
-        evaluator.rehearse(stepper.replica.module)
+        evaluator.try_measures(stepper.replica.module)
     return Loop(
         stepper=stepper, turns=turns, evaluator=evaluator, plan=plan, saver=saver, stop=stop, fit=fit, world=world,
         events=events, progress=progress,

@@ -53,6 +53,31 @@ def test_start_twice_and_distributed_debug_passes_through(run, tmp_path: Path) -
     assert alone.stdout.count("rank None ('INFO', 1)") == 2, alone.stderr
 
 
+def test_a_loop_may_leave_the_process_group_and_keep_its_workers(run, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+        import os
+        import sys
+        import torch
+        from paceline import Trainer
+        from torch.utils.data import TensorDataset
+
+        def train(model, train_loader, val_loader, device, num_epochs):
+            sys.kept = iter(train_loader)
+            next(sys.kept)
+            torch.distributed.destroy_process_group()
+            return "left"
+
+        data = lambda: TensorDataset(torch.randn(8, 1))
+        result = Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0, workers=1).start()
+        sys.stdout.write(f"rank {os.environ.get('RANK')} {result.value}\\n")
+        """)
+    )
+    ended = run("torchrun", "--nproc_per_node=2", "main.py")
+    assert ended.returncode == 0, ended.stderr
+    assert all(f"rank {rank} left" in ended.stdout for rank in (0, 1))
+
+
 def test_a_failure_under_torchrun_names_rank_and_line(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""

@@ -153,6 +153,12 @@ def test_packed_sequences_keep_their_lengths_on_the_host_and_go_kernel_by_kernel
     assert warnings_of(first) == [f"{NOT_A_GRAPH}a batch holds a packed sequence, whose lengths stay on the host"]
 
 
+def test_torchmetrics_are_computed_on_the_host_and_talk_to_nobody(start: Start) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    result = start(metrics={"f1": torchmetrics.F1Score(task="multiclass", num_classes=2)}, val_fraction=0.2)
+    assert 0 <= result.metrics["f1"] <= 1
+
+
 def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
     def tokens(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()

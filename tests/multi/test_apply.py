@@ -32,8 +32,8 @@ def table(size: int) -> pd.DataFrame:
 def train(**options: Any) -> Any:
     return Trainer(
         lambda: nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)), make_dataset, table(100),
-        loss_fn=nn.functional.cross_entropy, batch_size=8, num_epochs=2, val_df=table(61), lanes=4, threads=1,
-        **options,
+        loss_fn=nn.functional.cross_entropy, batch_size=8, num_epochs=2, lanes=4, threads=1,
+        **{"val_df": table(61), **options},
     ).start()  # fmt: skip
 
 
@@ -67,6 +67,12 @@ def test_torchmetrics_are_accepted_as_they_are_and_equal_to_the_digit() -> None:
         alone.reset()
         alone.update(output, validation.tensors[1])
         assert results[0].metrics[name] == pytest.approx(alone.compute().item(), abs=1e-6)
+
+
+def test_torchmetrics_do_not_talk_to_ranks_that_have_nothing_to_evaluate() -> None:
+    metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=2, average="macro")}
+    result = train(procs=4, metrics=metrics, val_df=table(5))
+    assert result.evaluate() == result.metrics
 
 
 def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,13 @@ def keep_the_loader(model, train_loader, val_loader, device, num_epochs):
     next(model.kept)
 
 
+def keep_a_pool(model, train_loader, val_loader, device, num_epochs):
+    threading.pool = multiprocessing.Pool(1)
+    assert threading.pool.map(abs, [-1]) == [1]
+
+
 @pytest.mark.parametrize("procs", [1, 2])
-@pytest.mark.parametrize("train_fn", [leave_the_group, keep_the_loader])
+@pytest.mark.parametrize("train_fn", [leave_the_group, keep_the_loader, keep_a_pool])
 def test_a_loop_that_does_not_clean_up_or_does_so_itself_ends_well(train_fn: Any, procs: int) -> None:
     result = Trainer(
         model_fn=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),

@@ -69,8 +69,12 @@ def an_object(model: Odd) -> None:
     model.extra = {"calls": 3 if torch.randn(1) else 0, "names": ["a"], "scale": torch.randn(2)}
 
 
+def sparse(model: Odd) -> None:
+    model.register_buffer("links", torch.randn(3, 3).to_sparse())
+
+
 KINDS = [
-    part_of_a_table, parts_that_overlap, flat_parameters, tied, tied_parts, turned, wide_complex, an_object,
+    part_of_a_table, parts_that_overlap, flat_parameters, tied, tied_parts, turned, wide_complex, an_object, sparse,
 ]  # fmt: skip
 
 
@@ -127,3 +131,19 @@ def test_what_is_no_tensor_is_told_when_it_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(content[:start] + b"!!!!" + content[start + 4 :])
     with pytest.raises(OSError, match=f"weights.safetensors: {REST} in its metadata is damaged"):
         load_weights(Odd(an_object), path)
+
+
+class Own:
+    """Nobody can read it back without its class."""
+
+
+def test_what_could_not_be_read_back_is_left_out_with_a_warning_and_the_weights_are_written(tmp_path: Path) -> None:
+    def add(model: Odd) -> None:
+        model.extra = Own()
+
+    model, other, path = Odd(add), Odd(an_object, seed=1), tmp_path / "weights.safetensors"
+    with pytest.warns(UserWarning, match="_extra_state of the model's state cannot be saved"):
+        save_weights(model, path)
+    load_weights(other, path)
+    assert torch.equal(other.layer.weight, model.layer.weight)
+    assert other.extra["names"] == ["a"]

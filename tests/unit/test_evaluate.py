@@ -74,9 +74,9 @@ class Half:
         return 1.0
 
 
-def rehearsed(config: Config) -> None:
+def tried(config: Config) -> None:
     data: Any = [(torch.ones(3), n % 2) for n in range(6)]
-    Evaluator(Feed(data, config, HERE), config, HERE).rehearse(nn.Linear(3, 2))
+    Evaluator(Feed(data, config, HERE), config, HERE).try_measures(nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def rehearsed(config: Config) -> None:
 )
 def test_what_cannot_be_measured_is_said_before_the_first_step(make_config: MakeConfig, metric: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        rehearsed(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
+        tried(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
 
 
-def test_a_rehearsal_leaves_nothing_behind(make_config: MakeConfig) -> None:
-    metric = Table(ValueError("more samples, please"))
-    rehearsed(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
+def test_a_trial_leaves_nothing_behind(make_config: MakeConfig) -> None:
+    metric = Table(ZeroDivisionError("more samples, please"))
+    tried(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
     assert metric.calls == ["reset", "update", "reset"]
 
 

@@ -87,6 +87,23 @@ def test_weights_share_memory_as_before_and_keep_their_strides(make_config: Make
     assert model.broad.tolist() == [8.0, 1.0, 1.0]
 
 
+def test_empty_buffers_do_not_come_to_share_memory(make_config: MakeConfig) -> None:
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("low", torch.empty(0))
+            self.register_buffer("high", torch.empty(0))
+
+    model: Any = make_model(make_config(model_fn=Observer))
+    model.low.resize_(2).fill_(1.0)
+    model.high.resize_(2).fill_(2.0)
+    assert model.low.tolist() == [1.0, 1.0]
+
+
+def test_weights_elsewhere_are_left_where_they_are(make_config: MakeConfig) -> None:
+    assert make_model(make_config(model_fn=lambda: nn.Linear(2, 1, device="meta"))).weight.device.type == "meta"
+
+
 def test_weights_that_are_still_to_be_made_are_left_alone(make_config: MakeConfig) -> None:
     make_model(make_config(model_fn=lambda: nn.LazyLinear(3)))
 

@@ -291,7 +291,8 @@ def unshared(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, value in state.items():
-        place = _place_of(value) if isinstance(value, torch.Tensor) and value.numel() else name
+        has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
+        place = _place_of(value) if has_memory else name
         if place in seen:
             aliases[name] = seen[place]
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def save_weights(model: torch.nn.Module, path: Path) -> str:
     kept, metadata = unshared(model.state_dict())
     tensors = {name: value for name, value in kept.items() if files.can_hold(value)}
     if rest := {name: value for name, value in kept.items() if name not in tensors}:
-        metadata[REST] = _pickled(rest)
+        metadata |= _pickled(rest)
     partial = path.with_name(f".{path.name}")
     files.write_tensors(partial, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
     partial.replace(path)
@@ -38,7 +39,8 @@ def load_weights(model: torch.nn.Module, weights: Path) -> None:
     if weights.is_dir():
         put_trained(weights, model)
         return
-    put_values(_read(weights), model, weights, "give the model that was trained")
+    own = {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+    put_values(own | _read(weights), model, weights, "give the model that was trained")
 
 
 def stored_sha256(path: Path) -> str:
@@ -55,10 +57,17 @@ def _read(path: Path) -> dict[str, Any]:
     return values | (_unpickled(metadata[REST], path) if REST in metadata else {})
 
 
-def _pickled(rest: dict[str, Any]) -> str:
+def _pickled(rest: dict[str, Any]) -> dict[str, str]:
+    """What the metadata says of it; nothing, and a warning, if it could not be read back."""
     buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return base64.b64encode(buffer.getbuffer()).decode()
+    try:
+        torch.save(rest, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - any object may raise anything; the weights are worth more
+        warnings.warn(f"{', '.join(rest)} of the model's state cannot be saved: {error}", stacklevel=3)
+        return {}
+    return {REST: base64.b64encode(buffer.getbuffer()).decode()}
 
 
 def _unpickled(text: str, path: Path) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
     for key in ("val_df", "val_dataset_fn"):
         if key in given and "val_fraction" in given:
             problems.append(f"{key} and val_fraction are both given; keep one of them")
-    for name in TAKEN_NAMES.intersection(config.metrics):
+    for name in sorted(TAKEN_NAMES.intersection(config.metrics)):
         problems.append(f"metrics.{name} has the name of something else that is told of an epoch; choose another name")
     best = config.checkpoint.best
     measured = ["val_loss", "train_loss", *config.metrics]

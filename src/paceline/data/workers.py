@@ -7,9 +7,11 @@ anew. And a child that collects its parent's garbage may destroy a process group
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
+from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
@@ -54,6 +56,14 @@ class Birth(Popen):
         finally:
             os.close(ear)
             os.close(process_obj.cry)
+
+
+@atexit.register  # after the standard library's own, so it comes before it
+def _end_workers() -> None:
+    """Those of a loader that somebody still holds would be waited for, and they heed no other signal."""
+    for child in active_children():
+        if isinstance(child, Worker):
+            child.kill()
 
 
 class Workers(ForkContext):

@@ -36,13 +36,13 @@ class Ranks:
 
     def __init__(self, *, is_passive: bool) -> None:
         self.setting, self.owner = _setting(is_passive), os.getpid()
-        self._policy = {**SAME_HASHES, **({WAIT_POLICY: "passive"} if is_passive else {})}
+        self._defaults = {**SAME_HASHES, **({WAIT_POLICY: "passive"} if is_passive else {})}
         _open_standard_files()
         self.channel, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 command_of("paceline.nursery", str(theirs.fileno())),
-                env={**self._policy, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**self._defaults, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
         self.pids: dict[int, int] = {}  # of the living
@@ -58,7 +58,7 @@ class Ranks:
         self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
         with suppress(OSError):  # `look` says that it is gone
             for rank, birth in enumerate(births):
-                variables = {**self._policy, **os.environ, **birth.variables}
+                variables = {**self._defaults, **os.environ, **birth.variables}
                 self.channel.send((rank, birth._replace(variables=variables)))
 
     def look(self, seconds: float) -> None:

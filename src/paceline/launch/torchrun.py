@@ -8,6 +8,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from paceline import failure, result, resume
 from paceline.config import Config
 from paceline.errors import RankFailed
@@ -20,6 +22,8 @@ from paceline.telemetry.follow import Follower
 from paceline.telemetry.trackers import tracking
 from paceline.watch import watching
 from paceline.world import join, use_threads
+
+PATIENCE_S = 60.0  # with a rank 0 that writes the result
 
 
 def start(config: Config, task: Task) -> Outcome:
@@ -45,11 +49,19 @@ def start(config: Config, task: Task) -> Outcome:
             with folder.log(world.rank).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             raise RankFailed(captured.describe()) from error
-        outcome = world.decide(lambda: result.collect(folder))
+        outcome = world.decide(lambda: result.collect(folder)) if dist.is_initialized() else _found(folder)
     # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the
     # interpreter, the process aborts; a script may end right after this.
     time.sleep(0.1)
     return outcome
+
+
+def _found(folder: RunFolder) -> Outcome:
+    """What rank 0 leaves, when the user's own loop has left the process group and nobody can be asked."""
+    patience = time.monotonic() + PATIENCE_S
+    while not folder.result.exists() and time.monotonic() < patience:
+        time.sleep(0.05)
+    return result.collect(folder)
 
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
