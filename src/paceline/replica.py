@@ -113,6 +113,14 @@ def _take_over(model: torch.nn.Module) -> None:
             tensor.data = own.clone(memory_format=torch.contiguous_format) if is_expanded else own
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but numbers in the memory of the host."""
+    if is_lazy(tensor) or type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    is_view = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_view
+
+
 def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica | Single:
     """Wrap the model in DDP, with rank 0's weights on every rank; or do without where the config says so. All ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -161,14 +169,6 @@ def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch
     if config.channels_last is True:
         _lay(model, torch.channels_last)
     return model
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but numbers in the memory of the host."""
-    if is_lazy(tensor) or type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
-        return False
-    is_view = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_view
 
 
 def _lay(model: torch.nn.Module, layout: torch.memory_format) -> None:
