@@ -24,6 +24,10 @@ from paceline.errors import ConfigError
 T = TypeVar("T")
 # Of every process group: the hang watch tells more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
 PATIENCE = timedelta(days=20)
+# Torch's own monitor of NCCL ends a process whose interpreter is stuck; the hang watch does so too, and reports where.
+# The monitor also dumps a trace when the store says that a rank has failed. torchrun's store keeps that key over a
+# restart, so a run that has recovered would wait for the end of the dump when it exits.
+NCCL_MONITOR = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     if store is not None:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
-    # NCCL ends a process whose interpreter is stuck; the watch does so, too, and says where.
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(PATIENCE.total_seconds())))
+    for name in NCCL_MONITOR:
+        os.environ.setdefault(name, "0")
     _settle(config, device)
     dist.init_process_group(
         backend,
