@@ -13,6 +13,7 @@ import torch
 from paceline.config import Config, Schedule
 from paceline.errors import ConfigError
 from paceline.muon import Muon
+from paceline.optimizer_checks import check_optimizer
 
 KERNELS = ("fused", "foreach", "capturable", "differentiable")  # who gives one of these has chosen
 SEVERAL_LOOKS = "takes several looks at a batch, the managed loop takes one; use your own train_fn"
@@ -46,6 +47,7 @@ def _users_own(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigError("optimizer_fn returned an Optimizer of other parameters; use those of the model it is given")
+    check_optimizer(optimizer, is_sharded=config.shard_optimizer)
     return optimizer
 
 

@@ -91,6 +91,7 @@ LAYERS = [
         "fused_loss",
         "models",
         "nursery",
+        "optimizer_checks",
         "predictions",
         "telemetry.live",
         "room",
