@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Muon", "Result", "StandardScaler", "Trainer", "cached_tensors", "datasets", "errors", "indices_at",
+    "Muon", "Result", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets", "errors", "indices_at",
     "linear_cross_entropy", "load", "models", "shard",
 ]  # fmt: skip
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.data.order import indices_at
     from paceline.data.shard import shard
     from paceline.fused_loss import linear_cross_entropy
+    from paceline.metrics import Sum
     from paceline.muon import Muon
     from paceline.result import Result
     from paceline.scaler import StandardScaler
@@ -27,6 +28,7 @@ _HOMES = {
     "Result": "paceline.result",
     "Muon": "paceline.muon",
     "StandardScaler": "paceline.scaler",
+    "Sum": "paceline.metrics",
     "cached_tensors": "paceline.cache",
     "indices_at": "paceline.data.order",
     "linear_cross_entropy": "paceline.fused_loss",

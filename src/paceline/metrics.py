@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,13 @@ from paceline.errors import ConfigError
 IGNORED = -100  # as a class, by torch's losses
 Metric = Callable[[Any, Any], Any]
 SumAndCount = tuple[torch.Tensor, torch.Tensor | int | float]
+
+
+class Sum(NamedTuple):
+    """What a loss or metric returns that is a sum: its total, and what it is to be divided by, weights for instance."""
+
+    total: torch.Tensor | float
+    count: torch.Tensor | float  # type: ignore[assignment]  # a tuple has a method of this name
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
@@ -72,17 +80,49 @@ def _constant(number: float, device: torch.device, dtype: torch.dtype) -> torch.
 
 
 def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
-    """What a loss or metric returned, as a sum and a count: (sum, count) as it is, a mean times the samples."""
-    if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise ConfigError(f"{source} returned {len(value)} values; it must return a mean or (sum, count)")
-        if isinstance(value[1], torch.Tensor) and value[1].requires_grad:
-            raise ConfigError(
-                f"{source} returned two values with a gradient, but a pair is (sum, count); return the whole loss alone"
-            )
-        total = _number_in(value[0], source)
-        return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
-    return mean_of(value, source) * samples, samples
+    """What a loss or metric returned, as a sum and a count: a `Sum` or (sum, count) as it is, a mean times samples."""
+    if not isinstance(value, (tuple, list)):
+        return mean_of(value, source) * samples, samples
+    if isinstance(value, Sum):
+        if not _is_divisor(value.count):
+            raise ConfigError(f"{source} returned paceline.Sum, whose count must be one number without a gradient")
+    elif len(value) != 2 or not _is_count(value[1], value[0]):
+        raise ConfigError(
+            f"{source} returned ({', '.join(map(_described, value))}), which is not a sum and a whole count from 1; if "
+            "it is a value with extras, return the value alone; if it is a sum, return paceline.Sum(total, count)"
+        )
+    total = _number_in(value[0], source)
+    return total.float() if total.is_floating_point() and total.element_size() < 4 else total, value[1]
+
+
+def _is_count(count: Any, total: Any) -> bool:
+    """Whether the number beside a sum can be a count: whole, and from 1; or 0, if the sum is of nothing."""
+    if isinstance(count, torch.Tensor):
+        if count.is_floating_point() or count.is_complex() or count.dtype is torch.bool or count.numel() != 1:
+            return False
+        if count.device.type != "cpu":  # the host would wait for its value in every step
+            return True
+        count = count.item()
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        return False
+    return count >= 1 or (count == 0 and not _is_nonzero(total))
+
+
+def _is_nonzero(total: Any) -> bool:
+    return isinstance(total, (torch.Tensor, Real)) and bool(torch.as_tensor(total).abs().gt(0).any())
+
+
+def _is_divisor(count: Any) -> bool:
+    """Whether the count of a `Sum` is one number without a gradient, which would be left out of the loss's."""
+    if isinstance(count, torch.Tensor):
+        return count.numel() == 1 and not count.requires_grad
+    return isinstance(count, Real)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"Tensor {str(value.dtype).removeprefix('torch.')}"
+    return str(value) if isinstance(value, Real) else type(value).__name__
 
 
 def mean_of(value: Any, source: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import StandardScaler, Trainer, shard
+from paceline import StandardScaler, Sum, Trainer, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -184,9 +184,9 @@ class Sometimes(nn.Module):
         return self.always(x) + self.sometimes(x) if x[0, 0] > 0 else self.always(x)
 
 
-def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     weights = 0.3 + 1.7 * target
-    return (functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
+    return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
 def tokens() -> TensorDataset:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, indices_at
+from paceline import Sum, Trainer, indices_at
 from paceline.errors import RankFailed
 
 SIZE, BATCH, LANES, LR = 45, 4, 4, 0.05
@@ -193,9 +193,9 @@ def test_clipping_is_by_the_norm_of_the_whole_step() -> None:
 
 
 def test_sum_and_count_losses_are_weighted_by_what_they_count() -> None:
-    def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def weighted(output: torch.Tensor, target: torch.Tensor) -> Sum:
         weights = 1.0 + 2.0 * target
-        return (nn.functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
+        return Sum((nn.functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
     one, two = start(procs=1, loss_fn=weighted), start(procs=2, loss_fn=weighted)
     assert_close(one.load_model(), two.load_model())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import Sum
 from paceline.backward import Backward
 from paceline.clock import Clock
 from paceline.config import build
@@ -217,20 +219,20 @@ def test_a_loss_in_float64_is_told_in_float64_and_weighted_in_it() -> None:
     assert torch.cat([total.reshape(1) for total in totals]).dtype == torch.float64
 
 
-COUNTS = {
-    "int": lambda mask: int(mask.sum()),
-    "float": lambda mask: float(mask.sum()),
-    "whole tensor": lambda mask: mask.sum(),
-    "float tensor": lambda mask: mask.float().sum(),
-    "one element": lambda mask: mask.sum().reshape(1),
+COUNTED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "int": lambda total, mask: (total, int(mask.sum())),
+    "whole tensor": lambda total, mask: (total, mask.sum()),
+    "one element": lambda total, mask: (total, mask.sum().reshape(1)),
+    "Sum of float": lambda total, mask: Sum(total, float(mask.sum())),
+    "Sum of float tensor": lambda total, mask: Sum(total, mask.float().sum()),
 }
 
 
-@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("kind", COUNTED)
 def test_a_loss_that_counts_by_itself_is_the_mean_over_what_it_has_counted(kind: str) -> None:
-    def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def masked(output: torch.Tensor, target: torch.Tensor) -> Any:
         each = nn.functional.cross_entropy(output, target, reduction="none")
-        return (each * (target == 1)).sum(), COUNTS[kind](target == 1)
+        return COUNTED[kind]((each * (target == 1)).sum(), target == 1)
 
     model, batches = net(), data(3, short=1)
     totals = ridden(backward_of(model, 3, masked), lanes_of(batches))

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
+from paceline import Sum
 from paceline.config import Config, Pacing
 from paceline.data.curriculum import Curriculum, make_curriculum, share_at
 from paceline.data.feed import Feed
@@ -137,9 +138,9 @@ def test_every_sample_has_its_own_loss_in_the_order_of_the_data_set(make_config:
     assert model.training
 
 
-def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted(output: torch.Tensor, target: torch.Tensor) -> Sum:
     weights = (target > 0).float()
-    return ((output + 1 - target).square() * weights).sum(), weights.sum()
+    return Sum(((output + 1 - target).square() * weights).sum(), weights.sum())
 
 
 def test_a_loss_may_be_a_sum_and_a_count_and_nothing_counted_is_nan(make_config: MakeConfig) -> None:

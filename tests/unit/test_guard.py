@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline import Sum
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.loader import Lane, Turn
@@ -217,7 +218,7 @@ def test_infinite_gradients_of_a_finite_loss_are_traced_to_their_lane() -> None:
 
 
 def test_a_count_that_is_no_number_is_a_bad_loss() -> None:
-    run = Run(normed(), loss_fn=lambda output, target: (output.sum(), torch.tensor(torch.nan)))
+    run = Run(normed(), loss_fn=lambda output, target: Sum(output.sum(), torch.tensor(torch.nan)))
     run.take(0, batch(0))
     assert "lane 0: loss nan" in run.said[0]
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from paceline import metrics
+from paceline import Sum, metrics
 from paceline.errors import ConfigError
 from paceline.metrics import accuracy, mae, make_metrics, mse, number_on, sum_and_count
 
@@ -63,10 +64,59 @@ def test_accuracy_leaves_out_what_cross_entropy_leaves_out() -> None:
     assert values(accuracy(output.transpose(1, 2), target)) == (4, 5)
 
 
-def test_a_pair_whose_second_is_no_count_and_nothing_at_all_are_refused() -> None:
-    loss = torch.ones((), requires_grad=True) * 2
-    with pytest.raises(ConfigError, match=r"loss_fn returned two values with a gradient, but a pair is \(sum, count\)"):
-        sum_and_count((loss, loss / 2), 4, "loss_fn")
+LOSS = torch.ones((), requires_grad=True) * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        ((LOSS, LOSS / 2), "Tensor float32, Tensor float32"),
+        ((LOSS, torch.tensor(3.0)), "Tensor float32, Tensor float32"),
+        ((LOSS, 0.75), "Tensor float32, 0.75"),
+        ((LOSS, 3.0), "Tensor float32, 3.0"),
+        ((LOSS, True), "Tensor float32, True"),
+        ((LOSS, torch.tensor(True)), "Tensor float32, Tensor bool"),
+        ((LOSS, torch.tensor([1, 2])), "Tensor float32, Tensor int64"),
+        ((LOSS, {"accuracy": 0.5}), "Tensor float32, dict"),
+        ((LOSS, None), "Tensor float32, NoneType"),
+        ((LOSS, -1), "Tensor float32, -1"),
+        ((LOSS, 0), "Tensor float32, 0"),
+        ((LOSS, torch.tensor(0)), "Tensor float32, Tensor int64"),
+        ([LOSS, LOSS, 4], "Tensor float32, Tensor float32, 4"),
+    ],
+)
+def test_what_may_be_a_loss_with_extras_is_refused_with_both_readings(returned: Any, described: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sum_and_count(returned, 4, "loss_fn")
+    assert str(refused.value) == (
+        f"loss_fn returned ({described}), which is not a sum and a whole count from 1; if it is a value with extras, "
+        "return the value alone; if it is a sum, return paceline.Sum(total, count)"
+    )
+
+
+def test_the_count_of_a_sum_is_any_number_without_a_gradient() -> None:
+    for count in (0.5, 0, 3, torch.tensor(0.5), np.float32(0.5), torch.tensor([2])):
+        assert values(sum_and_count(Sum(LOSS.detach(), count), 4, "loss_fn")) == (2, float(count))
+    for count in (LOSS, torch.ones(2), "3"):
+        with pytest.raises(
+            ConfigError, match=r"loss_fn returned paceline\.Sum, whose count must be one number without"
+        ):
+            sum_and_count(Sum(LOSS, count), 4, "loss_fn")  # type: ignore[arg-type]
+
+
+def test_no_sample_may_count_where_the_sum_is_of_nothing() -> None:
+    assert values(sum_and_count((torch.tensor(0.0), 0), 4, "loss_fn")) == (0, 0)
+    assert values(sum_and_count((torch.tensor(0.0), torch.tensor(0)), 4, "loss_fn")) == (0, 0)
+    assert sum_and_count((torch.tensor(torch.nan), 0), 4, "loss_fn")[0].isnan()  # steps that are not finite are skipped
+
+
+def test_a_sum_passes_through_compiled_code() -> None:
+    compiled = torch.compile(lambda x: Sum(x.sum(), x.numel()), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)) == Sum(torch.tensor(3.0), 3)
+    assert type(compiled(torch.ones(3))) is Sum
+
+
+def test_nothing_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loss_fn returned None; it must return a mean or \(sum, count\)"):
         sum_and_count(None, 4, "loss_fn")
 
@@ -96,7 +146,9 @@ def test_a_mean_counts_as_often_as_there_are_samples(mean: Any) -> None:
     assert total.shape == ()
 
 
-@pytest.mark.parametrize("pair", [(torch.tensor(6.0), 3), [6, 3], (torch.tensor(6.0), torch.tensor(3))])
+@pytest.mark.parametrize(
+    "pair", [(torch.tensor(6.0), 3), [6, 3], (torch.tensor(6.0), torch.tensor(3)), (6.0, np.int64(3))]
+)
 def test_a_sum_and_count_stays_as_it_is(pair: Any) -> None:
     assert values(sum_and_count(pair, 100, "loss_fn")) == (6, 3)
 
@@ -123,11 +175,6 @@ def test_what_is_no_number_is_an_error_that_names_the_function() -> None:
 @pytest.mark.parametrize("metric", [mse, mae])
 def test_errors_of_yes_and_no_are_those_of_one_and_zero(metric: Any) -> None:
     assert values(metric(torch.tensor([1.0, 1.0]), torch.tensor([True, False]))) == (1, 2)
-
-
-def test_three_values_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="my_loss returned 3 values; it must return a mean or"):
-        sum_and_count((1, 2, 3), 4, "my_loss")
 
 
 def test_metrics_are_found_by_name_or_taken_as_given() -> None:
