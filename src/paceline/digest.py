@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paceline.errors import ReplicasDiffer
+from paceline.errors import ConfigError, ReplicasDiffer
 from paceline.world import World
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,5 +52,36 @@ def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
         raise ReplicasDiffer(name, differs[:, place].nonzero().flatten().tolist(), step)
 
 
+def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World) -> None:
+    """Stop the run if one of the parameters that it has begun with as frozen is trainable on any rank. All ranks."""
+    if not frozen:
+        return
+    flags = torch.tensor([parameter.requires_grad for _, parameter in frozen], dtype=torch.uint8, device=world.device)
+    is_trainable = torch.stack(world.gather_equal(flags)).any(dim=0).tolist()
+    if any(is_trainable):
+        name, _ = frozen[is_trainable.index(True)]
+        raise ConfigError(
+            f"{name} was frozen when the run began and requires a gradient now, which is not summed over lanes and "
+            "ranks; set requires_grad in model_fn, or use your own train_fn"
+        )
+
+
+def find_difference(model: torch.nn.Module, trained: Collection[str], world: World) -> tuple[str, list[int]] | None:
+    """A parameter with other values than on rank 0, and the ranks that have them. All ranks.
+
+    Only those in `trained`, and those that are trainable now, are compared. The ranks may have different ones.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad or name in trained}
+    digests = torch.stack([_digest(parameter) for parameter in named.values()]).tolist() if named else []
+    of_ranks = world.gather_objects(dict(zip(named, digests, strict=True)))
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank.get(name) != of_ranks[0].get(name)]
+        if ranks:
+            return name, ranks
+    return None
+
+
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.element_size() not in WORDS:  # complex numbers of 128 bits
+        parameter = torch.view_as_real(parameter.detach())
     return parameter.detach().contiguous().view(-1).view(WORDS[parameter.element_size()]).sum(dtype=torch.int64)

@@ -65,11 +65,12 @@ class UnusedParameters(PacelineError):
 class ReplicasDiffer(PacelineError):
     """The weights of some ranks differ from rank 0's."""
 
-    def __init__(self, name: str, ranks: Sequence[int], step: int) -> None:
+    CAUSE = "something changes weights outside the optimizer, or a device computes wrongly"
+
+    def __init__(self, name: str, ranks: Sequence[int], step: int, cause: str = CAUSE) -> None:
         listed = ", ".join(map(str, ranks))
         super().__init__(
-            f"after step {step} the weights of rank {listed} differ from rank 0's, first in {name}; "
-            "something changes weights outside the optimizer, or a device computes wrongly"
+            f"after step {step} the weights of rank {listed} differ from rank 0's, first in {name}; {cause}"
         )
 
 

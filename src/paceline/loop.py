@@ -17,7 +17,7 @@ from paceline.checkpoint.state import State, capture
 from paceline.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.config import Best
 from paceline.data.loader import Turn
-from paceline.digest import check_replicas, digests_of
+from paceline.digest import check_frozen, check_replicas, digests_of
 from paceline.evaluate import Evaluator
 from paceline.guard import Past
 from paceline.memory import Memory
@@ -110,7 +110,9 @@ class Loop:
         stragglers = Stragglers(self.world.gather_objects(socket.gethostname()))
         self.losses = LossRecord(self.world, self.fit, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.fit.step, self.fit.samples
-        self.stepper.replica.module.train()  # pretrained models come in evaluation mode
+        module = self.stepper.replica.module
+        self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        module.train()  # pretrained models come in evaluation mode
         try:
             if self.fit.owes_evaluation:
                 self._end_epoch(self.fit.history[-1]["epoch"] + 1 if self.fit.history else 0)
@@ -173,6 +175,7 @@ class Loop:
         elif self.losses.is_overdue(fit.step):
             self.losses.settle()
         if fit.step % plan.check_replicas_every == 0 or fit.step == 1 or turn.ends_run:
+            check_frozen(self.frozen, self.world)
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
         fit.owes_evaluation = turn.ends_epoch

@@ -105,7 +105,7 @@ def _is_count(count: Any, total: Any) -> bool:
         count = count.item()
     if not isinstance(count, Integral) or isinstance(count, bool):
         return False
-    return count >= 1 or (count == 0 and not _is_nonzero(total))
+    return int(count) >= 1 or (count == 0 and not _is_nonzero(total))
 
 
 def _is_nonzero(total: Any) -> bool:

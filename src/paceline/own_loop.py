@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
+
+from paceline.checkpoint.weights import save_weights
 from paceline.config import Config
 from paceline.data.batches import part
 from paceline.data.loader import epoch_loader
 from paceline.data.sources import is_stream
 from paceline.data.stream_loader import StreamLoader
+from paceline.digest import find_difference
+from paceline.errors import ReplicasDiffer
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single
+from paceline.room import write_patiently
+from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
-from paceline.world import World
+from paceline.world import World, is_joined
 
 
 def run_own_loop(
@@ -75,6 +83,40 @@ def run_own_loop(
     progress.phase = "training"
     model = replica.module if isinstance(replica, Single) else replica
     return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)
+
+
+def compare_ranks(
+    model: torch.nn.Module,
+    trained: Collection[str],
+    folder: RunFolder,
+    world: World,
+    events: Events,
+    progress: Progress,
+) -> None:
+    """Stop a run whose ranks have ended `train_fn` with different weights, and keep rank 0's. All ranks.
+
+    `trained` names the parameters that were trainable before. Buffers may differ, as DDP leaves them.
+    """
+    if world.size == 1:
+        return
+    if not is_joined():
+        text = "train_fn has left the process group, so the weights of the ranks are not compared; rank 0's are saved"
+        events.write("warning", text=text)
+        return
+    progress.phase = "comparing the weights of the ranks"
+    found = find_difference(model, trained, world)
+    if found is None:
+        return
+
+    def keep() -> None:
+        save_weights(model, folder.rank_0_weights)
+
+    world.decide(lambda: write_patiently(keep, progress))  # no rank fails, and ends the others, before it is written
+    cause = (
+        "model.module(…) leaves out DDP's sum of gradients, so call model(…); "
+        f"rank 0's weights are in {folder.rank_0_weights}"
+    )
+    raise ReplicasDiffer(*found, progress.step or 0, cause)
 
 
 def _of_split(config: Config) -> str:

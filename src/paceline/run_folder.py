@@ -33,6 +33,7 @@ class RunFolder:
         self.ray = path / ".ray"  # what Ray Train writes for itself
         self.lock = path / ".lock"
         self.weights = path / "weights.safetensors"
+        self.rank_0_weights = path / "weights-rank-0.safetensors"  # of ranks that disagree at the end of train_fn
         self.ema = path / "ema.safetensors"
         self.value = path / "value.pkl"
         self.result = path / "result.json"

@@ -37,7 +37,7 @@ from paceline.lifeline import die_with_parent
 from paceline.loop import Fit, Loop, Plan
 from paceline.optim import lr_at, make_optimizer
 from paceline.origin import origin_of
-from paceline.own_loop import run_own_loop
+from paceline.own_loop import compare_ranks, run_own_loop
 from paceline.past import find_past, restore, tell_past
 from paceline.precision import resolve
 from paceline.progress import Progress
@@ -107,8 +107,10 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     fit_scalers(model, training, config.seed, progress)
     replica = replicate(model, config, world)
     began = time.perf_counter()
+    trained = {name for name, parameter in replica.module.named_parameters() if parameter.requires_grad}
     value = run_own_loop(config, replica, training, validation, world, events, progress)
     seconds = time.perf_counter() - began
+    compare_ranks(replica.module, trained, folder, world, events, progress)
     progress.phase = "writing the result"
     write = partial(
         result.write, folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],

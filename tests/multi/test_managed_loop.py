@@ -219,6 +219,29 @@ def test_optimizer_fn_gets_the_model() -> None:
     assert_close(result.load_model(), plain_training(epochs=2))
 
 
+class Unfreezing(nn.Module):
+    """Trains its first layer from its third forward in training, as gradual unfreezing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8).requires_grad_(False), nn.Linear(8, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += self.training
+        self.first.requires_grad_(self.calls > 2)
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_parameter_that_becomes_trainable_ends_the_run_at_any_number_of_ranks(procs: int) -> None:
+    with pytest.raises(RankFailed, match=r"first\.weight was frozen when the run began .* in model_fn"):
+        start(
+            model_fn=Unfreezing, lanes=2, procs=procs, optimizer=None,
+            optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=LR),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("procs", [1, 4])
 def test_evaluation_counts_each_sample_once(procs: int) -> None:
     class Indexed(Dataset):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline import Trainer
+from paceline.checkpoint.weights import load_weights
 from paceline.errors import RankFailed, TravelError
 
 
@@ -154,6 +155,44 @@ def test_a_loop_that_does_not_clean_up_or_does_so_itself_ends_well(train_fn: Any
         dataset_fn=lambda: Numbers(24), train_fn=train_fn, batch_size=4, num_epochs=1, procs=procs, workers=1,
     ).start()  # fmt: skip
     assert result.load_model()[0].weight.shape == (4, 1)
+    is_reported = "the weights of the ranks are not compared" in (result.run_dir / "events.jsonl").read_text()
+    assert is_reported == (train_fn is leave_the_group and procs == 2)
+
+
+def fit_past_the_wrapper(model, train_loader, val_loader, device, num_epochs):
+    return fit_line(getattr(model, "module", model), train_loader, val_loader, device, num_epochs)
+
+
+def freeze_and_fit_past_the_wrapper(*arguments):
+    fit_past_the_wrapper(*arguments).requires_grad_(False)  # as many do before they save
+
+
+@pytest.mark.parametrize("train_fn", [fit_past_the_wrapper, freeze_and_fit_past_the_wrapper])
+def test_ranks_that_end_with_different_weights_have_no_result(train_fn: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model_fn = lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))  # noqa: E731
+    with pytest.raises(RankFailed) as failed:
+        Trainer(model_fn, Line, train_fn=train_fn, batch_size=4, procs=2, num_epochs=1, run_dir=run).start()
+    kept = run / "weights-rank-0.safetensors"
+    assert "the weights of rank 1 differ from rank 0's, first in 0.weight; model.module(…) leaves" in str(failed.value)
+    assert f"rank 0's weights are in {kept}" in str(failed.value)
+    assert not (run / "weights.safetensors").exists()
+    assert not (run / "result.json").exists()
+    load_weights(model_fn(), kept)
+
+
+def test_statistics_and_frozen_parameters_may_differ_between_ranks() -> None:
+    def fit(model, train_loader, val_loader, device, num_epochs):
+        fit_line(model, train_loader, val_loader, device, num_epochs)
+        model.module[2].weight.data += dist.get_rank()  # frozen
+        statistics: list[Any] = [None, None]
+        dist.all_gather_object(statistics, model.module[1].running_mean)
+        return not torch.equal(*statistics)
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1).requires_grad_(False))
+
+    assert Trainer(net, Line, train_fn=fit, batch_size=4, procs=2, num_epochs=1).start().value is True
 
 
 def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
