@@ -219,6 +219,43 @@ def test_optimizer_fn_gets_the_model() -> None:
     assert_close(result.load_model(), plain_training(epochs=2))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Every second step, the weights go back halfway to slow ones; groups and state are its base's, as in timm."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+        for group in self.param_groups:
+            group["looked"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for group in self.param_groups:
+            group["looked"] += 1
+            for parameter in group["params"] if group["looked"] % 2 else []:
+                slow = self.base.state[parameter].setdefault("slow", parameter.clone())
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+def test_a_run_with_an_inner_optimizer_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "optimizer": None, "optimizer_fn": lambda model: Lookahead(torch.optim.AdamW(model.parameters(), lr=LR)),
+        "schedule": {"name": "constant", "warmup_steps": 5},
+    }  # fmt: skip
+    whole = start(**options, procs=1)
+    options["run_dir"] = str(tmp_path / "run")
+    start(**options, procs=2, max_steps=3)
+    assert start(**options, procs=1, resume="auto").weights_sha256 == whole.weights_sha256
+
+
 class Unfreezing(nn.Module):
     """Trains its first layer from its third forward in training, as gradual unfreezing does."""
 
