@@ -181,6 +181,15 @@ def test_ranks_that_end_with_different_weights_have_no_result(train_fn: Any, tmp
     load_weights(model_fn(), kept)
 
 
+def test_a_rank_that_fails_is_named_while_the_others_wait_to_compare() -> None:
+    def fail_on_one_rank(model, train_loader, val_loader, device, num_epochs):
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+
+    with pytest.raises(RankFailed, match=r"rank 1 on .* failed[^?]*ValueError: only here"):
+        Trainer(lambda: nn.Linear(1, 1), Line, train_fn=fail_on_one_rank, batch_size=4, procs=2).start()
+
+
 def test_statistics_and_frozen_parameters_may_differ_between_ranks() -> None:
     def fit(model, train_loader, val_loader, device, num_epochs):
         fit_line(model, train_loader, val_loader, device, num_epochs)

@@ -75,6 +75,14 @@ def test_the_hash_neither_needs_nor_keeps_gradients() -> None:
     assert parameter.requires_grad
 
 
+def test_complex_parameters_of_128_bits_have_a_digest() -> None:
+    model = nn.Linear(3, 2, dtype=torch.complex128)
+    before = digests_of(model)
+    with torch.no_grad():
+        model.weight[1, 2] += 1e-12j
+    assert (digests_of(model) != before).tolist() == [True, False]
+
+
 def test_the_digest_of_a_parameter_changes_with_any_of_its_bits() -> None:
     model = nn.Linear(3, 2)
     before = digests_of(model)
