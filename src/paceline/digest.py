@@ -53,7 +53,7 @@ def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World) -> None:
-    """Stop the run if one of the parameters that it has begun with as frozen is trainable on any rank. All ranks."""
+    """Stop the run if a parameter that was frozen when it began is trainable now on any rank. All ranks."""
     if not frozen:
         return
     flags = torch.tensor([parameter.requires_grad for _, parameter in frozen], dtype=torch.uint8, device=world.device)
@@ -67,9 +67,9 @@ def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World)
 
 
 def find_difference(model: torch.nn.Module, trained: Collection[str], world: World) -> tuple[str, list[int]] | None:
-    """A parameter with other values than on rank 0, and the ranks that have them. All ranks.
+    """The first parameter whose values differ from rank 0's, and the ranks where they do. All ranks.
 
-    Only those in `trained`, and those that are trainable now, are compared. The ranks may have different ones.
+    Parameters in `trained` and those that are trainable now are compared; one that a rank lacks is a difference.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad or name in trained}
     digests = torch.stack([_digest(parameter) for parameter in named.values()]).tolist() if named else []
