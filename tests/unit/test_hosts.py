@@ -1,4 +1,4 @@
-"""launch/hosts.py and launch/network.py: who gets which ranks, and who is let in. Real hosts are in tests/cluster."""
+"""launch/hosts.py and launch/network.py: who gets which ranks, and who is the head. Real hosts are in tests/cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.config import build
 from paceline.errors import ConfigError
 from paceline.launch import network
-from paceline.launch.hosts import Hosts, address_in, key_of, seated
+from paceline.launch.hosts import Hosts, address_in, seated
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
@@ -25,21 +25,6 @@ def test_ranks_are_spread_as_evenly_as_rooms_allow(rooms: list[int], data: st.Da
     assert all(taken <= room for taken, room in zip(seats, rooms, strict=True))
     least = min((taken for taken, room in zip(seats, rooms, strict=True) if taken < room), default=max(seats))
     assert max(seats) <= least + 1
-
-
-def test_a_key_is_made_once_and_is_private() -> None:
-    config = build({"train_fn": print, "model_fn": print, "dataset_fn": print, "name": "lab"})
-    assert key_of(config) == key_of(config)
-    assert len(key_of(config)) == 32
-    assert oct(Path("runs/lab/.key").stat().st_mode)[-3:] == "600"
-    assert [path.name for path in Path("runs/lab").iterdir()] == [".key"]
-
-
-def test_a_folder_that_cannot_hold_the_key_is_named() -> None:
-    Path("taken").touch()
-    keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "run_dir": "taken"}
-    with pytest.raises(ConfigError, match="run_dir=taken cannot hold the key that the hosts share: File exists; "):
-        key_of(build(keys))
 
 
 def test_a_head_that_is_done_leaves_its_address_to_the_next_run() -> None:
@@ -61,56 +46,11 @@ def test_a_head_that_is_done_leaves_its_address_to_the_next_run() -> None:
     again.close()
 
 
-def greet(theirs: bytes, ours: bytes) -> tuple[object, object]:
-    """What both sides come to."""
-    door = network.listen("localhost", 0)
-    assert door is not None
-    heard: list[object] = []
-
-    def host() -> None:
-        knocking, _ = door.accept()
-        try:
-            heard.append(network.greeted(knocking, theirs, is_host=True).recv())
-        except OSError as error:
-            heard.append(type(error))
-
-    thread = threading.Thread(target=host)
-    thread.start()
-    answer: object = None
-    try:
-        with network.connect("localhost", door.getsockname()[1], ours) as connection:
-            connection.send("hello")
-            thread.join()
-    except OSError as error:
-        answer = type(error)
-    thread.join()
-    door.close()
-    return heard[0], answer
-
-
-def test_a_connection_needs_the_key() -> None:
-    assert greet(b"k" * 32, b"k" * 32) == ("hello", None)
-    heard, answer = greet(b"k" * 32, b"x" * 32)
-    assert heard in (PermissionError, OSError)
-    assert answer is PermissionError
-
-
 @pytest.mark.parametrize("address", ["n1", "n1:", ":29400", "n1:abc", "n1:0", "n1:99999"])
 def test_a_rendezvous_is_a_host_and_a_port(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build({"train_fn": print, "model_fn": print, "dataset_fn": print, "nodes": 2, "rendezvous": address})
     assert caught.value.problems == [f"rendezvous={address!r} must be a host and a port, such as n1:29400"]
-
-
-def test_whoever_does_not_speak_at_all_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "GREETING_S", 1)
-    silent, knocking = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    knocking.connect(silent.getsockname())
-    accepted, _ = silent.accept()
-    with pytest.raises(OSError):  # noqa: PT011 - whatever the system calls it
-        network.greeted(accepted, b"key", is_host=True)
-    silent.close()
-    knocking.close()
 
 
 def test_the_head_is_whoever_owns_the_address_and_came_first() -> None:

@@ -7,22 +7,27 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 
 from paceline.config import Config
 from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
 from paceline.launch import network
 from paceline.launch import ranks as processes
-from paceline.launch.hosts import PATIENCE_S, TELL_S, address_in, fingerprint, key_of, versions
+from paceline.launch.hosts import PATIENCE_S, TELL_S, address_in, fingerprint, versions
+from paceline.launch.key import key_of
+from paceline.launch.messages import ANSWER, ORDER, End, Hello, Over, RanksState, Refused, Signal, Start, Welcome
 from paceline.launch.ranks import Ranks
 from paceline.launch.site import room
+from paceline.launch.transport import BadMessage, Connection, HandshakeFailed, connect
 from paceline.nursery import LOOK_S
-from paceline.result import Outcome
+from paceline.result import Outcome, collect
+from paceline.run_folder import RunFolder
 from paceline.stop import SIGNALS, handled, heeded
 
 RETURN_S = 60.0  # for a head that was there and does not answer
 RETRY_S = 0.5
+VISIBLE_S = 60.0  # for NFS to show what another host has written
 STRANGERS = 3  # greetings that failed one after the other
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 GRACE_S = 5.0
@@ -39,10 +44,13 @@ def serve(config: Config, say: Say) -> Outcome:
             connection = _joined(config, config.rendezvous, patience_s, say)
             try:
                 variables = network.variables_towards(address_in(config.rendezvous)[0])
-                return _follow(connection, ranks, variables, asked, say)
-            except (EOFError, OSError):
+                over = _follow(connection, ranks, variables, asked, say)
+            except (EOFError, OSError) as error:
                 patience_s = RETURN_S
-                say(f"the head at {config.rendezvous} does not answer any more; trying to reach it again")
+                why = f" ({error})" if isinstance(error, BadMessage) else ""
+                say(f"the head at {config.rendezvous} does not answer any more{why}; trying to reach it again")
+            else:
+                return _outcome_of(over)
             finally:
                 ranks.end(signal.SIGKILL, GRACE_S)
                 connection.close()
@@ -55,17 +63,15 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
     strangers = 0
     while True:
         try:
-            connection = network.connect(host, port, key_of(config))
-            hello = {"name": socket.gethostname(), "room": room(config)[1], "versions": versions()}
-            connection.send({**hello, "config": fingerprint(config)})
-            answer, text = connection.recv()
+            connection = connect(host, port, key_of(config))
+            answer = _ask(connection, config)
         except PermissionError:
             raise ConfigError(
                 f"rendezvous={rendezvous} does not know the key that lies in the run's folder here; all hosts must see "
                 "one shared folder, and start in the same place of it"
             ) from None
         except (EOFError, OSError) as error:
-            now, strangers = time.monotonic(), strangers + 1 if isinstance(error, network.NoGreeting) else 0
+            now, strangers = time.monotonic(), strangers + 1 if isinstance(error, HandshakeFailed) else 0
             if strangers >= STRANGERS:
                 raise ConfigError(f"rendezvous={rendezvous} is used by another program; choose another port") from None
             if now - began > patience_s:
@@ -77,33 +83,41 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
                 say(f"waiting for the head at {rendezvous}")
             time.sleep(RETRY_S)
             continue
-        if answer == "refused":
-            raise ConfigError(f"rendezvous={rendezvous} takes only hosts of its own versions: {text}")
-        say(f"joined {text} at {rendezvous}")
+        if isinstance(answer, Refused):
+            connection.close()
+            raise ConfigError(f"rendezvous={rendezvous} takes only hosts of its own versions: {answer.reason}")
+        say(f"joined {answer.name} at {rendezvous}")
         return connection
 
 
-def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int], say: Say) -> Outcome:
-    """Do as the head says, and tell it what happens to the ranks; pass signals on to them, which agree with all."""
+def _ask(connection: Connection, config: Config) -> Welcome | Refused:
+    """Introduce this host to the head; its answer."""
+    try:
+        hello = Hello(name=socket.gethostname(), room=room(config)[1], versions=versions(), config=fingerprint(config))
+        connection.send(hello)
+        return connection.receive(ANSWER)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int], say: Say) -> Over:
+    """Do as the head says until the run is over; report the ranks' state to it; pass signals on to the ranks."""
     told: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    life, passed_on = 0, 0.0
+    attempt, passed_on = 0, 0.0
     while True:
         while connection.poll(0 if ranks.pids else LOOK_S):
-            order, *values = connection.recv()
-            if order == "start":
-                life, births = values
-                ranks.start([birth._replace(variables={**birth.variables, **variables}) for birth in births])
-            elif order == "signal":
-                ranks.signal(values[0])
-            elif order == "end":
-                ranks.end(*values)
-            elif order == "over":
-                outcome, text, code = values
-                if outcome is None:
-                    error = RankFailed(text)
-                    error.exit_code = code
-                    raise error
-                return outcome  # type: ignore[no-any-return]
+            order = connection.receive(ORDER)
+            match order:
+                case Start():
+                    attempt = order.attempt
+                    ranks.start([birth._replace(variables={**birth.variables, **variables}) for birth in order.ranks])
+                case Signal():
+                    ranks.signal(order.number)
+                case End():
+                    ranks.end(order.number, order.grace_s)
+                case Over():
+                    return order
         if asked and time.monotonic() - passed_on > RESEND_S:
             if not passed_on:
                 say(f"{signal.Signals(asked[0]).name}: asking all ranks to save and stop; again, this host leaves")
@@ -112,7 +126,21 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], ask
         ranks.look(LOOK_S)
         if told != (ranks.pids, ranks.codes):
             told = (dict(ranks.pids), dict(ranks.codes))
-            connection.send((life, *told))
+            connection.send(RanksState(attempt=attempt, pids=told[0], codes=told[1]))
+
+
+def _outcome_of(over: Over) -> Outcome:
+    """What the run left in the shared folder, which a network file system may show a little later; or its error."""
+    if over.run_dir is None:
+        error = RankFailed(over.error)
+        error.exit_code = over.exit_code
+        raise error
+    folder, deadline = RunFolder(Path(over.run_dir)), time.monotonic() + VISIBLE_S
+    while not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
+        if time.monotonic() > deadline:
+            raise RankFailed(f"the run has ended, but {folder.path} holds no result here; look at it on the head")
+        time.sleep(RETRY_S)
+    return collect(folder)
 
 
 @contextmanager

@@ -2,25 +2,22 @@
 
 Every host runs the same command. The one that owns the rendezvous address becomes the head; it opens the run folder
 and takes all decisions, just as on a single machine. The others are its guests (`launch/guest.py`). All of them see one
-shared folder, and a key in it is what a guest must know.
+shared folder, and the key in it (`launch/key.py`) is what a guest must know.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import queue
-import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from signal import Signals
 
 import torch
 
@@ -29,11 +26,11 @@ from paceline.errors import ConfigError
 from paceline.failure import HOST_LOST
 from paceline.launch import network
 from paceline.launch import ranks as processes
+from paceline.launch.messages import HELLO, RANKS_STATE, End, Message, Over, Refused, Signal, Start, Welcome
 from paceline.launch.site import Meeting, fitting, room, serve_store, variables_of
+from paceline.launch.transport import BadMessage, Connection, Listener
 from paceline.nursery import Birth
-from paceline.result import Outcome
 from paceline.resume import identity_of
-from paceline.run_folder import write_private
 from paceline.world import PATIENCE
 
 PATIENCE_S = 900.0  # for hosts to come
@@ -52,8 +49,8 @@ class Guest:
     first: int = 0  # the number of its first rank
     ranks: int = 0
 
-    def tell(self, *message: Any) -> None:
-        """Send something; whoever is gone will be missed by the next look."""
+    def send(self, message: Message) -> None:
+        """Send a message; the next look finds out whether the host has left."""
         with suppress(OSError):
             self.connection.send(message)
 
@@ -80,9 +77,9 @@ class Hosts:
         self._arrived: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._own: processes.Ranks | None = None
         self._own_ranks = 0
-        self._life = 0
+        self._attempt = 0
         self._last_came = time.monotonic()
-        threading.Thread(target=self._open_door, name="paceline-door", daemon=True).start()
+        self._listener = Listener(self.door, self.key, self._admit, self.say)
 
     # --- who is here -----------------------------------------------------------------------------------------------
 
@@ -101,25 +98,19 @@ class Hosts:
                 told = now
                 self.say(f"waiting for hosts at {self.config.rendezvous}: {here} of {self.least} ({names})")
 
-    def _open_door(self) -> None:
-        """Let in whoever knows the key, each in a thread of its own: one that is silent must keep nobody waiting."""
-        while True:
-            try:
-                knocking, _ = self.door.accept()
-            except OSError:  # it is closed
+    def _admit(self, connection: Connection) -> None:
+        """Take a host that knows the key, if its versions are the same. Called in a thread of that connection."""
+        try:
+            hello = connection.receive(HELLO)
+            if hello.versions == versions():
+                connection.send(Welcome(name=socket.gethostname()))
+                has_our_config = hello.config == fingerprint(self.config)
+                self._arrived.put(Guest(hello.name, hello.room, connection, has_our_config))
                 return
-            threading.Thread(target=self._greet, args=(knocking,), daemon=True).start()
-
-    def _greet(self, knocking: socket.socket) -> None:
-        with suppress(OSError, EOFError):
-            connection = network.greeted(knocking, self.key, is_host=True)
-            hello = connection.recv()
-            if hello["versions"] != versions():
-                connection.send(("refused", f"{hello['name']} has {hello['versions']}, the head {versions()}"))
-                return
-            connection.send(("welcome", socket.gethostname()))
-            is_alike = hello["config"] == fingerprint(self.config)
-            self._arrived.put(Guest(hello["name"], hello["room"], connection, is_alike))
+            connection.send(Refused(reason=f"{hello.name} has {hello.versions}, the head {versions()}"))
+        except (OSError, EOFError):
+            pass
+        connection.close()
 
     # --- room ------------------------------------------------------------------------------------------------------
 
@@ -172,18 +163,19 @@ class Hosts:
     def start(self, births: Sequence[Birth]) -> None:
         """Start ranks 0, 1, 2, and so on, each on its host."""
         assert self._own is not None
-        self._life += 1
+        self._attempt += 1
         self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
         own = [birth._replace(variables={**birth.variables, **self._variables}) for birth in births[: self._own_ranks]]
         self._own.start(own)
         for guest in self.guests:
-            guest.tell("start", self._life, list(births[guest.first : guest.first + guest.ranks]))
+            own = list(births[guest.first : guest.first + guest.ranks])
+            guest.send(Start(attempt=self._attempt, ranks=own))
 
     def look(self, seconds: float) -> None:
         """Take in what has happened on all hosts; wait for news for so long."""
-        own = [self._own.channel] if self._own is not None else []
-        ready = wait([*own, *(guest.connection for guest in self.guests)], seconds)
-        for guest in [guest for guest in self.guests if guest.connection in ready]:
+        own = [self._own.channel.fileno()] if self._own is not None else []
+        ready = wait([*own, *(guest.connection.fileno() for guest in self.guests)], seconds)
+        for guest in [guest for guest in self.guests if guest.connection.fileno() in ready]:
             self._hear(guest)
         if self._own is not None:
             self._own.look(0)
@@ -197,14 +189,14 @@ class Hosts:
 
     def _hear(self, guest: Guest) -> None:
         try:
-            while guest.connection.poll():
-                life, pids, codes = guest.connection.recv()
-                if life == self._life:  # and no late news of an earlier one
-                    self._note(guest.first, pids, codes)
-        except (EOFError, OSError):
+            while guest.connection.poll(0):
+                state = guest.connection.receive(RANKS_STATE)
+                if state.attempt == self._attempt:  # and no late report of an earlier one
+                    self._note(guest.first, state.pids, state.codes)
+        except (EOFError, OSError) as error:
             guest.connection.close()
             self.guests.remove(guest)
-            self.say(f"host {guest.name} is gone")
+            self.say(f"host {guest.name} is gone{f': {error}' if isinstance(error, BadMessage) else ''}")
             lost = [rank for rank in range(guest.first, guest.first + guest.ranks) if rank in self.pids]
             self._note(0, {}, dict.fromkeys(lost, HOST_LOST))
 
@@ -222,12 +214,12 @@ class Hosts:
         if self._own is not None:
             self._own.signal(number)
         for guest in self.guests:
-            guest.tell("signal", number)
+            guest.send(Signal(number=Signals(number)))
 
     def end(self, number: int, grace_s: float) -> None:
         """End the ranks by a signal, and by SIGKILL those that do not follow; a host that does not answer is left."""
         for guest in self.guests:
-            guest.tell("end", number, grace_s)
+            guest.send(End(number=Signals(number), grace_s=grace_s))
         if self._own is not None:
             self._own.end(number, grace_s)
         deadline = time.monotonic() + 3 * grace_s
@@ -239,15 +231,13 @@ class Hosts:
                 self.guests.remove(guest)
                 self.say(f"host {guest.name} does not answer, and is left")
 
-    def part(self, outcome: Outcome | None, error: str = "", code: int = 1) -> None:
-        """Tell the guests how it ended, and close the door."""
-        with suppress(OSError):
-            self.door.shutdown(socket.SHUT_RDWR)  # or the thread that waits there would keep the port
-        self.door.close()
+    def part(self, run_dir: Path | None, error: str = "", code: int = 1) -> None:
+        """Send the guests how the run ended, and give the address back."""
+        self._listener.close()
         while not self._arrived.empty():
             self.guests.append(self._arrived.get())
         for guest in self.guests:
-            guest.tell("over", outcome, error, code)
+            guest.send(Over(run_dir=str(run_dir) if run_dir is not None else None, error=error, exit_code=code))
             guest.connection.close()
 
 
@@ -275,23 +265,3 @@ def fingerprint(config: Config) -> str:
     """What tells whether two hosts mean the same run."""
     identity = identity_of(config, lanes=0, samples=None, device=torch.device("cpu"))
     return str(identity["config_sha256"])
-
-
-def key_of(config: Config) -> bytes:
-    """The key of the shared folder; whoever comes first makes it."""
-    folder = config.run_dir or Path("runs") / config.name
-    path, mine = folder / ".key", folder / f".key.{socket.gethostname()}.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_private(mine, secrets.token_bytes(32))
-            with suppress(FileExistsError):
-                os.link(mine, path)  # a name that is there already stays
-            mine.unlink()
-        return path.read_bytes()
-    except FileNotFoundError:  # NFS does not show it yet; a guest tries again
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"run_dir={folder} cannot hold the key that the hosts share: {error.strerror}; choose another --run-dir"
-        ) from None

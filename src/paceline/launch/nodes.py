@@ -6,6 +6,7 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.job import Task
 from paceline.launch import guest, hosts, local, network
+from paceline.launch.key import key_of
 from paceline.result import Outcome
 from paceline.telemetry.console import Screen
 
@@ -17,7 +18,7 @@ def start(config: Config, task: Task) -> Outcome:
     door = network.listen(*hosts.address_in(config.rendezvous))
     if door is None:
         return guest.serve(config, say)
-    site = hosts.Hosts(config, door, hosts.key_of(config), say)
+    site = hosts.Hosts(config, door, key_of(config), say)
     try:
         outcome = local.start(config, task, site)
     except PacelineError as error:
@@ -26,5 +27,5 @@ def start(config: Config, task: Task) -> Outcome:
     except BaseException as error:
         site.part(None, f"the head was ended by {type(error).__name__}")
         raise
-    site.part(outcome)
+    site.part(outcome.run_dir)
     return outcome
