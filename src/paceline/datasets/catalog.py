@@ -25,11 +25,11 @@ class Content:
 
 @dataclass(frozen=True)
 class File:
-    """A file as it is downloaded. `checksum` is "sha256:…" or "md5:…", whichever its publisher or its copies give."""
+    """A file as it is downloaded."""
 
     name: str
     size: int
-    checksum: str
+    sha256: str
     contents: tuple[Content, ...]
 
 
@@ -43,7 +43,7 @@ class Known:
     mirrors: tuple[str, ...]
 
 
-def _idx(sizes_and_checksums: Sequence[tuple[int, str]]) -> tuple[File, ...]:
+def _idx(sizes_and_sha256: Sequence[tuple[int, str]]) -> tuple[File, ...]:
     """The four files of MNIST and of those made in its likeness."""
     contents = (
         Content("train-images-idx3-ubyte", 16 + 60_000 * 28 * 28),
@@ -52,8 +52,8 @@ def _idx(sizes_and_checksums: Sequence[tuple[int, str]]) -> tuple[File, ...]:
         Content("t10k-labels-idx1-ubyte", 8 + 10_000),
     )
     return tuple(
-        File(f"{content.path}.gz", size, checksum, (content,))
-        for content, (size, checksum) in zip(contents, sizes_and_checksums, strict=True)
+        File(f"{content.path}.gz", size, sha256, (content,))
+        for content, (size, sha256) in zip(contents, sizes_and_sha256, strict=True)
     )
 
 
@@ -62,16 +62,15 @@ MNIST = Known(
     layout="idx",
     files=_idx(
         [
-            (9_912_422, "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-            (28_881, "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-            (1_648_877, "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-            (4_542, "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+            (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+            (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+            (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+            (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
         ]
     ),
     mirrors=(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        "http://yann.lecun.com/exdb/mnist/",  # where it comes from; often refuses
     ),
 )
 
@@ -80,15 +79,15 @@ FASHION_MNIST = Known(
     layout="idx",
     files=_idx(
         [
-            (26_421_880, "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-            (29_515, "md5:25c81989df183df01b3e8a0aad5dffbe"),
-            (4_422_102, "md5:bef4ecab320f06d8554ea6380940ec79"),
-            (5_148, "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+            (26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            (29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+            (4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            (5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
         ]
     ),
     mirrors=(
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
     ),
 )
 
@@ -99,7 +98,7 @@ CIFAR10 = Known(
         File(
             "cifar-10-binary.tar.gz",
             170_052_171,
-            "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
             tuple(
                 Content(f"cifar-10-batches-bin/{name}.bin", 10_000 * (1 + 3 * 32 * 32))
                 for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
@@ -116,7 +115,7 @@ TINY_SHAKESPEARE = Known(
         File(
             "input.txt",
             1_115_394,
-            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
             (Content("input.txt", 1_115_394),),
         ),
     ),

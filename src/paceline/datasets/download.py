@@ -66,7 +66,7 @@ def is_there(folder: Path, file: File) -> bool:
     path = folder / file.name
     if all(_has_size(folder / content.path, content.size) for content in file.contents):
         return True
-    if _has_size(path, file.size) and _checksum(path, file) == file.checksum:
+    if _has_size(path, file.size) and _sha256(path) == file.sha256:
         return True
     # Others pack the same content otherwise (Debian does); gzip carries a checksum of its own.
     return file.name == f"{file.contents[0].path}.gz" and _unpacked_size(path) == file.contents[0].size
@@ -115,7 +115,7 @@ def _try_mirror(url: str, file: File, stream: BinaryIO, part: Path, on_bytes: On
             if part.stat().st_size > before:
                 continue  # it brought something: go on from there
             return reason
-        if part.stat().st_size == file.size and _checksum(part, file) == file.checksum:
+        if part.stat().st_size == file.size and _sha256(part) == file.sha256:
             return None
         reason = "another checksum than expected"
         stream.truncate(0)
@@ -184,14 +184,12 @@ def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def _checksum(path: Path, file: File) -> str:
-    """A file's checksum, of the kind that is known of it."""
-    kind = file.checksum.partition(":")[0]
-    digest = hashlib.new(kind, usedforsecurity=False)
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
-    return f"{kind}:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _unpacked_size(path: Path) -> int | None:
