@@ -59,8 +59,8 @@ def script(plan: Plan, name: str, words: Sequence[str], folder: RunFolder) -> st
         "output": folder.job_log,
         "open-mode": "append",
     }
-    head = [f'#SBATCH --{key}="{value}"' for key, value in asked.items() if value is not None]
-    head += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in plan.options)]
+    head = [_directive(f"--{key}", value) for key, value in asked.items() if value is not None]
+    head += [_directive(option) for option in ("--requeue", *plan.options)]
     command = [sys.executable, "-m", "paceline", "train", *words, "--run-dir", str(folder.path), "--resume", "auto"]
     command += ["--procs", plan.procs] if plan.procs is not None else []
     meeting = f' --nodes {plan.nodes} --rendezvous "$head:$port"' if plan.nodes > 1 else ""
@@ -90,6 +90,14 @@ exit "$code"
 """
 
 
+def _directive(option: str, value: object = None) -> str:
+    """The line of one option of sbatch: as the user gave it, or with a value in quotes."""
+    text = option if value is None else f'{option}="{value}"'
+    if not text.isprintable() or (value is not None and set(str(value)) & {'"', "\\"}):
+        raise ConfigError(f"{text!r} cannot be an option of sbatch; remove its line breaks, quotes and backslashes")
+    return f"#SBATCH {text}"
+
+
 def submit(text: str, folder: RunFolder) -> str:
     """Hand a batch script to Slurm; the number of the job."""
     if (job := job_of(folder)) is not None and (state := state_of(job)).startswith(ALIVE):
@@ -102,8 +110,16 @@ def submit(text: str, folder: RunFolder) -> str:
 
 
 def job_of(folder: RunFolder) -> str | None:
-    """The Slurm job of a run, if it was submitted."""
-    return str(json.loads(folder.slurm.read_text(encoding="utf-8"))["job"]) if folder.slurm.exists() else None
+    """The number of a run's Slurm job, if it was submitted."""
+    if not folder.slurm.exists():
+        return None
+    try:
+        job = str(json.loads(folder.slurm.read_text(encoding="utf-8"))["job"])
+    except (ValueError, KeyError, TypeError):
+        job = ""
+    if not re.fullmatch("[0-9]+", job):  # it becomes an argument of Slurm's commands
+        raise ConfigError(f"{folder.slurm} holds no number of a Slurm job; remove it, and use Slurm's own commands")
+    return job
 
 
 def state_of(job: str) -> str:

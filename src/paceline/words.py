@@ -1,8 +1,12 @@
-"""Numbers in words."""
+"""Numbers in words, and text that is safe to print."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+# All control characters but newlines and tabs; those that change the direction of text; halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def ranks_text(count: int) -> str:
@@ -14,3 +18,8 @@ def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -
     """How a run has ended, such as "step 230  val_loss 0.0339  accuracy 0.9944  weights 129331c41e82"."""
     measured = [f"{name} {value:.4f}" for name, value in metrics.items()]
     return "  ".join([f"step {step}", *measured, f"weights {weights_sha256[:12]}"])
+
+
+def printable(text: str) -> str:
+    """The text with its control characters as `\\x1b` and the like: a terminal would do what they say."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

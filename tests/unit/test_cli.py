@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shlex
+import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +15,8 @@ import pytest
 from paceline import cli
 from paceline.cli.arguments import RECIPE_CONFIGS
 from paceline.cli.train import next_steps
+from paceline.run_folder import RunFolder
+from paceline.telemetry.events import Events
 
 
 def words(line: str) -> list[str]:
@@ -45,3 +51,45 @@ def test_the_copy_of_a_recipe_is_trained_as_the_recipe_is(recipe: str, capsys: p
     assert told[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", *table, "num_epochs=5"]
     brings = {"lm": "data", "mnist": "data", "text": "model"}
     assert [command[1:3] for command in told[:-1]] == ([[brings[recipe], "get"]] if recipe in brings else [])
+
+
+HOSTILE, SHOWN = "\x1b]0;owned\x07\x1b[2J", "\\x1b]0;owned\\x07\\x1b[2J"
+
+
+def terminal_output(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What `paceline ARGUMENTS` shows on a terminal."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with pytest.raises(SystemExit):
+        cli.main()
+    return screen.getvalue()
+
+
+def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / f"run{HOSTILE}")
+    folder.logs.mkdir(parents=True)
+    folder.config.touch()
+    folder.log(0).write_text(f"printed {HOSTILE}\n")
+    with closing(Events(folder.events)) as events:
+        events.write("run_started", name=f"lab{HOSTILE}", world_size=2)
+        events.write("epoch", epoch=0, step=12, **{f"accuracy{HOSTILE}": 0.75})
+        events.write("run_failed", text=f"rank 1 failed{HOSTILE}")
+    step = folder.checkpoints / "step-12"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({f"x{HOSTILE}": 1}))
+    for command in ("status", "logs", "checkpoints", "cancel"):
+        shown = terminal_output(monkeypatch, command, str(folder.path))
+        assert "\x1b]" not in shown, command
+        assert "\x1b[2J" not in shown, command
+    shown = terminal_output(monkeypatch, "status", str(folder.path))
+    assert f"lab{SHOWN}: 2 ranks" in shown
+    assert f"accuracy{SHOWN} 0.7500" in shown
+    assert f"failed: rank 1 failed{SHOWN}" in shown
+    assert f"{SHOWN} was not submitted" in terminal_output(monkeypatch, "cancel", str(folder.path)).replace("\n", "")

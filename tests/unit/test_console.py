@@ -72,6 +72,16 @@ def test_a_straggler_is_told_in_its_own_words(clock: list[float], capsys: pytest
     assert capsys.readouterr().err == "rank 1 on n2 holds the others back\n"
 
 
+def test_texts_of_events_cannot_control_the_terminal(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.show({**STARTED, "name": "digits\x1b[2J"})
+    screen.show({"event": "epoch", "time": 1001.0, "epoch": 0, "step": 40, "accuracy\x1b[2J": 0.5})
+    screen.show({"event": "warning", "time": 1002.0, "text": "slow\x1b[2J"})
+    shown = capsys.readouterr().err
+    assert shown.count("\\x1b[2J") == 3
+    assert "\x1b" not in shown
+
+
 # --- a terminal ---------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.launch.slurm import first_host, is_step, tasks_per_node, world_of
 from paceline.run_folder import RunFolder
-from paceline.submit import Plan, describe, script
+from paceline.submit import Plan, describe, job_of, script
 from paceline.telemetry.events import Events
 
 # As srun 22.05 sets them for the last of four tasks on two nodes.
@@ -109,3 +109,28 @@ def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:
     assert "train '/shared/my lab/config.yaml' optimizer.lr=1e-3 --run-dir /shared/runs/mnist/1 --resume auto" in text
     assert '--nodes 2 --rendezvous "$head:$port"' in text
     assert "--rendezvous" not in script(Plan(), "mnist", ["config.yaml"], RunFolder(Path("/shared/runs/mnist/1")))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "folder"),
+    [
+        ("lab\n#SBATCH --uid=root", Plan(), "/runs/1"),
+        ("lab", Plan(partition="gpu\n#SBATCH --uid=root"), "/runs/1"),
+        ("lab", Plan(time='4:00:00" --uid="root'), "/runs/1"),
+        ("lab", Plan(options=["--account=lab\n\nrm -r /"]), "/runs/1"),
+        ("lab", Plan(), "/runs/1\n#SBATCH --uid=root"),
+    ],
+)
+def test_what_would_be_more_than_one_option_of_sbatch_is_refused(name: str, plan: Plan, folder: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be an option of sbatch; remove its line breaks, quotes and"):
+        script(plan, name, ["config.yaml"], RunFolder(Path(folder)))
+
+
+@pytest.mark.parametrize("content", ['{"job": "--user=root"}', '{"job": "12 13"}', '{"job": "١٢"}', "{}", "[]", ""])
+def test_only_the_number_of_a_job_is_handed_to_slurm(content: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.slurm.write_text(content)
+    with pytest.raises(ConfigError, match=r"slurm\.json holds no number of a Slurm job; "):
+        job_of(folder)
+    folder.slurm.write_text('{"job": "4711"}')
+    assert job_of(folder) == "4711"

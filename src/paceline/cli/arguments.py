@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.errors import ConfigError
+from paceline.words import printable
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -67,7 +68,7 @@ def newest_run() -> Path:
     found = newest_below(Path("runs"))
     if found is None:
         raise ConfigError("there is no run below runs; give a run folder")
-    typer.echo(f"the newest run: {found}", err=True)
+    typer.echo(printable(f"the newest run: {found}"), err=True)
     return found
 
 

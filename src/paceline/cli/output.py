@@ -7,6 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from paceline.words import printable
+
 
 def is_main() -> bool:
     """Whether this process speaks for all: of several that were started alike, one does."""
@@ -21,4 +23,6 @@ def show_table(table: Table) -> None:
 
 
 def print_error(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"paceline: {text}", style="red", markup=False)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        f"paceline: {printable(text)}", style="red", markup=False
+    )

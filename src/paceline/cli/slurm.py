@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli.arguments import Overrides, Run, Target, find_config, find_run, newest_run
 from paceline.errors import ConfigError
+from paceline.words import printable
 
 
 def submit(
@@ -41,9 +42,10 @@ def submit(
     plan = Plan(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir
+    shown = wanted or Path("runs") / built.name / "DATE-TIME"
+    text = script(plan, built.name, words, RunFolder(shown.resolve()))  # a mistake shows before a folder is made
     if dry_run:
-        shown = wanted or Path("runs") / built.name / "DATE-TIME"
-        typer.echo(script(plan, built.name, words, RunFolder(shown.resolve())), nl=False)
+        typer.echo(text, nl=False)
         return
     folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
     job = hand_over(script(plan, built.name, words, folder), folder)
@@ -58,7 +60,7 @@ def status(run: Run = None) -> None:
     from paceline.submit import describe
 
     for line in describe(find_run(run or newest_run())):
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def watch(run: Run = None) -> None:
@@ -80,7 +82,7 @@ def logs(
 
     with find_log(find_run(run or newest_run()), rank).open(encoding="utf-8", errors="replace") as file:
         while True:
-            typer.echo(file.read(), nl=False)
+            typer.echo(printable(file.read()), nl=False)
             if not follow:
                 return
             time.sleep(0.5)
@@ -96,4 +98,4 @@ def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder o
         raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
     end_job(job)
     again = f"paceline submit … --run-dir {quote(str(run))}"
-    typer.echo(f"job {job} is told to end; the run saves first, and goes on with {again}")
+    typer.echo(printable(f"job {job} is told to end; the run saves first, and goes on with {again}"))

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from paceline.cli.output import is_main, show_table
 from paceline.errors import ConfigError
+from paceline.words import printable
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Weights = Annotated[
@@ -111,13 +113,13 @@ def checkpoints(run_dir: Run) -> None:
         try:
             manifest = verify(path)
         except Damaged as reason:
-            table.add_row(path.name, "", "", "", f"cannot be used: {reason}")
+            table.add_row(path.name, "", "", "", Text(printable(f"cannot be used: {reason}")))
             continue
         saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
         facts = "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items() if value is not None)
-        table.add_row(path.name, f"{manifest.size / 1e6:,.1f} MB", saved, facts, "valid")
+        table.add_row(path.name, f"{manifest.size / 1e6:,.1f} MB", saved, Text(printable(facts)), "valid")
     if not table.row_count:
-        typer.echo(f"{run_dir} has no checkpoints")
+        typer.echo(printable(f"{run_dir} has no checkpoints"))
         return
     show_table(table)
 

@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.arguments import find_run, newest_run
 from paceline.errors import ConfigError
+from paceline.words import printable
 
 
 def board(
@@ -55,5 +56,5 @@ def _runs_among(paths: list[Path]) -> list[Path]:
     if len(others) == len(paths):
         find_run(paths[0])  # says what is wrong
     if others:
-        typer.echo(f"left out, no run folder: {', '.join(map(str, others))}", err=True)
+        typer.echo(printable(f"left out, no run folder: {', '.join(map(str, others))}"), err=True)
     return [find_run(path).path for path in paths if path not in others]

@@ -21,7 +21,7 @@ from paceline.telemetry.live import (
     training_texts,
     view,
 )
-from paceline.words import ranks_text
+from paceline.words import printable, ranks_text
 
 PLAIN_INTERVAL_S = 3.0
 DRAWN_PER_S = 4
@@ -41,6 +41,7 @@ class Screen:
 
     def show(self, event: dict[str, Any]) -> None:
         """React to one event; kinds it does not know are not for the screen."""
+        event = _printable(event)
         told = self._facts.told
         self._facts = after(self._facts, event)
         if self._facts.told != told:
@@ -55,7 +56,7 @@ class Screen:
 
     def note(self, text: str, style: str = "") -> None:
         """One line from Paceline itself."""
-        self.console.print(text, style=style, markup=False)
+        self.console.print(printable(text), style=style, markup=False)
 
     def close(self) -> None:
         """Take the view off the screen."""
@@ -127,3 +128,12 @@ class Screen:
 
     def _view(self) -> RenderableType:
         return view(self._facts, time.monotonic() - self._heard, self.console.width)
+
+
+def _printable(value: Any) -> Any:
+    """A value of an event with all its texts safe to print, the names in it among them."""
+    if isinstance(value, dict):
+        return {printable(name): _printable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
