@@ -19,7 +19,7 @@ from paceline.launch.key import key_of
 from paceline.launch.messages import ANSWER, ORDER, End, Hello, Over, RanksState, Refused, Signal, Start, Welcome
 from paceline.launch.ranks import Ranks
 from paceline.launch.site import room
-from paceline.launch.transport import BadMessage, Connection, HandshakeFailed, connect
+from paceline.launch.transport import BadMessage, Connection, HandshakeFailed, KeysDiffer, connect
 from paceline.nursery import LOOK_S
 from paceline.result import Outcome, collect
 from paceline.run_folder import RunFolder
@@ -65,7 +65,7 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
         try:
             connection = connect(host, port, key_of(config))
             answer = _ask(connection, config)
-        except PermissionError:
+        except KeysDiffer:
             raise ConfigError(
                 f"rendezvous={rendezvous} does not know the key that lies in the run's folder here; all hosts must see "
                 "one shared folder, and start in the same place of it"

@@ -8,7 +8,6 @@ number and its text, made with a key of this connection alone. Nothing is encryp
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import socket
@@ -40,6 +39,10 @@ IDLE_S, PROBE_S, PROBES = 6, 2, 3
 
 class HandshakeFailed(OSError):
     """The other side is silent, left, or is not a host of a run."""
+
+
+class KeysDiffer(OSError):
+    """The other side is a host of a run, and knows another key."""
 
 
 class BadMessage(OSError):
@@ -93,7 +96,7 @@ class Connection:
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """A connection to the head that listens there. Raises OSError: PermissionError if the two keys differ."""
+    """A connection to the head that listens there. Raises OSError: KeysDiffer, HandshakeFailed and others."""
     return handshake(socket.create_connection((resolve(host), port), HANDSHAKE_S), key, "guest")
 
 
@@ -103,7 +106,7 @@ def handshake(raw: socket.socket, key: bytes, role: Role) -> Connection:
     try:
         _detect_lost_links(raw)
         session_key = _exchange_proofs(raw, key, role, deadline)
-    except PermissionError:
+    except KeysDiffer:
         raw.close()
         raise
     except (OSError, EOFError) as error:
@@ -127,7 +130,7 @@ def _exchange_proofs(raw: socket.socket, key: bytes, role: Role, deadline: float
     if role == "head":
         _send(raw, proof if is_proved else bytes(CODE_BYTES), deadline)
     if not is_proved:
-        raise PermissionError("the keys differ")
+        raise KeysDiffer("the keys differ")
     return _hmac(key, PROTOCOL, b"session", nonces)
 
 
@@ -136,7 +139,7 @@ def _other(role: Role) -> Role:
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), hashlib.sha256)
+    return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def _detect_lost_links(raw: socket.socket) -> None:
