@@ -98,4 +98,4 @@ def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder o
         raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
     end_job(job)
     again = f"paceline submit … --run-dir {quote(str(run))}"
-    typer.echo(printable(f"job {job} is told to end; the run saves first, and goes on with {again}"))
+    typer.echo(printable(f"job {job} will end once the run has saved; resume with {again}"))

@@ -31,6 +31,7 @@ from paceline.launch.site import Meeting, fitting, room, serve_store, variables_
 from paceline.launch.transport import BadMessage, Connection, Listener
 from paceline.nursery import Birth
 from paceline.resume import identity_of
+from paceline.words import printable
 from paceline.world import PATIENCE
 
 PATIENCE_S = 900.0  # for hosts to come
@@ -234,10 +235,11 @@ class Hosts:
     def part(self, run_dir: Path | None, error: str = "", code: int = 1) -> None:
         """Send the guests how the run ended, and give the address back."""
         self._listener.close()
+        over = Over(run_dir=str(run_dir) if run_dir is not None else None, error=printable(error), exit_code=code)
         while not self._arrived.empty():
             self.guests.append(self._arrived.get())
         for guest in self.guests:
-            guest.send(Over(run_dir=str(run_dir) if run_dir is not None else None, error=error, exit_code=code))
+            guest.send(over)
             guest.connection.close()
 
 
