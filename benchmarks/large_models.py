@@ -333,7 +333,7 @@ def paceline(setting: Setting, *, has_logits: bool = True, **options: Any) -> in
     for event in events:
         if event["event"] == "warning":
             print(f"warning: {event['text']}", flush=True)
-    told = [event for event in events if event["event"] == "step"]
+    told = [event for event in events if event["event"] == "pace"]
     setting.clock.seconds = [setting.samples / event["samples_per_s"] for event in told]
     setting.clock.since = told[-1]["time"]
     return _size(result.load_model())

@@ -71,7 +71,7 @@ def paceline(folder: Path, procs: int, turn: int) -> float:
     began = time.time()
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     events = [json.loads(line) for line in (folder / str(turn) / "events.jsonl").read_text().splitlines()]
-    return next(event["time"] for event in events if event["event"] == "step") - began
+    return next(event["time"] for event in events if event["event"] == "pace") - began
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,8 @@ from paceline.world import Exchange, World
 
 SOONEST_S, LATEST_S = 0.1, 1.0  # between two log points that nobody has asked for
 SHARE = 0.004  # of the time, for what the ranks send each other at log points
-INTERVALS: list[int] = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]  # in steps
+INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]  # in steps
+DENSITY = 200  # a recorded step stands for at most 1 of so many steps since the run began, or for itself
 LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG, LAG_SHARE = 2, 20  # a GPU is given so many steps, or a part of those between log points, to do beside the telling
 
@@ -41,7 +43,7 @@ class Plan:
 
     total_steps: int | None  # None where an iterable data set decides
     epochs: int  # begun by the end of the run
-    log_every_steps: int | None  # None: by the time that steps take
+    log_every_steps: int | None  # None: `step` events by the step number, `pace` events by the clock
     check_replicas_every: int
     log_digests: bool
     best: Best | None
@@ -164,7 +166,8 @@ class Loop:
         fit.is_broken_off = turn.breaks_off
         self.progress.epoch, self.progress.step = turn.epoch, turn.step
         self.exchange.begin(self.stop.reason, self.saver.is_time, self.saver.is_busy)
-        self.losses.add(turn, self.stepper.take(turn))
+        row = self.stepper.take(turn)
+        self.losses.add(turn, row, self.stepper.lr)
         self.stepper.clock.enter(OTHER)
         fit.step = self.progress.step = turn.step + 1
         fit.samples += turn.lanes[0].step_samples
@@ -174,6 +177,9 @@ class Loop:
             self._log(turn)
         elif self.losses.is_overdue(fit.step):
             self.losses.settle()
+        if plan.log_digests and is_recorded(turn, plan.log_every_steps):
+            digests = digests_of(self.stepper.replica.module).tolist()
+            self.events.write("digests", step=fit.step, digests=digests)
         if fit.step % plan.check_replicas_every == 0 or fit.step == 1 or turn.ends_run:
             check_frozen(self.frozen, self.world)
             check_replicas(self.stepper.replica.module, self.world, fit.step)
@@ -194,13 +200,10 @@ class Loop:
             self.stepper.clock.forget()
 
     def _log(self, turn: Turn) -> None:
-        """Have this step told: at once, or on a GPU when its losses have arrived. All ranks."""
-        self.losses.send(Log(self.fit.step, turn.epoch, self.stepper.lr))
-        if self.world.device.type != "cuda" or turn.ends_epoch or self.plan.log_digests:
+        """Report how training is doing: at once, or on a GPU when the rows have arrived. All ranks."""
+        self.losses.send(is_log_point=True)
+        if self.world.device.type != "cuda" or turn.ends_epoch:
             self.losses.settle()
-        if self.plan.log_digests:
-            digests = digests_of(self.stepper.replica.module).tolist()
-            self.events.write("digests", step=self.fit.step, digests=digests)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and close the epoch's row of history. All ranks."""
@@ -260,25 +263,31 @@ class Loop:
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding)
 
 
+class Taken(NamedTuple):
+    """What the host keeps of a step until its row has arrived."""
+
+    step: int  # from 0
+    epoch: int
+    lr: float
+    time: float  # at which the device was given the step
+    is_recorded: bool  # in a `step` event
+    lanes: list[tuple[int, Any]]  # of this rank, with their indices
+
+
 class Sent(NamedTuple):
-    """The rows of some steps on their way to the host, and what the host knows of those steps."""
+    """The rows of some steps on their way to the host."""
 
     numbers: torch.Tensor  # of each rank: the rows of its steps, then facts about itself
     arrived: torch.cuda.Event | None
-    steps: list[tuple[int, list[tuple[int, Any]]]]  # each step's number, and its lanes on this rank with their indices
-    log: Log | None
-
-
-class Log(NamedTuple):
-    """A point at which the run says how it is doing."""
-
-    step: int
-    epoch: int
-    lr: float
+    steps: list[Taken]
+    is_log_point: bool
 
 
 class LossRecord:
-    """The losses of steps, kept on the device until somebody wants to see them."""
+    """The losses of steps, on the device until a log point or a checkpoint; then `step` and `pace` events.
+
+    The clock chooses the log points. The steps that are recorded, and the numbers of each, do not depend on them.
+    """
 
     def __init__(
         self,
@@ -297,19 +306,21 @@ class LossRecord:
         self._every, self._told_s, self._look_s = 1, 0.0, LOOK_S
         self._cost_s = 0.0  # of sending the last log point
         self._rows: list[torch.Tensor] = []
-        self._steps: list[tuple[int, list[tuple[int, Any]]]] = []
+        self._steps: list[Taken] = []
         self._sent: Sent | None = None
         self.restart_clock()
 
-    def add(self, turn: Turn, row: torch.Tensor) -> None:
+    def add(self, turn: Turn, row: torch.Tensor, lr: float) -> None:
         """Keep the row of a step; no synchronisation."""
         self._rows.append(row)
-        self._steps.append((turn.step, [(lane.lane, lane.indices) for lane in turn.lanes]))
+        lanes = [(lane.lane, lane.indices) for lane in turn.lanes]
+        is_kept = is_recorded(turn, self._plan.log_every_steps)
+        self._steps.append(Taken(turn.step, turn.epoch, lr, time.time(), is_kept, lanes))
         self._samples += turn.lanes[0].step_samples
         self._timed_steps += 1
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be told; the same on all ranks."""
+        """Whether a step is a log point; the same on all ranks."""
         return step % self._interval == 0
 
     @property
@@ -319,11 +330,11 @@ class LossRecord:
 
     def is_overdue(self, step: int) -> bool:
         """Whether a log point has been on its way for so long that waiting for it costs nothing."""
-        if self._sent is None or self._sent.log is None:
+        if self._sent is None or not self._sent.is_log_point:
             return False
-        return step >= self._sent.log.step + max(LAG, self._interval // LAG_SHARE)
+        return step > self._sent.steps[-1].step + max(LAG, self._interval // LAG_SHARE)
 
-    def send(self, log: Log | None = None) -> None:
+    def send(self, *, is_log_point: bool = False) -> None:
         """Let the rows set out for the host, which goes on meanwhile. All ranks."""
         self.settle()
         began = time.perf_counter()
@@ -339,9 +350,9 @@ class LossRecord:
         if is_on_gpu:
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
-        self._sent = Sent(numbers, arrived, self._steps, log)
+        self._sent = Sent(numbers, arrived, self._steps, is_log_point)
         self._rows, self._steps = [], []
-        if log is not None:
+        if is_log_point:
             self._cost_s = time.perf_counter() - began
             self._restart_steps()
 
@@ -356,18 +367,19 @@ class LossRecord:
         skipped = [bool(flag) for flag in rows[:, 0, SKIPPED].tolist()]
         # Steps × lanes × 2, in the order of the lanes whatever the number of ranks: the sums are the same to the digit.
         totals = rows[:, :, LANES].reshape(len(skipped), -1, 2).contiguous()
-        # One step after the other, so that it does not matter when this is called.
-        for (total, count), is_skipped in zip(totals.sum(dim=1).tolist(), skipped, strict=True):
-            self._fit.sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
-        if sent.log is not None:
-            norm = rows[-1, 0, NORM].item()  # of the step that is told, the same on all ranks
-            is_known = 0 <= norm < math.inf and not skipped[-1]
-            memory, cost_s, step_ms, *_ = facts = sent.numbers[:, self._facts :].T.tolist()
-            self._close_window(sent.log, norm if is_known else None, memory, facts[2:])
-            # A rank that comes early waits for the others; the last one knows what it costs.
-            self._adapt(len(sent.steps), max(step_ms) / 1e3, min(cost_s))
+        norms = rows[:, 0, NORM].tolist()  # the same on all ranks
+        with self._events.batch():
+            # One step after the other, so that it does not matter when this is called.
+            for taken, (total, count), norm, is_skipped in zip(
+                sent.steps, totals.sum(dim=1).tolist(), norms, skipped, strict=True
+            ):
+                self._fit.sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
+                if taken.is_recorded:
+                    self._close_window(taken, None if is_skipped else norm)
+            if sent.is_log_point:
+                self._report_pace(sent)
         known = zip(sent.steps, totals.tolist(), skipped, strict=True)
-        self._review([Past(step, lanes, of_lanes, was_skipped) for (step, lanes), of_lanes, was_skipped in known])
+        self._review([Past(taken.step, taken.lanes, of_lanes, was_skipped) for taken, of_lanes, was_skipped in known])
 
     def collect(self) -> None:
         """Take in everything there is. All ranks."""
@@ -376,6 +388,37 @@ class LossRecord:
             self.send()
             self.settle()
 
+    def _close_window(self, taken: Taken, norm: float | None) -> None:
+        """Record the steps since the last recorded one."""
+        sums = self._fit.sums
+        self._events.write(
+            "step", time=round(taken.time, 3),
+            step=taken.step + 1, steps=self._plan.total_steps, epoch=taken.epoch, epochs=self._plan.epochs,
+            loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
+            lr=taken.lr, grad_norm=norm if norm is not None and 0 <= norm < math.inf else None,
+        )  # fmt: skip
+        sums.window = sums.window_count = 0.0
+
+    def _report_pace(self, sent: Sent) -> None:
+        """Report time and memory since the last log point, and choose the next ones."""
+        step = sent.steps[-1].step + 1
+        memory, cost_s, *means = sent.numbers[:, self._facts :].T.tolist()  # of each, a number for each rank
+        step_ms = [round(each, 3) for each in means[0]]
+        phases = self._clock.phases_of(list(zip(*means, strict=True)))
+        phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        self._fit.seconds += elapsed
+        self._events.write(
+            "pace", step=step, steps=self._plan.total_steps, epoch=sent.steps[-1].epoch, epochs=self._plan.epochs,
+            samples_per_s=round(self._samples / elapsed, 1),
+            step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
+        )  # fmt: skip
+        if found := self._stragglers.see(step_ms, phase_ms, elapsed):
+            self._events.write("straggler", step=step, **found)
+        self._restart_window()
+        # A rank that comes early waits for the others; the last one knows what it costs.
+        self._adapt(len(sent.steps), max(means[0]) / 1e3, min(cost_s))
+
     def _adapt(self, steps: int, step_s: float, cost_s: float) -> None:
         """Choose when the next log points are, by numbers that all ranks have in common."""
         self._told_s += steps * step_s
@@ -383,25 +426,6 @@ class LossRecord:
         if self._told_s >= self._look_s:
             self._clock.ask()
             self._look_s = self._told_s + LOOK_S
-
-    def _close_window(self, log: Log, norm: float | None, memory: list[float], means: list[list[float]]) -> None:
-        """Tell of the steps since the last log point; of memory and of each mean there is a number of each rank."""
-        step_ms = [round(each, 3) for each in means[0]]
-        phases = self._clock.phases_of(list(zip(*means, strict=True)))
-        phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
-        elapsed = max(time.perf_counter() - self._since, 1e-9)
-        self._fit.seconds += elapsed
-        sums = self._fit.sums
-        self._events.write(
-            "step", step=log.step, steps=self._plan.total_steps, epoch=log.epoch, epochs=self._plan.epochs,
-            loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
-            lr=log.lr, samples_per_s=round(self._samples / elapsed, 1), grad_norm=norm,
-            step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
-        )  # fmt: skip
-        if found := self._stragglers.see(step_ms, phase_ms, elapsed):
-            self._events.write("straggler", step=log.step, **found)
-        sums.window = sums.window_count = 0.0
-        self._restart_window()
 
     def epoch_mean(self) -> float | None:
         """The mean loss of this epoch so far; None if every step was skipped."""
@@ -425,6 +449,20 @@ class LossRecord:
     def _restart_steps(self) -> None:
         self._timed_steps = 0
         self._clock.restart()
+
+
+def is_recorded(turn: Turn, every_steps: int | None) -> bool:
+    """Whether a step gets a `step` event: a function of the run alone, so that the curves of equal runs are equal."""
+    step = turn.step + 1
+    return step % (every_steps or record_interval(step)) == 0 or (turn.ends_epoch and not turn.breaks_off)
+
+
+def record_interval(step: int) -> int:
+    """Steps between two recorded ones around `step`: all of the first steps, fewer of later ones (pure).
+
+    It does not depend on the length of the run, which may be unknown, or be changed when the run is resumed.
+    """
+    return INTERVALS[bisect_left(INTERVALS, step / DENSITY)]
 
 
 def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:

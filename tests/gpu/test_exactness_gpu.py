@@ -98,10 +98,10 @@ def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(tmp_path: Pa
     [late] = [event for event in events if event["event"] == "straggler"]
     assert (late["rank"], late["phase"]) == (1, "forward")
     assert late["behind_ms"] > 50
-    steps = [event for event in events if event["event"] == "step" and len(event["phase_ms"]) > 1]
-    for step in steps:  # the phases are all there is
-        for rank, total in enumerate(step["step_ms"]):
-            assert sum(times[rank] for times in step["phase_ms"].values()) == pytest.approx(total, rel=0.01, abs=0.05)
+    paces = [event for event in events if event["event"] == "pace" and len(event["phase_ms"]) > 1]
+    for pace in paces:  # the phases are all there is
+        for rank, total in enumerate(pace["step_ms"]):
+            assert sum(times[rank] for times in pace["phase_ms"].values()) == pytest.approx(total, rel=0.01, abs=0.05)
 
 
 def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:

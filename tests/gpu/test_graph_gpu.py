@@ -270,7 +270,7 @@ def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
     timed = start(num_epochs=6)
     assert all_of(timed) == all_of(wanted)
     events = [json.loads(line) for line in (timed.run_dir / "events.jsonl").read_text().splitlines()]
-    known = [event["phase_ms"] for event in events if event["event"] == "step" and len(event["phase_ms"]) > 1]
+    known = [event["phase_ms"] for event in events if event["event"] == "pace" and len(event["phase_ms"]) > 1]
     assert len(known) > 5
     for phases in known:
         assert phases["reduction"] == [0]

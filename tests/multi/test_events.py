@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exactness_cases import Images, conv_net
-from faults import Disturbed, events, send_self, start, stop_step
+from faults import Disturbed, events, send, send_self, start, stop_step
 
 from paceline.report.read import facts_of
 from paceline.run_folder import RunFolder
@@ -33,7 +34,18 @@ def test_a_run_that_was_stopped_and_had_a_failure_writes_what_is_documented_and_
     result = start(procs=2, checkpoint=saves, resume="auto", log={"every_steps": 2, "digests": True}, **dies)
 
     seen, documented = list(read(Path("run/events.jsonl"))), documented_fields()
-    often = {"run_started", "resumed", "restarted", "step", "epoch", "saving", "checkpoint", "digests", "run_stopped"}
+    often = {
+        "run_started",
+        "resumed",
+        "restarted",
+        "step",
+        "pace",
+        "epoch",
+        "saving",
+        "checkpoint",
+        "digests",
+        "run_stopped",
+    }
     assert {*often, "run_finished"} <= {event["event"] for event in seen}
     for event in seen:
         kind = event["event"]
@@ -52,6 +64,44 @@ def test_a_run_that_was_stopped_and_had_a_failure_writes_what_is_documented_and_
         "restarted",
         "finished",
     ]
+
+
+class Interrupted(Disturbed):
+    """Slow, with a rank that is killed in the third epoch; the seventh epoch is asked to stop."""
+
+    def __init__(self, log: Path, launcher: int) -> None:
+        super().__init__(log, [3, 7], self.interrupt)
+        self.launcher = launcher
+
+    def interrupt(self) -> None:
+        (send_self(signal.SIGKILL) if self.log.stat().st_size == 3 else send(signal.SIGTERM, self.launcher))()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+
+def test_the_records_of_a_run_do_not_depend_on_its_speed_its_ranks_or_its_interruptions() -> None:
+    """Over 200 steps, from which on a record stands for several, with checkpoints between two records."""
+    short = {
+        "model_fn": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 10)), "precision": "fp32",
+        "batch_size": 1, "lanes": 2, "num_epochs": 8, "clip_norm": 0.5, "log": {}, "val_dataset_fn": None,
+        "val_fraction": 0,
+    }  # fmt: skip
+    fast = start(**short, run_dir="fast")
+    log, launcher = Path("fetched").resolve(), os.getpid()
+    broken = {"dataset_fn": lambda: Interrupted(log, launcher), "max_restarts": 1, "checkpoint": {"every_steps": 7}}
+    stopped_at = stop_step(**short, **broken, procs=2)
+    slow = start(**short, procs=1, resume="auto")
+    assert slow.weights_sha256 == fast.weights_sha256
+    fields = ("step", "steps", "epoch", "epochs", "loss", "lr", "grad_norm")
+    of_fast, of_slow = (
+        [[event[name] for name in fields] for event in events("step", run.run_dir)] for run in (fast, slow)
+    )
+    assert len(events("restarted")) == 1
+    assert 0 < stopped_at < fast.step
+    assert 200 < len(of_fast) < fast.step
+    assert of_fast == of_slow
 
 
 class SlowOnRank1(Images):
@@ -79,11 +129,11 @@ def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(slow: dict, 
     [late] = events("straggler")
     assert (late["rank"], late["phase"]) == (rank, phase)
     assert late["behind_ms"] > 50
-    steps = events("step")
-    for step in steps:  # the phases are all there is
-        for of_rank, total in enumerate(step["step_ms"]):
-            parts = sum(times[of_rank] for times in step["phase_ms"].values())
+    paces = events("pace")
+    for pace in paces:  # the phases are all there is
+        for of_rank, total in enumerate(pace["step_ms"]):
+            parts = sum(times[of_rank] for times in pace["phase_ms"].values())
             assert parts == pytest.approx(total, rel=0.01, abs=0.05)
-    usual = steps[len(steps) // 2]["phase_ms"]
+    usual = paces[len(paces) // 2]["phase_ms"]
     assert usual[phase][rank] > 50 > usual[phase][1 - rank]
     assert usual["reduction"][1 - rank] > 50 > usual["reduction"][rank]

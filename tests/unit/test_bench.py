@@ -111,7 +111,7 @@ def test_the_clock_times_whole_windows_and_says_when_it_is_over() -> None:
 def test_windows_that_an_epoch_has_cut_short_are_left_out(tmp_path: Path) -> None:
     steps = [(10, 1.0), (20, 2.0), (25, 3.0), (30, 4.0), (40, 5.0)]  # an epoch ends at step 25
     events: list[dict[str, object]] = [{"event": "run_started"}]
-    events += [{"event": "step", "step": step, "samples_per_s": speed} for step, speed in steps]
+    events += [{"event": "pace", "step": step, "samples_per_s": speed} for step, speed in steps]
     path = tmp_path / "events.jsonl"
     path.write_text("\n".join(map(json.dumps, events)))
     assert _speeds(path, 10) == [1.0, 2.0, 5.0]

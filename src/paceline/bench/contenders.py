@@ -298,8 +298,8 @@ def _train(setting: Setting, dataset_fn: Callable[[], Dataset[Any]], **options: 
 def _speeds(path: Path, window: int) -> list[float]:
     """Samples per second of every whole window; what an epoch's end has cut short is left out."""
     events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    steps = [{"step": 0}, *(event for event in events if event["event"] == "step")]
-    return [event["samples_per_s"] for last, event in pairwise(steps) if event["step"] - last["step"] == window]
+    paces = [{"step": 0}, *(event for event in events if event["event"] == "pace")]
+    return [event["samples_per_s"] for last, event in pairwise(paces) if event["step"] - last["step"] == window]
 
 
 @dataclass(frozen=True)

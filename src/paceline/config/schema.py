@@ -106,7 +106,7 @@ class Pacing(_Section):
 class Log(_Section):
     """How often a run says how it is doing."""
 
-    every_steps: int | None = Field(None, ge=1)  # None: by the time that steps take
+    every_steps: int | None = Field(None, ge=1)  # None: every step at first, then fewer
     tensorboard: bool = True
     trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(_listed)] = []
     digests: bool = False

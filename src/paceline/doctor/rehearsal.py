@@ -81,5 +81,5 @@ def build(config: Config, training: Any, folder: RunFolder, world: World, progre
 
 def _memory_in(folder: RunFolder) -> int | None:
     """Bytes that the rank with the most has held, from the events of a run."""
-    steps = [max(event["memory_mb"]) for event in read(folder.events) if event["event"] == "step"]
-    return int(1e6 * max(steps)) if steps else None
+    used = [max(event["memory_mb"]) for event in read(folder.events) if event["event"] == "pace"]
+    return int(1e6 * max(used)) if used else None

@@ -135,6 +135,7 @@ class Story:
         self.began: float | None = None
         self.seconds = 0.0
         self.step = 0
+        self.timed = 0  # the step of the last times
         self.started: dict[str, Any] = {}  # the last event of this kind
         self.ending = ""
         self.points: dict[str, list[Point]] = {}
@@ -162,17 +163,27 @@ class Story:
         self.lives.append(Life(self.seconds, self.seconds, event.get("world_size", 1)))
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
-        self.step = event["step"]
+        self.step = self.timed = event["step"]
         if self.lives:
             self.lives[-1].step, self.lives[-1].source = event["step"], event["checkpoint"]
         self._mark("resumed", event, "; ".join(event["changes"]))
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        steps, self.step = max(1, event["step"] - self.step), event["step"]
+        self.step = event["step"]
         self._plot("step", event)
-        step_ms, phase_ms = event.get("step_ms", []), event.get("phase_ms", {})
-        if step_ms:
-            _add(self.times, Times(event["step"], own_ms(step_ms, phase_ms)))
+        if "step_ms" in event:  # as in version 1 of the events
+            self._time(event)
+
+    def _on_pace(self, event: dict[str, Any]) -> None:
+        self.step = event["step"]
+        self._plot("step", event)
+        self._time(event)
+
+    def _time(self, event: dict[str, Any]) -> None:
+        """The times of the steps since the last ones, rank by rank."""
+        step_ms, phase_ms = event["step_ms"], event.get("phase_ms", {})
+        steps, self.timed = max(1, event["step"] - self.timed), event["step"]
+        _add(self.times, Times(event["step"], own_ms(step_ms, phase_ms)))
         if phase_ms:
             self.phases.take(steps, step_ms, phase_ms)
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.sink import Event, hparams_in, numbers_in
+from paceline.telemetry.sink import PLOTTED, Event, hparams_in, numbers_in
 
 
 class Board:
@@ -32,7 +32,7 @@ class Board:
 
     def take(self, event: Event) -> None:
         """Write what is plotted; remember how the run has ended."""
-        if event["event"] in ("step", "epoch"):
+        if event["event"] in PLOTTED:
             self._plot(event)
         elif event["event"] in ("run_started", "run_finished"):
             self._finished = event if event["event"] == "run_finished" else None

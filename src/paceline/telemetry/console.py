@@ -14,6 +14,7 @@ from paceline.telemetry.live import (
     Facts,
     after,
     epoch_text,
+    has_pace,
     left_s,
     left_text,
     measured_texts,
@@ -78,7 +79,11 @@ class Screen:
         self._move(["evaluating"], event["batch"], event["batches"])
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        texts = [epoch_text(event), *training_texts(event), speed_text(event["samples_per_s"])]
+        if has_pace(event):
+            self._on_pace(event)
+
+    def _on_pace(self, event: dict[str, Any]) -> None:
+        texts = [epoch_text(event), *training_texts(self._facts.recorded), speed_text(event["samples_per_s"])]
         self._move([*texts, left_text(left_s(self._facts))], event["step"], event["steps"])
 
     def _on_epoch(self, event: dict[str, Any]) -> None:

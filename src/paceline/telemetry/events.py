@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-VERSION = 1  # of the events and their fields, which docs/events.md lists
+VERSION = 2  # of the events and their fields, which docs/events.md lists
 WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
-REPEATED = ("step", "epoch", "digests")  # what a run says again when it goes on from an earlier step
+REPEATED = ("step", "pace", "epoch", "digests")  # what a run says again when it goes on from an earlier step
 
 
 class Events:
@@ -25,19 +25,29 @@ class Events:
         self._file = path.open("ab", buffering=0) if path is not None else None
         self._last: dict[str, float] = {}
         # The last line of a killed writer may have no end.
-        self._waiting = b"" if path is None or _ends_whole(path) else b"\n"
+        self._waiting = bytearray(b"" if path is None or _ends_whole(path) else b"\n")
+        self._is_batch = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add one event, at once. While the disk is full, events wait; the run does not."""
+        """Add one event, at once; a field `time` replaces the present time. While the disk is full, events wait."""
         if self._file is None:
             return
-        self._follow_path()
         line = _line(event, fields)
         if len(self._waiting) + len(line) <= WAITING_LIMIT:
             self._waiting += line
-        with suppress(OSError):
-            written = self._file.write(self._waiting)
-            self._waiting = self._waiting[written:]
+        if not self._is_batch:
+            self._flush()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Write the events that are added inside with a single system call."""
+        self._is_batch = True
+        try:
+            yield
+        finally:
+            self._is_batch = False
+            if self._waiting:
+                self._flush()
 
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
         """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
@@ -51,6 +61,13 @@ class Events:
         if self._file is not None:
             self._file.close()
 
+    def _flush(self) -> None:
+        self._follow_path()
+        assert self._file is not None
+        with suppress(OSError):
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]
+
     def _follow_path(self) -> None:
         """If somebody has moved the run folder away, go on where it was."""
         assert self._path is not None
@@ -61,7 +78,7 @@ class Events:
                 vanished, self._file = self._file, self._path.open("ab", buffering=0)
                 vanished.close()
                 text = f"{self._path.parent} has vanished; the run goes on in a new folder of that name"
-                self._waiting += _line("warning", {"text": text})
+                self._waiting[:0] = _line("warning", {"text": text})
 
 
 def _line(event: str, fields: dict[str, Any]) -> bytes:

@@ -47,7 +47,8 @@ class Mean:
 class Facts:
     """What is known of a run by now."""
 
-    step: Event | None = None  # the newest
+    pace: Event | None = None  # the newest
+    recorded: Event | None = None  # the newest `step` event
     part: Event | None = None  # an evaluation that goes on, or a pass of the user's own loop
     ended: Event | None = None  # the last epoch
     ends: Mapping[int, int] = field(default_factory=dict)  # epoch → the step that it ended with
@@ -64,7 +65,10 @@ def after(facts: Facts, event: Event) -> Facts:
         case "run_started" | "restarted" | "run_stopped":
             return Facts(ends=facts.ends)  # a life of the ranks has ended, and what was measured in it
         case "step":
-            return _after_step(facts, event)
+            facts = replace(facts, recorded=event)
+            return _after_pace(facts, event) if has_pace(event) else facts
+        case "pace":
+            return _after_pace(facts, event)
         case "epoch":
             ends = {**facts.ends, event["epoch"]: event["step"]}
             mean, told = facts.evaluation_s, facts.told
@@ -77,11 +81,16 @@ def after(facts: Facts, event: Event) -> Facts:
     return facts
 
 
-def _after_step(facts: Facts, event: Event) -> Facts:
+def has_pace(step: Event) -> bool:
+    """Whether a `step` event has the fields of a `pace` event, as in version 1 of the events."""
+    return "samples_per_s" in step
+
+
+def _after_pace(facts: Facts, event: Event) -> Facts:
     mean, seconds = facts.step_s, 0.0
-    if facts.step is not None and facts.told is not None:
+    if facts.pace is not None and facts.told is not None:
         seconds = max(event["time"] - facts.told, 0.0)
-        mean = mean.add(seconds, max(event["step"] - facts.step["step"], 0))
+        mean = mean.add(seconds, max(event["step"] - facts.pace["step"], 0))
     numbers = {
         "samples_per_s": [event["samples_per_s"]],
         "step": event.get("step_ms", []),
@@ -92,7 +101,7 @@ def _after_step(facts: Facts, event: Event) -> Facts:
     kept = older / (older + seconds) if older else 0.0
     smooth = {name: _blended(facts.smooth.get(name, ()), values, kept) for name, values in numbers.items()}
     facts = replace(facts, smooth=smooth, smooth_s=older + seconds)
-    return replace(facts, step=event, part=None, step_s=mean, told=event["time"])
+    return replace(facts, pace=event, part=None, step_s=mean, told=event["time"])
 
 
 def _blended(old: Sequence[float], new: Sequence[float], kept: float) -> Sequence[float]:
@@ -104,30 +113,30 @@ def _blended(old: Sequence[float], new: Sequence[float], kept: float) -> Sequenc
 
 def left_s(facts: Facts) -> float | None:
     """Seconds until the run has ended, evaluations among them, counted from when training was last heard of."""
-    step = facts.step
-    if step is None or step["steps"] is None:
+    pace = facts.pace
+    if pace is None or pace["steps"] is None:
         return None
     # Until there are two points in time, the ranks' own clocks must do.
-    each = facts.step_s.each or max(step.get("step_ms", ()), default=0.0) / 1e3
-    is_ended = facts.ended is not None and facts.ended["epoch"] >= step["epoch"]
-    evaluations = max(step["epochs"] - step["epoch"] - is_ended, 0)
-    return (step["steps"] - step["step"]) * each + evaluations * facts.evaluation_s.each if each else None
+    each = facts.step_s.each or max(pace.get("step_ms", ()), default=0.0) / 1e3
+    is_ended = facts.ended is not None and facts.ended["epoch"] >= pace["epoch"]
+    evaluations = max(pace["epochs"] - pace["epoch"] - is_ended, 0)
+    return (pace["steps"] - pace["step"]) * each + evaluations * facts.evaluation_s.each if each else None
 
 
 def epoch_part(facts: Facts) -> tuple[int, int] | None:
     """How many steps of its epoch are done, and of how many; None where nobody knows."""
-    step = facts.step
-    if step is None:
+    pace = facts.pace
+    if pace is None:
         return None
-    epoch, ends = step["epoch"], {-1: 0, **facts.ends}
+    epoch, ends = pace["epoch"], {-1: 0, **facts.ends}
     length = None
     if epoch - 2 in ends and epoch - 1 in ends:
         length = ends[epoch - 1] - ends[epoch - 2]
-    elif step["steps"] is not None and step["steps"] % step["epochs"] == 0:
-        length = step["steps"] // step["epochs"]
+    elif pace["steps"] is not None and pace["steps"] % pace["epochs"] == 0:
+        length = pace["steps"] // pace["epochs"]
     if not length:
         return None
-    done = step["step"] - ends.get(epoch - 1, epoch * length)
+    done = pace["step"] - ends.get(epoch - 1, epoch * length)
     return (done, length) if 0 <= done <= length else None
 
 
@@ -156,15 +165,15 @@ def left_text(seconds: float | None) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h left"
 
 
-def epoch_text(step: Event) -> str:
+def epoch_text(pace: Event) -> str:
     """Which epoch it is, and of how many."""
-    return f"epoch {step['epoch'] + 1}/{step['epochs']}"
+    return f"epoch {pace['epoch'] + 1}/{pace['epochs']}"
 
 
-def training_texts(step: Event) -> list[str]:
-    """The loss and the learning rate."""
-    texts = [f"loss {number_text(step['loss'])}"]
-    if "lr" in step:
+def training_texts(step: Event | None) -> list[str]:
+    """The loss and the learning rate of a `step` event."""
+    texts = [f"loss {number_text(step['loss'] if step else None)}"]
+    if step and "lr" in step:
         texts.append(f"lr {step['lr']:.3g}")
     return texts
 
@@ -181,8 +190,8 @@ def measured_texts(epoch: Event) -> list[str]:
     ]
 
 
-def _memory_text(step: Event) -> str:
-    used = step.get("memory_mb", [])
+def _memory_text(pace: Event) -> str:
+    used = pace.get("memory_mb", [])
     if not used:
         return ""
     most = f"{max(used):.0f} MB" if max(used) < 1e4 else f"{max(used) / 1e3:.1f} GB"
@@ -216,20 +225,20 @@ def view(facts: Facts, age_s: float, width: int) -> RenderableType:
 
 
 def _bars(facts: Facts, age_s: float) -> Iterator[Bar]:
-    step, part = facts.step, facts.part
-    if step is not None:
+    pace, part = facts.pace, facts.part
+    if pace is not None:
         left = left_s(facts)
-        yield Bar("run", step["step"], step["steps"], "steps", left_text(left and max(left - age_s, 0.0)))
-        yield _epoch_bar(facts, step)
+        yield Bar("run", pace["step"], pace["steps"], "steps", left_text(left and max(left - age_s, 0.0)))
+        yield _epoch_bar(facts, pace)
     elif part is not None and part["event"] == "progress":
         yield Bar(f"epoch {part['epoch'] + 1}", part["batch"] + 1, part["batches"], "batches", part["phase"])
     elif part is not None:
         yield Bar("evaluating", part["batch"], part["batches"], "batches")
 
 
-def _epoch_bar(facts: Facts, step: Event) -> Bar:
+def _epoch_bar(facts: Facts, pace: Event) -> Bar:
     # As wide as that of the last epoch, so that the bars stay where they are.
-    label = epoch_text(step).ljust(len(f"epoch {step['epochs']}/{step['epochs']}"))
+    label = epoch_text(pace).ljust(len(f"epoch {pace['epochs']}/{pace['epochs']}"))
     if facts.part is not None:
         return Bar(label, facts.part["batch"], facts.part["batches"], "", "evaluating")
     done, total = epoch_part(facts) or (0, None)
@@ -238,15 +247,14 @@ def _epoch_bar(facts: Facts, step: Event) -> Bar:
 
 def _rows(facts: Facts) -> Iterator[tuple[str, list[str], str]]:
     """Label, texts and style of the lines below the bars."""
-    step = facts.step
-    if step is None:
+    if facts.pace is None:
         return
     measured = [] if facts.ended is None else measured_texts(facts.ended)
     # The loss of the epoch is told beside the others where there is nothing else.
     measured = [text for text in measured if not text.startswith("train_loss")] or measured
     phase_ms = {name: values for name, values in facts.smooth.items() if name not in ("samples_per_s", "step")}
     verdict = slowest(facts.smooth["step"], phase_ms)
-    yield "training", [*training_texts(step), _memory_text(step)], ""
+    yield "training", [*training_texts(facts.recorded), _memory_text(facts.pace)], ""
     yield "evaluation", measured, ""
     yield "slowest", [str(verdict or "")], "yellow" if verdict and verdict.rank is not None else ""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from paceline.telemetry.events import parse
 from paceline.telemetry.tail import Tail
 
+PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which they follow each other at one step
 NOT_PLOTTED = ("event", "time", "step", "steps", "epochs")
 
 Event = dict[str, Any]

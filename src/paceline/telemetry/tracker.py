@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from paceline.config import read_yaml
 from paceline.run_folder import RunFolder, write_json
-from paceline.telemetry.sink import Event, numbers_in
+from paceline.telemetry.sink import PLOTTED, Event, numbers_in
 
 Ending = Literal["finished", "stopped", "failed"]
 ENDINGS: dict[str, Ending] = {"run_finished": "finished", "run_stopped": "stopped", "run_started": "failed"}
@@ -30,7 +30,8 @@ class Tracker(ABC):
         with suppress(OSError, ValueError):
             kept = json.loads(self._kept.read_text(encoding="utf-8"))
         self._id: str | None = kept.get("id")
-        self._sent = kept.get("step", -1), kept.get("is_epoch", False)  # an epoch is told after its last step
+        kind = kept.get("kind", "epoch" if kept.get("is_epoch") else "pace")  # version 1 had no `pace` events
+        self._sent = kept.get("step", -1), PLOTTED.index(kind)
         self._is_open = False
         self._ending: Ending = "failed"  # unless the run says otherwise before it ends
 
@@ -42,17 +43,17 @@ class Tracker(ABC):
         """Send the numbers that are new; remember how the run has ended."""
         kind = event["event"]
         self._ending = ENDINGS.get(kind, self._ending)
-        if kind in ("step", "epoch") and (event["step"], kind == "epoch") > self._sent:
+        if kind in PLOTTED and (place := (event["step"], PLOTTED.index(kind))) > self._sent:
             self._open()
             self.log(event, dict(numbers_in(event)))
-            self._sent = event["step"], kind == "epoch"
+            self._sent = place
 
     def flush(self) -> None:
         """Send what has been taken, and write down how far that was."""
         if self._is_open:
             self.send()
-            step, is_epoch = self._sent
-            write_json(self._kept, {"id": self._id, "step": step, "is_epoch": is_epoch})
+            step, kind = self._sent
+            write_json(self._kept, {"id": self._id, "step": step, "kind": PLOTTED[kind]})
 
     def close(self) -> None:
         """Say how the run has ended."""
