@@ -54,6 +54,21 @@ def test_elsewhere_a_line_now_and_then_tells_how_it_is_going(
     assert told == ["epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]"] * 5
 
 
+def test_steps_are_shown_with_the_pace_and_not_one_by_one(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen()
+    measured = ("samples_per_s", "step_ms", "memory_mb")
+    recorded = {name: value for name, value in STEP.items() if name not in measured}
+    for step in range(30, 40):
+        clock[0] += PLAIN_INTERVAL_S
+        screen.show({**recorded, "step": step})
+    assert capsys.readouterr().err == ""
+    screen.show({name: value for name, value in STEP.items() if name not in ("loss", "lr")} | {"event": "pace"})
+    told = "epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]\n"
+    assert capsys.readouterr().err == told
+
+
 def test_a_stream_and_an_own_loop_have_their_lines_too(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     progress = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 2, "batch": 4, "batches": None}

@@ -88,6 +88,18 @@ def test_what_happens_very_often_is_written_sometimes(
     assert kinds(path) == ["batch", "other"] * 3
 
 
+def test_events_of_a_batch_are_written_together_and_in_order(path: Path, open_events: Open) -> None:
+    events = open_events()
+    with events.batch():
+        events.write("first", time=5.0)
+        events.write("second")
+        assert path.read_bytes() == b""
+    assert kinds(path) == ["first", "second"]
+    assert next(read(path))["time"] == 5.0
+    events.write("third")
+    assert kinds(path)[2:] == ["third"]
+
+
 # --- torn lines -------------------------------------------------------------------------------------------------------
 
 
@@ -177,14 +189,15 @@ def test_what_will_be_said_again_is_forgotten_and_all_else_stays(path: Path, ope
     events = open_events()
     said: list[tuple[str, dict[str, Any]]] = [
         ("run_started", {}), ("step", {"step": 5}), ("digests", {"step": 5}), ("epoch", {"step": 5, "epoch": 0}),
-        ("saving", {"step": 5}), ("checkpoint", {"step": 5}), ("step", {"step": 6}), ("digests", {"step": 6}),
-        ("epoch", {"step": 6, "epoch": 1}), ("warning", {"text": "odd", "step": 6}), ("run_stopped", {"step": 6}),
+        ("saving", {"step": 5}), ("checkpoint", {"step": 5}), ("step", {"step": 6}), ("pace", {"step": 6}),
+        ("digests", {"step": 6}), ("epoch", {"step": 6, "epoch": 1}), ("warning", {"text": "odd", "step": 6}),
+        ("run_stopped", {"step": 6}),
     ]  # fmt: skip
     for kind, fields in said:
         events.write(kind, **fields)
     before = list(read(path))
     rewind(path, 5)
-    assert list(read(path)) == [*before[:6], *before[9:]]
+    assert list(read(path)) == [*before[:6], *before[10:]]
     rewind(path, -1)
     assert kinds(path) == ["run_started", "saving", "checkpoint", "warning", "run_stopped"]
 

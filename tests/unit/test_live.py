@@ -23,6 +23,17 @@ def step(at: int, *, time: float = 0.0, steps: int | None = 100, epoch: int = 0,
     return {**told, "samples_per_s": 2000.0, **more}
 
 
+def pace(at: int, **more: Any) -> Event:
+    """A `pace` event, which has all that is not in a curve."""
+    told = {name: value for name, value in step(at, **more).items() if name not in ("loss", "lr")}
+    return {**told, "event": "pace"}
+
+
+def recorded(at: int, **more: Any) -> Event:
+    """A `step` event as it is beside `pace` events."""
+    return {name: value for name, value in step(at, **more).items() if name != "samples_per_s"}
+
+
 def known(*events: Event) -> Facts:
     return reduce(after, events, Facts())
 
@@ -164,6 +175,16 @@ def test_everything_that_is_known_is_shown() -> None:
         "evaluation val_loss 0.2000 accuracy 0.9000",
         "slowest -",
     ]
+
+
+def test_the_loss_is_that_of_the_last_recorded_step_and_all_else_follows_the_pace() -> None:
+    events = [recorded(8, lr=0.5), recorded(10, lr=0.25), pace(13, step_ms=[500.0], memory_mb=[300.0])]
+    facts = known(*events)
+    assert line(facts, "training") == "loss 0.2500 lr 0.25 300 MB"
+    assert "13/100 steps" in line(facts, "run")
+    assert left_s(facts) == pytest.approx(43.5)
+    assert line(known(events[-1]), "training") == "loss - 300 MB"  # no step has been recorded yet
+    assert lines(known(recorded(8))) == [""]  # the pace is written with it
 
 
 def test_bars_are_as_long_as_what_is_done() -> None:

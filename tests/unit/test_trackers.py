@@ -108,6 +108,26 @@ def test_a_later_life_goes_on_with_the_same_run_and_repeats_nothing(folder: RunF
     assert tell_all(folder) == [("open", "lab", 3, "first"), "finished"]
 
 
+def pace(step: int) -> tuple[str, dict[str, Any]]:
+    return "pace", {"step": step, "steps": 9, "step_ms": [1.0]}
+
+
+def test_all_events_of_one_step_are_sent_each_once(folder: RunFolder) -> None:
+    say(folder, *steps(3), pace(3))
+    assert [entry[0] for entry in tell_all(folder)[1:-1]] == [3, 3]
+    say(folder, pace(3), EPOCH)
+    assert tell_all(folder)[1:-1] == [(3, {"epoch": 0, "val_loss": 0.25})]
+
+
+def test_a_tracker_of_version_1_knows_what_it_has_sent(folder: RunFolder) -> None:
+    folder.tracker("notebook").write_text('{"id": "old", "step": 3, "is_epoch": false}')
+    say(folder, *steps(3), pace(3), EPOCH, *steps(4))
+    told = tell_all(folder)
+    assert told[0] == ("open", "lab", 3, "old")
+    assert [entry[0] for entry in told[1:-1]] == [3, 4]
+    assert told[1][1]["val_loss"] == 0.25
+
+
 def test_events_that_are_taken_back_meanwhile_are_not_told_twice(folder: RunFolder) -> None:
     tracker = Notebook(folder)
     channel = Channel(folder.events, tracker)
