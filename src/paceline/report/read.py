@@ -171,13 +171,11 @@ class Story:
     def _on_step(self, event: dict[str, Any]) -> None:
         self.step = event["step"]
         self._plot("step", event)
-        if "step_ms" in event:  # as in version 1 of the events
+        if "step_ms" in event:  # a `pace`; in version 1 of the events, a `step`
             self._time(event)
 
     def _on_pace(self, event: dict[str, Any]) -> None:
-        self.step = event["step"]
-        self._plot("step", event)
-        self._time(event)
+        self._on_step(event)
 
     def _time(self, event: dict[str, Any]) -> None:
         """The times of the steps since the last ones, rank by rank."""
