@@ -32,7 +32,7 @@ from paceline.world import Exchange, World
 SOONEST_S, LATEST_S = 0.1, 1.0  # between two log points that nobody has asked for
 SHARE = 0.004  # of the time, for what the ranks send each other at log points
 INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]  # in steps
-DENSITY = 200  # a recorded step stands for at most 1 of so many steps since the run began, or for itself
+DENSITY = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
 LOOK_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG, LAG_SHARE = 2, 20  # a GPU is given so many steps, or a part of those between log points, to do beside the telling
 

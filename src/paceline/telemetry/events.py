@@ -14,7 +14,7 @@ from typing import Any
 
 VERSION = 2  # of the events and their fields, which docs/events.md lists
 WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
-REPEATED = ("step", "pace", "epoch", "digests")  # what a run says again when it goes on from an earlier step
+REPEATED = ("step", "pace", "epoch", "digests")  # removed where a run resumes from an earlier step
 
 
 class Events:
