@@ -136,7 +136,8 @@ class Chaos:
         # Not before the run has begun to move, or else nothing is tested; then at any moment.
         self.wait_for_checkpoint(launcher)
         time.sleep(self.random.uniform(0, 0.7))
-        assert launcher.poll() is None, "the run has ended before it could be hit; give it more epochs"
+        code = launcher.poll()
+        assert code is None, f"the run has ended with exit code {code} before it was hit; if 0, give it more epochs"
         deed = self.deeds[number % len(self.deeds)] if number < len(self.deeds) else self.random.choice(self.deeds)
         words = deed(launcher)
         code = self.end_of(launcher, words)
