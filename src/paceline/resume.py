@@ -57,7 +57,14 @@ def find(config: Config) -> Past:
         return _named(Path(config.resume), config)
     if config.run_dir is not None:
         folder = RunFolder(config.run_dir.resolve())
+        if config.train_fn is not None and folder.result.exists():  # a second attempt would overwrite the result
+            raise ConfigError(
+                f"run_dir={config.run_dir} holds a finished run, and train_fn can only start from the beginning; "
+                "choose another folder or remove it"
+            )
         return _past_of(folder) if folder.config.exists() else Past()
+    if config.train_fn is not None:  # an earlier attempt has nothing to continue from
+        return Past()
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:
         folder = RunFolder(path)

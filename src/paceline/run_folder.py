@@ -49,9 +49,11 @@ class RunFolder:
         folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
         folder.logs.mkdir(exist_ok=True)
         if folder.config.exists():
-            go_on = "" if config.train_fn is not None else "go on with it by --resume auto, "
+            is_final = config.train_fn is not None and folder.result.exists()
+            again = "start it again" if config.train_fn is not None else "go on with it"
+            way_out = "" if is_final else f"{again} by --resume auto, "
             raise ConfigError(
-                f"run_dir={config.run_dir} already holds a run; {go_on}choose another folder or remove it"
+                f"run_dir={config.run_dir} already holds a run; {way_out}choose another folder or remove it"
             )
         write_text(folder.config, config.to_yaml())
         return folder
@@ -59,7 +61,8 @@ class RunFolder:
     def reopen(self, config: Config) -> None:
         """Take up a run that goes on, with the config as it is now; only once it is sure that the two fit."""
         write_text(self.config, config.to_yaml())
-        self.result.unlink(missing_ok=True)  # it comes again at the end
+        for path in (self.result, self.value):  # they come again at the end
+            path.unlink(missing_ok=True)
 
     def holds_run(self) -> bool:
         """Whether this is the folder of a run, even if only one that was submitted."""
@@ -108,7 +111,7 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """What can be done with a run that has not ended and that nobody trains."""
         if self.config.exists() and "train_fn" in read_yaml(self.config):
-            return "its loop is your own (train_fn), so it cannot go on; start it anew"
+            return "its loop is your own (train_fn); --resume auto starts it from the beginning"
         return "--resume auto goes on with it"
 
     def log(self, rank: int | str) -> Path:

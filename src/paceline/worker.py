@@ -102,6 +102,10 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
 def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
     """Hand the model and the loaders to `train_fn`; rank 0 writes the result. All ranks."""
     events = open_events(config, folder, world)
+    if config.resume == "auto":
+        events.write("warning", text="Paceline keeps no checkpoints for train_fn: it starts from the beginning")
+    if world.is_main:
+        folder.reopen(config)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)

@@ -13,6 +13,21 @@ from lab import PACELINE, Lab, Slurm, go_on, is_rank, outcome, processes_with, r
 import paceline as paceline_package
 
 RUN = Path("run")
+JOB_LOG = RUN / "logs" / "slurm.log"
+# Appended to the project's train.py: the loop waits before its first batch while `hold` exists.
+HELD_TRAIN = """
+import pathlib
+import time
+
+train_at_once = train
+
+
+def train(*arguments):
+    pathlib.Path("held").touch()
+    while pathlib.Path("hold").exists():
+        time.sleep(0.02)
+    return train_at_once(*arguments)
+"""
 
 
 def paceline(*words: str) -> str:
@@ -45,7 +60,7 @@ def wait_for(slurm: Slurm, job: str, *states: str) -> None:
 
 
 def log() -> str:
-    return (RUN / "logs" / "slurm.log").read_text(errors="replace")
+    return JOB_LOG.read_text(errors="replace")
 
 
 def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
@@ -153,6 +168,48 @@ def test_the_script_that_init_lays_down_does_the_same_by_hand(slurm: Slurm, expe
     assert state(slurm, job)["Restarts"] == "1"
     Path(f"runs/job-{job}").rename("run")
     assert outcome(Path()) == expected
+
+
+@pytest.fixture
+def project(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project that `paceline init` writes, as the working folder; jobs find the command."""
+    monkeypatch.setenv("PATH", f"{PACELINE.parent}:{os.environ['PATH']}")
+    paceline("init", "x")
+    monkeypatch.chdir("x")
+
+
+@pytest.mark.usefixtures("project")
+def test_the_project_of_init_trains_as_a_job_by_its_script_and_by_submit(slurm: Slurm) -> None:
+    by_hand = slurm.ask("sbatch", "--parsable", "train.slurm")
+    submitted = submit_project()
+    for job, run, told in ((by_hand, f"runs/job-{by_hand}", f"slurm-{by_hand}.log"), (submitted, "run", JOB_LOG)):
+        wait_for(slurm, job, "COMPLETED", "FAILED")
+        text = Path(told).read_text()
+        assert state(slurm, job)["JobState"] == "COMPLETED", text
+        assert Path(run, "result.json").exists()
+        assert "warning: Paceline keeps no checkpoints for train_fn: it starts from the beginning" in text
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("project")
+def test_the_project_of_init_starts_again_after_a_requeue(slurm: Slurm) -> None:
+    Path("train.py").write_text(Path("train.py").read_text() + HELD_TRAIN)
+    Path("hold").touch()
+    job = submit_project()
+    until(Path("held").exists)
+    slurm.ask("scontrol", "requeue", job)
+    until(lambda: state(slurm, job)["Restarts"] == "1")
+    go_on()
+    wait_for(slurm, job, "COMPLETED", "FAILED")
+    assert state(slurm, job)["JobState"] == "COMPLETED", log()
+    assert (RUN / "result.json").exists()
+    assert log().count("it starts from the beginning") == 2
+    assert log().count("epoch 20: validation accuracy") == 1
+
+
+def submit_project() -> str:
+    """Submit the project in the working folder; the number of the job."""
+    return paceline("submit", "config.yaml", "--run-dir", "run").partition("job ")[2].partition(",")[0]
 
 
 def test_srun_may_start_the_ranks_itself(slurm: Slurm, expected: dict[str, object]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from paceline import Trainer
 from paceline.checkpoint.weights import load_weights
-from paceline.errors import RankFailed, TravelError
+from paceline.errors import ConfigError, RankFailed, TravelError
 
 
 class Numbers(Dataset):
@@ -265,3 +265,26 @@ def test_what_cannot_travel_is_named_before_a_process_starts(tmp_path: Path) -> 
     with pytest.raises(TravelError, match="model_fn → closure 'cfg' → attribute 'lock'"):
         Trainer(get_model, Line, train_fn=fit_line, procs=2).start()
     assert not list(tmp_path.rglob("rank-*.log"))
+
+
+def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs):
+        if not (tmp_path / "seen").exists():
+            (tmp_path / "seen").touch()
+            raise ValueError("the first attempt fails")
+        return "trained"
+
+    trainer = Trainer(
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(8), train_fn=train, batch_size=4, num_epochs=1,
+        procs=1, val_fraction=0, run_dir=tmp_path / "mine", resume="auto",
+    )  # fmt: skip
+    with pytest.raises(RankFailed, match="the first attempt fails"):
+        trainer.start()
+    assert trainer.start().value == "trained"
+    assert "keeps no checkpoints for train_fn: it starts from the beginning" in capfd.readouterr().err
+    result = (tmp_path / "mine" / "result.json").read_bytes()
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        trainer.start()
+    assert (tmp_path / "mine" / "result.json").read_bytes() == result

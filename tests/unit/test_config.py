@@ -179,7 +179,6 @@ def test_without_train_fn_and_loss_fn_both_ways_are_named() -> None:
         {"max_steps": 3},
         {"lanes": 2},
         {"checkpoint": {"keep": 2}},
-        {"resume": "auto"},
         {"time_limit": "1h"},
         {"nan": "stop"},
         {"nan_limit": 3},
@@ -190,6 +189,14 @@ def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) 
     [key] = extra
     assert problems({**OWN, **extra}) == [
         f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
+    ]
+
+
+def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> None:
+    build({**OWN, "resume": "auto"})
+    assert problems({**OWN, "resume": "runs/a/checkpoints/step-00000003"}) == [
+        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but Paceline keeps no checkpoints for "
+        "train_fn; use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
     ]
 
 

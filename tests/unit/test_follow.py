@@ -354,4 +354,4 @@ def test_whoever_watches_a_run_that_was_left_reads_whether_it_can_go_on(
     assert capsys.readouterr().err.splitlines()[-1] == "nobody trains this run; --resume auto goes on with it"
     folder.config.write_text("train_fn: train:train\n")
     follow.show(folder)
-    assert "so it cannot go on; start it anew" in capsys.readouterr().err
+    assert "--resume auto starts it from the beginning" in capsys.readouterr().err

@@ -77,6 +77,22 @@ def test_auto_leaves_a_run_alone_that_is_being_trained(make_config: MakeConfig) 
     assert find(config).run_dir == newer.path
 
 
+def test_auto_restarts_an_unfinished_own_loop_in_the_folder_that_run_dir_names(make_config: MakeConfig) -> None:
+    config = make_config(resume="auto", run_dir="mine", train_fn=lambda *arguments: None, loss_fn=None)
+    assert find(config) == Past()
+    folder = make_run(config, "mine", threads=2)
+    assert find(config) == Past(folder.path, {"lanes": None, "threads": 2})
+    folder.result.write_text("{}")
+    with pytest.raises(ConfigError, match="run_dir=mine holds a finished run, and train_fn can only start from the"):
+        find(config)
+
+
+def test_auto_gives_an_own_loop_without_run_dir_a_new_folder(make_config: MakeConfig) -> None:
+    config = make_config(resume="auto", train_fn=lambda *arguments: None, loss_fn=None)
+    make_run(config, "runs/run/2024-01-01")
+    assert find(config) == Past()
+
+
 def test_a_path_goes_on_with_that_run_even_if_it_is_finished(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old", is_finished=True, lanes=8)
     assert find(make_config(resume="old")) == Past(folder.path, {"lanes": 8, "threads": None})

@@ -61,6 +61,16 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(make_config: Mak
     assert folder.config.read_text() == before
 
 
+def test_a_refused_folder_of_train_fn_names_what_can_be_done(make_config: MakeConfig) -> None:
+    config = make_config(run_dir="run", train_fn=lambda *arguments: None, loss_fn=None)
+    folder = RunFolder.create(config)
+    with pytest.raises(ConfigError, match="already holds a run; start it again by --resume auto, choose another"):
+        RunFolder.create(config)
+    folder.result.write_text("{}")
+    with pytest.raises(ConfigError, match="already holds a run; choose another folder or remove it"):
+        RunFolder.create(config)
+
+
 def test_a_folder_with_other_things_in_it_is_taken(make_config: MakeConfig) -> None:
     Path("run").mkdir()
     Path("run/notes.txt").write_text("mine")

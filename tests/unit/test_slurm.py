@@ -90,7 +90,10 @@ def test_a_run_with_its_own_loop_is_not_told_to_go_on(tmp_path: Path) -> None:
     folder.config.write_text("name: lab\ntrain_fn: train:train\n")
     with closing(Events(folder.events)) as events:
         events.write("run_started", name="lab", world_size=2)
-    assert describe(folder)[-1] == "not running; its loop is your own (train_fn), so it cannot go on; start it anew"
+    assert (
+        describe(folder)[-1]
+        == "not running; its loop is your own (train_fn); --resume auto starts it from the beginning"
+    )
 
 
 def test_the_script_is_valid_and_asks_for_what_was_wanted() -> None:

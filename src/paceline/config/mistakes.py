@@ -59,6 +59,11 @@ def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -
             problems.append(
                 f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
             )
+        if config.resume not in ("auto", "never"):
+            problems.append(
+                f"resume={config.resume} names a run to continue, but Paceline keeps no checkpoints for train_fn; "
+                "use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
+            )
         if inspect.isgeneratorfunction(config.train_fn) or inspect.iscoroutinefunction(config.train_fn):
             kind = "has a yield" if inspect.isgeneratorfunction(config.train_fn) else "is async"
             name = name_of(config.train_fn)

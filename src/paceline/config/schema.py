@@ -17,7 +17,7 @@ TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # for which the name alone will do
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
-    "check_replicas_every", "checkpoint", "resume", "time_limit", "nan", "nan_limit", "augment",
+    "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")

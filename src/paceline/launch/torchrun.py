@@ -31,7 +31,7 @@ def start(config: Config, task: Task) -> Outcome:
     progress = Progress()
     with ExitStack() as held, join(config) as world:
         # Agents of several hosts count for themselves: one that came late has not seen a restart.
-        if any(world.gather_objects(is_restarted())) and config.train_fn is None:
+        if any(world.gather_objects(is_restarted())):
             config = config.model_copy(update={"resume": "auto"})
         path, settled = world.decide(lambda: _open(config, world.size, held))
         config = config.model_copy(update=settled)
