@@ -185,6 +185,8 @@ def open_events(config: Config, folder: RunFolder, world: World) -> Events:
             world_size=world.size, lanes=config.lanes or world.size, device=world.device.type, backend=world.backend,
             **origin_of(config.folder, world.device),
         )  # fmt: skip
+        for text in world.warnings:
+            events.write("warning", text=text)
     return events
 
 

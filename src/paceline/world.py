@@ -28,6 +28,7 @@ PATIENCE = timedelta(days=20)
 # The monitor also dumps a trace when the store says that a rank has failed. torchrun's store keeps that key over a
 # restart, so a run that has recovered would wait for the end of the dump when it exits.
 NCCL_MONITOR = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class World:
     size: int
     device: torch.device
     backend: str
+    warnings: tuple[str, ...] = ()  # about the environment that this process joined with
 
     @property
     def is_main(self) -> bool:
@@ -127,6 +129,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     for name in NCCL_MONITOR:
         os.environ.setdefault(name, "0")
     _settle(config, device)
+    notes = _without_detail()
     dist.init_process_group(
         backend,
         store=_next_meeting(rank, size) if store is None else dist.FileStore(str(store), size),
@@ -135,7 +138,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
         timeout=PATIENCE,
         device_id=device if backend == "nccl" else None,
     )
-    world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend)
+    world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend, warnings=notes)
     yield world
     # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
     if not dist.is_initialized():  # the user's own loop has left, as it may
@@ -164,6 +167,19 @@ def _next_meeting(rank: int, size: int) -> dist.Store:
     is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_old else "0"
     return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _meeting_place(rank, size))
+
+
+def _without_detail() -> tuple[str, ...]:
+    """Lower torch's debug level from DETAIL to INFO, and return a warning that reports it.
+
+    With DETAIL, the constructor of DistributedDataParallel ends the process with SIGSEGV (torch 2.13 on the CPU).
+    """
+    asked = os.environ.get(DEBUG_VARIABLE, "").upper()
+    if asked != "DETAIL" and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return ()
+    os.environ[DEBUG_VARIABLE] = "INFO"  # torch reads it when it is imported, and again for each process group
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    return (f"{DEBUG_VARIABLE}=DETAIL crashes torch's DistributedDataParallel; INFO is used instead",)
 
 
 def _settle(config: Config, device: torch.device) -> None:

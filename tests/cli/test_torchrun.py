@@ -27,7 +27,7 @@ def test_a_recipe_gives_the_same_weights_under_torchrun_and_by_local_processes(r
     assert results[0]["world_size"] == 2
 
 
-def test_start_twice_and_distributed_debug_passes_through(run, tmp_path: Path) -> None:
+def test_start_twice_and_distributed_debug_passes_through_but_for_detail(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""
         import os
@@ -40,17 +40,24 @@ def test_start_twice_and_distributed_debug_passes_through(run, tmp_path: Path) -
             return os.environ["TORCH_DISTRIBUTED_DEBUG"], torch.distributed.get_world_size()
 
         data = lambda: TensorDataset(torch.randn(8, 1))
+        procs = sys.argv[1] if len(sys.argv) > 1 else None
         for _ in range(2):
-            result = Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0).start()
+            result = Trainer(lambda: torch.nn.Linear(1, 1), data, train_fn=train, val_fraction=0, procs=procs).start()
             sys.stdout.write(f"rank {os.environ.get('RANK')} {result.value}\\n")  # in one piece, beside the other rank
         """)
     )
-    ended = run("torchrun", "--nproc_per_node=2", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
+    ended = run("torchrun", "--nproc_per_node=2", "main.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert ended.returncode == 0, ended.stderr
     for rank in (0, 1):
         assert ended.stdout.count(f"rank {rank} ('INFO', 2)") == 2
+    told = "warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel; INFO is used instead"
+    assert ended.stderr.count(told) == 1
     alone = run("python", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
     assert alone.stdout.count("rank None ('INFO', 1)") == 2, alone.stderr
+    assert "TORCH_DISTRIBUTED_DEBUG" not in alone.stderr
+    two = run("python", "main.py", "2", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert two.stdout.count("rank None ('INFO', 2)") == 2, two.stderr
+    assert two.stderr.count(told) == 2  # one for each run
 
 
 def test_a_loop_may_leave_the_process_group_and_keep_its_workers(run, tmp_path: Path) -> None:
