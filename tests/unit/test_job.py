@@ -147,3 +147,30 @@ def test_what_cannot_travel_is_named_by_its_key(make_config: MakeConfig) -> None
 def test_arguments_of_the_model_that_cannot_travel_are_named(make_config: MakeConfig) -> None:
     with pytest.raises(TravelError, match=r"^model_args → key 'guard' cannot travel to the ranks: it is a lock"):
         job.pack(make_config(model_args={"guard": threading.Lock()}), a_task)
+
+
+def test_functions_of_a_script_share_a_module_of_their_own_that_torch_compile_finds(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    script = {"__name__": "__main__", "factor": 3, "__file__": "script.py"}
+    exec(
+        "def build(name=None, made=None): return double(factor)\n"
+        "def double(x): return 2 * x\n"
+        "def name(): return __name__\n"
+        "class Made:\n"
+        "    def get(self): return factor\n",
+        script,
+    )
+    arguments = {"name": script["name"], "made": script["Made"]()}
+    job.save(job.pack(make_config(model_fn=script["build"], model_args=arguments), a_task), tmp_path / "job.bin")
+    config, _ = job.load(tmp_path / "job.bin")
+    build, made = config.function("model_fn"), config.model_args["made"]
+    assert build() == 6
+    assert made.get() == 3
+    own = sys.modules[build.__globals__["__name__"]]
+    assert vars(own) is build.__globals__ is type(made).get.__globals__
+    assert config.model_args["name"]() == own.__name__ != "__main__"
+    assert own.__file__ == "script.py"
+    # What pickle and people see of them is as before.
+    assert build.__module__ == type(made).__module__ == "__main__"
+    assert not hasattr(sys.modules["__main__"], "factor")
