@@ -17,6 +17,7 @@ import yaml
 
 from paceline.config import Config
 from paceline.data.batches import lanes_of
+from paceline.launch.environment import chosen_threads
 from paceline.replica import make_model
 from paceline.result import Result
 from paceline.run_folder import RunFolder, new_folder, write_json
@@ -61,6 +62,8 @@ def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str
         for number in procs:
             lanes_of(0, number, lanes)
         config = config.model_copy(update={"lanes": lanes})
+    else:  # as many threads in each process, or the speed-up would compare threads; lanes settle them otherwise
+        config = config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
     folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
     rows: list[Row] = []
     for name, number in ((PLAIN, 1), *((f"ddp-{number}", number) for number in procs)):

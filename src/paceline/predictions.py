@@ -26,8 +26,6 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"--out {path} must end in .csv or .parquet")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"--out {path} is in a folder that does not exist; make it first")
-    if find_spec("pandas") is None:
-        raise MissingExtra("pandas", "pandas", f"writing {path.name}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra("pyarrow", "parquet", f"writing {path.name}")
 

@@ -23,3 +23,9 @@ def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -
 def printable(text: str) -> str:
     """The text with its control characters as `\\x1b` and the like: a terminal would do what they say."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def size_text(size: float) -> str:
+    """Bytes as people read them."""
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
+    return f"{size / unit:,.1f} {name}"

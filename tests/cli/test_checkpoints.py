@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import files
+from paceline.checkpoint.store import Store
+from paceline.cli.trained import checkpoints
+from paceline.run_folder import RunFolder
+from paceline.telemetry.events import Events
 
 SCRIPT = """
 import os, signal, sys
@@ -83,3 +92,21 @@ def test_checkpoints_are_listed_with_what_is_known_of_them(run, tmp_path: Path) 
     wrong = run("paceline", "checkpoints", "nowhere")
     assert wrong.returncode == 2
     assert "nowhere is not a run folder" in wrong.stderr
+
+
+def test_a_checkpoint_saved_at_a_stop_shows_what_was_measured_later_or_that_nothing_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("name: run\n")
+    store = Store(folder.checkpoints)
+    for step in (10, 15):
+        store.partial(step).mkdir(parents=True)
+        store.publish(step, [files.write(store.partial(step) / "state.pt", [bytes(2_900)])], {}, {})
+    with closing(Events(folder.events)) as events:  # stopped after an epoch's last step, evaluated by the next attempt
+        events.write("epoch", epoch=1, step=10, train_loss=0.5, val_loss=0.25)
+    checkpoints(tmp_path)
+    of_15, of_10 = capsys.readouterr().out.splitlines()[1:]
+    assert "not evaluated at this step" in of_15
+    assert "train_loss 0.5000  val_loss 0.2500" in of_10
+    assert "2.9 kB" in of_10

@@ -6,6 +6,8 @@ import json
 import textwrap
 from pathlib import Path
 
+import yaml
+
 
 def test_plain_and_ddp_give_the_same_bits_and_one_table(run, tmp_path: Path) -> None:
     ended = run("paceline", "compare", "digits", "num_epochs=1", "--procs", "1,2,4", "--run-dir", "out")
@@ -83,3 +85,6 @@ def test_an_own_loop_is_compared_by_time_and_told_about_its_bits(run, tmp_path: 
     ended = run("paceline", "compare", "mylab", "num_epochs=1", "--procs", "1,2", timeout_s=200)
     assert ended.returncode == 0, ended.stderr
     assert "the weights of ddp-2 differ from plain: your own loop averages over what each process sees" in ended.stdout
+    configs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/mylab-compare/*/*/config.yaml")]
+    assert len(configs) == 3
+    assert len({config["threads"] for config in configs}) == 1  # or the efficiency would count threads

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from paceline.cli.project import PROJECT_TEMPLATE, init
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.fixture
@@ -44,6 +49,26 @@ def test_the_same_script_runs_under_torchrun(project: Path, run) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("accuracy on rank 0: ") == 2  # the script's own last line, once on each rank
     assert len(list(project.parent.glob("runs/*/*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "line"),
+    [("x", "x", "name: x"), ("my lab (2)", "my-lab-2-", "name: my-lab-2-"), ("2024", "2024", "name: '2024'")],
+)
+def test_the_run_is_named_after_the_folder(tmp_path: Path, folder: str, name: str, line: str) -> None:
+    init(tmp_path / folder)
+    assert line in (tmp_path / folder / "config.yaml").read_text().splitlines()
+    assert f'    name="{name}",' in (tmp_path / folder / "main.py").read_text().splitlines()
+
+
+def test_the_project_imports_nothing_that_an_installation_lacks() -> None:
+    """What the template's files import is of Python, of the project itself, or a dependency that is no extra."""
+    dependencies = PYPROJECT.read_text().partition("\ndependencies = [")[2].partition("]")[0]
+    required = set(re.findall(r'"([\w-]+)', dependencies))
+    sources = {path.stem: path.read_text() for path in PROJECT_TEMPLATE.glob("*.py")}
+    imported = {name for text in sources.values() for name in re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)}
+    assert "torch" in imported
+    assert imported - sys.stdlib_module_names - sources.keys() - {"paceline"} <= required
 
 
 def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline import __version__
+
 BIN = Path(sys.executable).parent
 
 
@@ -145,6 +147,14 @@ def test_help_does_not_import_torch(run, tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert "Usage" in ended.stdout
     assert run("paceline", "train", "digits", PYTHONPATH=str(tmp_path)).returncode != 0  # the trap works
+
+
+def test_the_list_of_commands_fits_80_columns_and_the_version_is_shown(run) -> None:
+    ended = run("paceline", "--help", COLUMNS="80")
+    commands = ended.stdout.partition("Commands:\n")[2].splitlines()
+    assert len(commands) == 20
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands), ended.stdout
+    assert run("paceline", "--version").stdout == f"paceline {__version__}\n"
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

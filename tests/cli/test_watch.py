@@ -26,6 +26,10 @@ def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) 
     shown = [line for line in training.communicate()[1].splitlines() if "train_loss" in line]
     assert len(shown) == 2
     assert [line for line in watched.stderr.splitlines() if "train_loss" in line] == shown
+    logs = run("paceline", "logs", "run")  # the ranks have printed nothing
+    assert "rank-0.log is empty: no output from rank 0 so far" in logs.stderr
+    assert [line for line in logs.stdout.splitlines() if "train_loss" in line] == shown
+    assert logs.stdout.splitlines()[-1].startswith("done: step 46  val_loss ")
     again = run("paceline", "watch", "run")  # one that has ended
     assert "1 rank on cpu" in again.stderr
     assert again.stderr.splitlines()[-1].startswith("done: step 46  val_loss ")
@@ -44,7 +48,9 @@ def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
             time.sleep(0.3)
             assert watching.poll() is None
             watching.send_signal(signal.SIGINT)
-            assert "stopped by Ctrl-C" in watching.communicate(timeout=20)[1]
+            said = watching.communicate(timeout=20)[1]
+            assert "stopped watching; the run itself is not affected" in said
+            assert "stopped by" not in said
         finally:
             watching.kill()
 

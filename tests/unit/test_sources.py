@@ -243,16 +243,6 @@ def test_data_that_cannot_be_trained_on_names_the_function(
 # --- optional packages --------------------------------------------------------------------------------------
 
 
-def test_a_csv_without_pandas_names_the_extra(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "points.csv").write_text("x\n1\n")
-    config = make_config(dataset_fn=FromTable, df=tmp_path / "points.csv")
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingExtra, match=r"reading points\.csv needs pandas; run: pip install 'paceline\[pandas\]'"):
-        make_datasets(config)
-
-
 def test_parquet_without_pyarrow_names_the_extra(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from paceline import __version__
 from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
 from paceline.cli.output import print_error
 from paceline.errors import ConfigError, Interrupted, PacelineError
@@ -68,16 +69,31 @@ def _interruptible(command: Command) -> Command:
     return run
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
 def _app() -> typer.Typer:
     app = typer.Typer(
         help="Train PyTorch models with Distributed Data Parallel: one run, one hash, from a laptop to a cluster.",
         no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     )  # fmt: skip
+    app.callback()(_root)
     for command in COMMANDS:
         app.command()(_interruptible(command))
-    app.add_typer(_getter("The data sets that recipes use.", project.get_data), name="data")
-    app.add_typer(_getter("Pretrained models of the Hugging Face hub.", project.get_model), name="model")
+    app.add_typer(_getter("Download the data sets that recipes use.", project.get_data), name="data")
+    app.add_typer(_getter("Download pretrained models from the Hugging Face hub.", project.get_model), name="model")
     return app
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `paceline` itself."""
 
 
 def _getter(about: str, get: Command) -> typer.Typer:

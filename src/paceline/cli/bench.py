@@ -26,7 +26,10 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="A JSON file for all figures.")] = None,
 ) -> None:
-    """Time small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed."""
+    """Compare the speed of Paceline with other training loops.
+
+    Times small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed.
+    """
     from paceline.bench.bench import Plan
     from paceline.bench.bench import bench as run_bench
     from paceline.run_folder import write_json

@@ -18,7 +18,10 @@ def compare(
     procs: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4.")] = "1,2",
     run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,
 ) -> None:
-    """Train without DDP and on several numbers of processes, and compare time, loss and bits: --procs 1,2,4"""
+    """Compare plain training with DDP: time, loss and weights.
+
+    Example: paceline compare config.yaml --procs 1,2,4
+    """
     numbers = parse_numbers("procs", procs)
     built, home = build_config(target, overrides, run_dir=run_dir)
     from paceline.compare import compare as run_comparison

@@ -23,7 +23,10 @@ def doctor(
     procs: Annotated[str | None, typer.Option(help="How many processes; as the config says, and 2 at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, and nothing else.")] = False,
 ) -> None:
-    """Look at this machine, and rehearse one step of a config, before a long run: exit code 1 if a run would fail"""
+    """Check this machine, and try one step of a config.
+
+    The exit code is 1 if a run would fail.
+    """
     from paceline.doctor.doctor import examine
 
     path = find_config(target) if target is not None else None

@@ -37,7 +37,10 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
 ) -> None:
-    """Show where the time of a step goes and what to do about it, with traces for Perfetto: --procs 4 --steps 10"""
+    """Show where the time of a step goes, and what to change.
+
+    Also writes traces for Perfetto. Example: paceline profile config.yaml --procs 4 --steps 10
+    """
     built, folder = build_config(target, overrides, procs=procs, run_dir=run_dir)
     from paceline.profile.profile import profile as run_profile
     from paceline.profile.profile import report_of

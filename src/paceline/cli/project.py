@@ -20,7 +20,10 @@ def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
     recipe: Annotated[str | None, typer.Option(help=f"Begin with a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
 ) -> None:
-    """Write a project folder that runs as it is: model_fn.py, dataset_fn.py, train.py, main.py, config.yaml."""
+    """Create a project folder that runs as it is.
+
+    Writes model_fn.py, dataset_fn.py, train.py, main.py, config.yaml, train.slurm and a little data.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
     if recipe is not None and recipe not in RECIPE_CONFIGS:
@@ -30,9 +33,24 @@ def init(
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
     if recipe is not None:
         shutil.copy(RECIPE_CONFIGS[recipe], folder / "config.yaml")
+    else:
+        _rename(folder)
     typer.echo(f"{folder} is ready. Try next:")
     for line in _commands(folder, recipe):
         typer.echo(f"  {line}")
+
+
+def _rename(folder: Path) -> None:
+    """Replace the template's name by that of the folder, in the two files that name the run."""
+    from paceline.config.text import dump_yaml
+
+    name = re.sub(r"[^\w.-]+", "-", folder.resolve().name)
+    for file, old, new in (
+        ("config.yaml", "name: mylab\n", dump_yaml({"name": name})),
+        ("main.py", 'name="mylab"', f'name="{name}"'),
+    ):
+        path = folder / file
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
 
 
 def _commands(folder: Path, recipe: str | None) -> list[str]:
@@ -51,7 +69,10 @@ def get_data(
     name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or tinyshakespeare.")],
     to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/datasets/NAME by default.")] = None,
 ) -> None:
-    """Download a data set, or go on with a download that was cut; what is already there is kept."""
+    """Download a data set, or resume its download.
+
+    Files that are complete are kept.
+    """
     from paceline.datasets import download
 
     folder = download.get(name, to, say=typer.echo)
@@ -62,7 +83,10 @@ def get_model(
     name: Annotated[str, typer.Argument(help="As the hub has it, such as google-bert/bert-base-uncased.")],
     to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/models/NAME by default.")] = None,
 ) -> None:
-    """Download a pretrained model, or go on with a download that was cut; what is already there is kept."""
+    """Download a pretrained model, or resume its download.
+
+    Files that are complete are kept.
+    """
     from paceline import models
 
     folder = models.get(name, to, say=typer.echo)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
+from time import sleep
 from typing import Annotated
 
 import typer
 
 from paceline.cli.arguments import Overrides, Run, Target, find_config, find_run, newest_run
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Interrupted
 from paceline.words import printable
+
+NOT_AFFECTED = "stopped watching; the run itself is not affected"
 
 
 def submit(
@@ -29,7 +32,10 @@ def submit(
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script, and do nothing.")] = False,
 ) -> None:
-    """Train as a Slurm job that saves before its time is up and comes again: --nodes 2 --time 4:00:00"""
+    """Train as a Slurm job that saves and requeues itself.
+
+    It saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
+    """
     from paceline import config
     from paceline.run_folder import RunFolder, new_folder
     from paceline.submit import Plan, script
@@ -56,7 +62,7 @@ def submit(
 
 
 def status(run: Run = None) -> None:
-    """Say how a run is doing, and the Slurm job that it was submitted as."""
+    """Show the status of a run and of its Slurm job."""
     from paceline.submit import describe
 
     for line in describe(find_run(run or newest_run())):
@@ -64,10 +70,17 @@ def status(run: Run = None) -> None:
 
 
 def watch(run: Run = None) -> None:
-    """Show a run that was started elsewhere, as it goes on: in another terminal, on another host, as a Slurm job."""
+    """Show the progress of a run that was started elsewhere.
+
+    It may run in another terminal, on another host, or as a Slurm job.
+    """
     from paceline.telemetry.follow import show
 
-    show(find_run(run or newest_run()))
+    folder = find_run(run or newest_run())
+    try:
+        show(folder)
+    except KeyboardInterrupt:
+        raise Interrupted(NOT_AFFECTED) from None
 
 
 def logs(
@@ -75,21 +88,36 @@ def logs(
     rank: Annotated[int | None, typer.Option(help="The output of one rank; of the Slurm job by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
 ) -> None:
-    """Show what a run has printed."""
-    import time
-
+    """Print the output of a run."""
     from paceline.submit import find_log
+    from paceline.telemetry.follow import replay
 
-    with find_log(find_run(run or newest_run()), rank).open(encoding="utf-8", errors="replace") as file:
+    folder = find_run(run or newest_run())
+    path = find_log(folder, rank)
+    if path.stat().st_size == 0:  # the managed loop prints nothing in its ranks
+        typer.echo(f"{path} is empty: no output from rank {rank or 0} so far", err=True)
+        if rank is None:
+            replay(folder)
+    try:
+        _print_file(path, follow=follow)
+    except KeyboardInterrupt:
+        raise Interrupted(NOT_AFFECTED) from None
+
+
+def _print_file(path: Path, *, follow: bool) -> None:
+    with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             typer.echo(printable(file.read()), nl=False)
             if not follow:
                 return
-            time.sleep(0.5)
+            sleep(0.5)
 
 
 def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was submitted.")]) -> None:
-    """End the Slurm job of a run, which saves first; `paceline submit … --run-dir RUN` goes on with it."""
+    """Cancel the Slurm job of a run, which saves first.
+
+    `paceline submit … --run-dir RUN` continues it.
+    """
     from paceline.submit import cancel as end_job
     from paceline.submit import job_of
 

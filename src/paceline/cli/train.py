@@ -38,7 +38,10 @@ def train(
         str | None, typer.Option(help="auto: go on with the unfinished run; never; or a run folder or checkpoint.")
     ] = None,
 ) -> None:
-    """Train what a config describes: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4"""
+    """Train the model that a config describes.
+
+    Example: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4
+    """
     from paceline.trainer import Trainer
 
     built, folder = build_config(

@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,6 +17,9 @@ from rich.text import Text
 from paceline.cli.output import is_main, show_table
 from paceline.errors import ConfigError
 from paceline.words import printable
+
+if TYPE_CHECKING:
+    from paceline.run_folder import RunFolder
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Weights = Annotated[
@@ -42,7 +45,10 @@ def evaluate(
     config: Extra = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
 ) -> None:
-    """Measure a trained model, alike on any number of processes: paceline evaluate runs/NAME/DATE-TIME --procs 4"""
+    """Measure the loss and metrics of a trained model.
+
+    They are equal at any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
+    """
     with redirect_stdout(sys.stderr):  # what the user's functions print
         run = _load(run_dir, checkpoint, data, procs, config)
         metrics = run.evaluate(data, procs)
@@ -65,7 +71,10 @@ def predict(
     procs: Procs = None,
     config: Extra = None,
 ) -> None:
-    """Write what a trained model says of each sample, in order: paceline predict runs/NAME/DATE-TIME --out preds.csv"""
+    """Write the predictions of a trained model as a table.
+
+    Rows are in the order of the samples. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
+    """
     from paceline import predictions
 
     predictions.check_file(out)
@@ -88,7 +97,10 @@ def export(
     ] = None,
     config: Extra = None,
 ) -> None:
-    """Write a trained model for other programs: paceline export runs/NAME/DATE-TIME --format torch --to FOLDER"""
+    """Export a trained model for other programs.
+
+    Example: paceline export runs/NAME/DATE-TIME --format torch --to FOLDER
+    """
     from paceline.export.export import export as write_export
     from paceline.trained import load
 
@@ -100,15 +112,19 @@ def export(
 
 
 def checkpoints(run_dir: Run) -> None:
-    """List the checkpoints of a run: step, size, metrics, and whether each can be used."""
+    """List the checkpoints of a run.
+
+    Shows the step, size and metrics of each, and whether it can be used.
+    """
     from paceline.checkpoint.store import Damaged, Store, verify
     from paceline.run_folder import RunFolder
+    from paceline.words import size_text
 
     folder = RunFolder(run_dir)
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
     table = Table("checkpoint", "size", "saved", "metrics", "state", box=None)
-    store = Store(folder.checkpoints)
+    store, measured = Store(folder.checkpoints), _measured_in(folder)
     for path in (*store.paths(), *store.damaged_paths()):
         try:
             manifest = verify(path)
@@ -116,12 +132,24 @@ def checkpoints(run_dir: Run) -> None:
             table.add_row(path.name, "", "", "", Text(printable(f"cannot be used: {reason}")))
             continue
         saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
-        facts = "  ".join(f"{name} {value:.4f}" for name, value in manifest.metrics.items() if value is not None)
-        table.add_row(path.name, f"{manifest.size / 1e6:,.1f} MB", saved, Text(printable(facts)), "valid")
+        metrics = manifest.metrics or measured.get(manifest.step, {})
+        facts = printable("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None))
+        table.add_row(path.name, size_text(manifest.size), saved, Text(facts or "not evaluated at this step"), "valid")
     if not table.row_count:
         typer.echo(printable(f"{run_dir} has no checkpoints"))
         return
     show_table(table)
+
+
+def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """The metrics of each step that ended an epoch: a checkpoint saved at a stop is older than its evaluation."""
+    from paceline.telemetry.events import read
+
+    epochs = (event for event in read(folder.events) if event["event"] == "epoch") if folder.events.exists() else ()
+    return {
+        row["step"]: {name: value for name, value in row.items() if isinstance(value, float) and name != "time"}
+        for row in epochs
+    }
 
 
 def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None) -> Any:

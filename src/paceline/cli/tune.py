@@ -50,7 +50,10 @@ def tune(
     engine: Annotated[str, typer.Option(help="Who starts the trials: optuna, here; ray, on its cluster.")] = "optuna",
     run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; runs/NAME-tune by default.")] = None,
 ) -> None:
-    """Search for good values, in many runs: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1"""
+    """Search for good hyperparameters in many runs.
+
+    Example: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1
+    """
     from paceline import config
     from paceline.tune import space
 

@@ -20,7 +20,10 @@ def board(
         int | None, typer.Option(min=0, max=65535, help="The first free one from 6006 on by default; 0: any.")
     ] = None,
 ) -> None:
-    """Open TensorBoard on runs, for this machine alone: paceline board runs/mnist runs/tabular"""
+    """Open TensorBoard on runs.
+
+    Only this machine can connect to it. Example: paceline board runs/mnist runs/tabular
+    """
     from paceline.telemetry.server import serve
 
     serve(runs or [Path("runs")], port, say=typer.echo)
@@ -33,7 +36,10 @@ def report(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page about runs, to read anywhere: paceline report runs/NAME/DATE-TIME --out report.html"""
+    """Write an HTML report of one or more runs.
+
+    The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
+    """
     from paceline.report.page import page_of
     from paceline.report.read import facts_of_all
     from paceline.run_folder import write_text

@@ -116,10 +116,8 @@ def _table(table: Any) -> tuple[Any, ...]:
         return ()
     if not isinstance(table, Path):
         return (table,)
-    try:
-        import pandas as pd
-    except ImportError:
-        raise MissingExtra("pandas", "pandas", f"reading {table.name}") from None
+    import pandas as pd
+
     if table.suffix.lower() == ".parquet":
         try:
             return (pd.read_parquet(table),)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from paceline.config import Config
 from paceline.doctor.facts import Machine
-from paceline.words import ranks_text
+from paceline.words import ranks_text, size_text
 
 OLDEST_TORCH = (2, 11)
 LITTLE_MEMORY = 2 << 30  # a rank holds 0.3 to 1 GB before it has a model
@@ -252,9 +252,3 @@ def check_bandwidth(size: int, seconds: float, ranks: int, backend: str) -> Find
 def bus_speed(size: int, seconds: float, ranks: int) -> float:
     """Bytes a second through each rank: a sum over n ranks moves 2 (n - 1) / n of the data, whatever their number."""
     return 2 * (ranks - 1) / ranks * size / max(seconds, 1e-9)
-
-
-def size_text(size: float) -> str:
-    """Bytes as people read them."""
-    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
-    return f"{size / unit:,.1f} {name}"

@@ -139,7 +139,8 @@ def _of_ranks(config: Config, machine: Machine, say: Say, trial: Trial | None = 
 def _travel(config: Config) -> Finding:
     """Whether functions and data can be sent to other processes."""
     from paceline import job
-    from paceline.doctor.checks import Finding, failure_of, size_text
+    from paceline.doctor.checks import Finding, failure_of
+    from paceline.words import size_text
     from paceline.worker import train
 
     try:

@@ -19,7 +19,7 @@ from paceline.report.thin import Heat, Point, Times, heat_of, stretches, thinned
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import read
 from paceline.telemetry.sink import NOT_PLOTTED, hparams_in
-from paceline.words import ranks_text
+from paceline.words import ranks_text, size_text
 
 POINTS = 2_000  # of a curve; with many runs fewer each, so that the page stays small
 POINTS_OF_ALL = 12_000
@@ -195,7 +195,7 @@ class Story:
         self.held_s += event["held_s"]
 
     def _on_checkpoint(self, event: dict[str, Any]) -> None:
-        self._mark("checkpoint", event, f"{event['bytes'] / 1e6:,.1f} MB in {event['seconds']} s")
+        self._mark("checkpoint", event, f"{size_text(event['bytes'])} in {event['seconds']} s")
 
     def _on_restarted(self, event: dict[str, Any]) -> None:
         self._mark("restarted", event, event["text"])

@@ -7,11 +7,13 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
+from rich.console import Console
+
 from paceline.room import is_full
 from paceline.run_folder import RunFolder
 from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
-from paceline.telemetry.events import parse
+from paceline.telemetry.events import parse, read
 from paceline.telemetry.lines import FAILED, WARNING
 from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
@@ -131,6 +133,16 @@ class Follower:
         if self._is_full and not before:
             text = f"the disk of {self._folder.path} is full: nothing can be saved or shown until there is room"
             self.screen.note(f"warning: {text}; training goes on, and waits for room at its end", style="yellow")
+
+
+def replay(folder: RunFolder) -> None:
+    """Print to stdout what a run has reported so far, without the progress within an epoch."""
+    screen = Screen()
+    screen.console, screen.is_live = Console(highlight=False, soft_wrap=True), False
+    for event in read(folder.events) if folder.events.exists() else ():
+        screen.show(event)
+    if (outcome := folder.outcome()) is not None:
+        screen.note(f"done: {outcome}")
 
 
 def show(folder: RunFolder) -> None:

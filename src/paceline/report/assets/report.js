@@ -310,7 +310,7 @@ function timeLine(run) {
     el("div", { class: "line" }, ...lives, ...marks),
     el("div", { class: "ends" }, el("span", {}, "0 s"), el("span", {}, duration(run.seconds))),
     el("div", { class: "legend" }, ...legend),
-    el("details", {}, el("summary", {}, `${run.marks.length} events`), table(head, rows, "marks")),
+    el("details", {}, el("summary", {}, run.marks.length === 1 ? "1 event" : `${run.marks.length} events`), table(head, rows, "marks")),
   ];
 }
 
