@@ -74,7 +74,7 @@ class Fit:
     step: int = 0
     samples: int = 0
     seconds: float = 0.0  # of training; evaluations are not counted
-    history: list[dict[str, Any]] = field(default_factory=list)  # one row an epoch
+    history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     sums: Sums = field(default_factory=Sums)
     owes_evaluation: bool = False  # the run was stopped after an epoch's last step and before its evaluation
@@ -85,7 +85,9 @@ class Fit:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Fit:
         """What `asdict` has made of one."""
-        return cls(**{**content, "sums": Sums(**content["sums"])})
+        # Checkpoints of earlier versions count epochs from 0.
+        history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
+        return cls(**{**content, "history": history, "sums": Sums(**content["sums"])})
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Loop:
         module.train()  # pretrained models come in evaluation mode
         try:
             if self.fit.owes_evaluation:
-                self._end_epoch(self.fit.history[-1]["epoch"] + 1 if self.fit.history else 0)
+                self._end_epoch(len(self.fit.history))
                 if self._is_better():  # the checkpoint that the run goes on from does not know how good it is
                     self.save()
                     self.losses.restart_clock()
@@ -207,7 +209,7 @@ class Loop:
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and close the epoch's row of history. All ranks."""
-        row: dict[str, Any] = {"epoch": epoch, "step": self.fit.step, "train_loss": self.losses.epoch_mean()}
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.fit.step, "train_loss": self.losses.epoch_mean()}
         if self.evaluator is not None:
             self.fit.metrics = self._evaluate(self.evaluator)
             row |= self.fit.metrics
@@ -393,7 +395,7 @@ class LossRecord:
         sums = self._fit.sums
         self._events.write(
             "step", time=round(taken.time, 3),
-            step=taken.step + 1, steps=self._plan.total_steps, epoch=taken.epoch, epochs=self._plan.epochs,
+            step=taken.step + 1, steps=self._plan.total_steps, epoch=taken.epoch + 1, epochs=self._plan.epochs,
             loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
             lr=taken.lr, grad_norm=norm if norm is not None and 0 <= norm < math.inf else None,
         )  # fmt: skip
@@ -409,7 +411,7 @@ class LossRecord:
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         self._fit.seconds += elapsed
         self._events.write(
-            "pace", step=step, steps=self._plan.total_steps, epoch=sent.steps[-1].epoch, epochs=self._plan.epochs,
+            "pace", step=step, steps=self._plan.total_steps, epoch=sent.steps[-1].epoch + 1, epochs=self._plan.epochs,
             samples_per_s=round(self._samples / elapsed, 1),
             step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
         )  # fmt: skip

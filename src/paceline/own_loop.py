@@ -43,12 +43,12 @@ def run_own_loop(
         progress.phase, progress.epoch, progress.batch = "training", epoch, batch
         progress.step = (progress.step or 0) + 1
         progress.samples += samples
-        events.write_sometimes("progress", phase="training", epoch=epoch, batch=batch, batches=batches)
+        events.write_sometimes("progress", phase="training", epoch=epoch + 1, batch=batch, batches=batches)
 
     def on_validation_batch(epoch: int, batch: int, batches: int) -> None:
         progress.phase, progress.batch = "validating", batch
         events.write_sometimes(
-            "progress", phase="validating", epoch=progress.epoch or epoch, batch=batch, batches=batches
+            "progress", phase="validating", epoch=(progress.epoch or epoch) + 1, batch=batch, batches=batches
         )
 
     shared: dict[str, Any] = {

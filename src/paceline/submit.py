@@ -152,7 +152,7 @@ def describe(folder: RunFolder) -> list[str]:
     lines.append(f"{started.get('name')}: {ranks_text(started.get('world_size', 1))}, {_ago(events[-1]['time'])}")
     if step is not None:
         loss = "-" if step["loss"] is None else f"{step['loss']:.4f}"
-        lines.append(f"step {step['step']} of {step['steps'] or '?'}, epoch {step['epoch'] + 1}, loss {loss}")
+        lines.append(f"step {step['step']} of {step['steps'] or '?'}, epoch {step['epoch']}, loss {loss}")
     if epoch is not None:
         facts = {name: value for name, value in epoch.items() if isinstance(value, float) and name != "time"}
         lines.append("  ".join(f"{name} {value:.4f}" for name, value in facts.items()))

@@ -123,7 +123,8 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     )  # fmt: skip
     if world.is_main:
         write_patiently(write, progress)
-    events.write("run_finished", step=progress.step, epoch=progress.epoch, metrics={})
+    epoch = None if progress.epoch is None else progress.epoch + 1
+    events.write("run_finished", step=progress.step, epoch=epoch, metrics={})
     events.close()
 
 
@@ -169,7 +170,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         if world.is_main:
             write_patiently(write, progress)
         settled = {**identity["config"], "lanes": lanes}
-        events.write("run_finished", step=fit.step, epoch=progress.epoch, metrics=fit.metrics, config=settled)
+        events.write("run_finished", step=fit.step, epoch=len(fit.history), metrics=fit.metrics, config=settled)
     events.close()
 
 

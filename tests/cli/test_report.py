@@ -64,7 +64,7 @@ def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
         late = 40.0 if number == 50 else 10.0
         events.append(
             {
-                "event": "step", "step": every * number, "steps": 500, "epoch": 0, "epochs": 1, "lr": lr,
+                "event": "step", "step": every * number, "steps": 500, "epoch": 1, "epochs": 1, "lr": lr,
                 "loss": 1 / (3 + number * lr), "samples_per_s": 1000.0 + number, "grad_norm": None,
                 "step_ms": [50.0, 50.0, 50.0], "memory_mb": [50.0, 51.0, 52.0],
                 "phase_ms": {
@@ -74,8 +74,8 @@ def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
         )  # fmt: skip
     events.append({"event": "checkpoint", "step": 500, "bytes": 1_000_000, "seconds": 0.1})
     metrics = {"val_loss": 0.123456, "accuracy": 0.75}
-    events.append({"event": "epoch", "epoch": 0, "step": 500, "train_loss": 0.2, **metrics})
-    events.append({"event": "run_finished", "step": 500, "epoch": 0, "metrics": metrics})
+    events.append({"event": "epoch", "epoch": 1, "step": 500, "train_loss": 0.2, **metrics})
+    events.append({"event": "run_finished", "step": 500, "epoch": 1, "metrics": metrics})
     path.mkdir(parents=True)
     lines = (json.dumps({**event, "time": 1000.0 + n}) for n, event in enumerate(events))
     path.joinpath("events.jsonl").write_text("\n".join(lines) + "\n")

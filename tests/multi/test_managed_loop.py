@@ -305,7 +305,7 @@ def test_numbers_are_equal_to_the_digit_at_one_and_two_ranks() -> None:
     one, two = start(procs=1, **options), start(procs=2, **options)
     assert one.history == two.history
     assert one.weights_sha256 == two.weights_sha256
-    assert [row["epoch"] for row in one.history] == [0, 1, 2]
+    assert [row["epoch"] for row in one.history] == [1, 2, 3]
     assert set(one.history[0]) == {"epoch", "step", "train_loss", "val_loss", "accuracy"}
     assert one.metrics == {key: one.history[-1][key] for key in ("val_loss", "accuracy")}
 

@@ -26,13 +26,13 @@ def events(tmp_path: Path) -> Path:
 def add(path: Path, steps: range, scale: float = 1.0) -> None:
     writer = Events(path)
     for step in steps:
-        writer.write("step", step=step, steps=9, epoch=0, epochs=1, loss=scale / step, lr=0.1, samples_per_s=5)
+        writer.write("step", step=step, steps=9, epoch=1, epochs=1, loss=scale / step, lr=0.1, samples_per_s=5)
     writer.close()
 
 
 def finish(path: Path, config: dict[str, Any]) -> None:
     writer = Events(path)
-    writer.write("run_finished", step=3, epoch=0, metrics={}, config=config)
+    writer.write("run_finished", step=3, epoch=1, metrics={}, config=config)
     writer.close()
 
 
@@ -45,8 +45,8 @@ def test_numbers_of_steps_and_epochs_are_there_as_soon_as_they_are_told(events: 
     board.look()
     assert losses(tmp_path / "board") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     writer = Events(events)
-    writer.write("epoch", epoch=0, step=3, train_loss=0.6, val_loss=0.7, accuracy=1.0)
-    writer.write("epoch", epoch=1, step=6, train_loss=None, val_loss=0.5, accuracy=1.0)
+    writer.write("epoch", epoch=1, step=3, train_loss=0.6, val_loss=0.7, accuracy=1.0)
+    writer.write("epoch", epoch=2, step=6, train_loss=None, val_loss=0.5, accuracy=1.0)
     writer.write("warning", text="not for here", step=3)
     writer.close()
     board.look()

@@ -22,7 +22,7 @@ import pytest
 from paceline.telemetry.console import PLAIN_INTERVAL_S, Screen
 
 STEP = {
-    "event": "step", "time": 1000.0, "step": 40, "steps": 100, "epoch": 1, "epochs": 5, "loss": 0.125, "lr": 0.003,
+    "event": "step", "time": 1000.0, "step": 40, "steps": 100, "epoch": 2, "epochs": 5, "loss": 0.125, "lr": 0.003,
     "samples_per_s": 2000.0, "step_ms": [100.0, 100.0], "memory_mb": [300.0, 300.0],
 }  # fmt: skip
 STARTED = {
@@ -71,7 +71,7 @@ def test_steps_are_shown_with_the_pace_and_not_one_by_one(
 
 def test_a_stream_and_an_own_loop_have_their_lines_too(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
-    progress = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 2, "batch": 4, "batches": None}
+    progress = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 3, "batch": 4, "batches": None}
     for event in ({**STEP, "steps": None}, {"event": "evaluating", "time": 0.0, "batch": 1, "batches": 6}, progress):
         clock[0] += PLAIN_INTERVAL_S
         screen.show(event)
@@ -169,7 +169,7 @@ def test_a_terminal_shows_the_view_while_the_run_goes_on_and_nothing_of_it_later
         shown = terminal.read(until="slowest")
         for text in ("digits: 2 ranks", "40/100 steps", "s left", "epoch 2/5", "loss 0.1250", "lr 0.003", "300 MB"):
             assert text in shown
-        tell(run, {"event": "epoch", "time": 1001.0, "epoch": 1, "step": 40, "train_loss": 0.2, "accuracy": 0.75})
+        tell(run, {"event": "epoch", "time": 1001.0, "epoch": 2, "step": 40, "train_loss": 0.2, "accuracy": 0.75})
         terminal.read(until="evaluation  accuracy 0.7500")
         # Ranks that start again have done nothing yet.
         tell(run, {"event": "restarted", "time": 1002.0, "text": "rank 1 failed; starting again"})

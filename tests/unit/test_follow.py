@@ -178,7 +178,7 @@ def test_events_are_shown_and_a_torn_one_waits(folder: RunFolder, capsys: pytest
     events = Events(folder.events)
     events.write("run_started", name="digits", run_dir="/r", world_size=2, device="cpu", backend="gloo")
     events.write("of_no_interest_to_the_screen", x=1)
-    events.write("epoch", epoch=0, step=10, train_loss=0.5)
+    events.write("epoch", epoch=1, step=10, train_loss=0.5)
     events.close()
     with folder.events.open("a") as file:
         file.write('{"event": "epo')
@@ -238,7 +238,7 @@ def test_a_run_that_is_rewound_says_nothing_twice(
 ) -> None:
     clock = iter(range(1000, 1100))
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-    events.write("epoch", epoch=0, step=10, train_loss=0.5)
+    events.write("epoch", epoch=1, step=10, train_loss=0.5)
     follower = Follower(folder, ranks=0, from_now=True)
     events.write("restarted", text="starting again")
     follower._look()

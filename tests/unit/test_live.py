@@ -17,7 +17,7 @@ from paceline.telemetry.live import Event, Facts, after, epoch_part, left_s, lef
 HEIGHT = 6  # a line that sets the view apart, two bars, three rows
 
 
-def step(at: int, *, time: float = 0.0, steps: int | None = 100, epoch: int = 0, **more: Any) -> Event:
+def step(at: int, *, time: float = 0.0, steps: int | None = 100, epoch: int = 1, **more: Any) -> Event:
     """A `step` event of a run of 10 epochs, as it was before there were phases."""
     told = {"event": "step", "time": time, "step": at, "steps": steps, "epoch": epoch, "epochs": 10, "loss": 0.25}
     return {**told, "samples_per_s": 2000.0, **more}
@@ -60,11 +60,11 @@ def whole_run() -> Iterator[Event]:
     for epoch in range(10):
         for at in range(10 * epoch + 1, 10 * epoch + 11):
             now += 2.0
-            yield step(at, time=now, epoch=epoch)
+            yield step(at, time=now, epoch=epoch + 1)
         yield {"event": "evaluating", "time": now + 1, "batch": 1, "batches": 5}
         now += 5.0
         yield {
-            "event": "epoch", "time": now, "epoch": epoch, "step": 10 * epoch + 10,
+            "event": "epoch", "time": now, "epoch": epoch + 1, "step": 10 * epoch + 10,
             "train_loss": 0.3, "val_loss": 0.2, "accuracy": 0.9,
         }  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_the_time_left_counts_the_evaluations_to_come() -> None:
     facts, checked = Facts(), 0
     for event in whole_run():
         facts = after(facts, event)
-        if event["event"] == "step" and event["epoch"] > 0:
+        if event["event"] == "step" and event["epoch"] > 1:
             assert left_s(facts) == pytest.approx(1250.0 - event["time"])
             checked += 1
     assert checked == 90
@@ -127,24 +127,24 @@ def end(epoch: int, at: int) -> Event:
 
 def test_an_epoch_is_its_share_of_the_steps_until_one_has_been_seen() -> None:
     assert epoch_part(known(step(7))) == (7, 10)
-    assert epoch_part(known(step(37, epoch=3))) == (7, 10)  # a run that went on, and whose past is not read
+    assert epoch_part(known(step(37, epoch=4))) == (7, 10)  # a run that went on, and whose past is not read
     assert epoch_part(known(step(7, steps=95))) is None  # `max_steps` has cut the last one short
     assert epoch_part(known(step(7, steps=None))) is None
 
 
 def test_an_epoch_is_as_long_as_the_one_before() -> None:
-    assert epoch_part(known(step(12, steps=95), end(0, 12), step(15, steps=95, epoch=1))) == (3, 12)
-    assert epoch_part(known(step(12, steps=None), end(0, 12), step(15, steps=None, epoch=1))) == (3, 12)
+    assert epoch_part(known(step(12, steps=95), end(1, 12), step(15, steps=95, epoch=2))) == (3, 12)
+    assert epoch_part(known(step(12, steps=None), end(1, 12), step(15, steps=None, epoch=2))) == (3, 12)
 
 
 def test_an_epoch_that_turns_out_longer_has_no_bar() -> None:
-    assert epoch_part(known(step(12, steps=None), end(0, 12), step(25, steps=None, epoch=1))) is None
+    assert epoch_part(known(step(12, steps=None), end(1, 12), step(25, steps=None, epoch=2))) is None
 
 
 def test_an_evaluation_has_the_bar_of_its_epoch() -> None:
     facts = known(step(10), {"event": "evaluating", "time": 0.0, "batch": 2, "batches": 6})
     assert line(facts, "epoch 1/10").endswith("2/6 evaluating")
-    for later in (end(0, 10), step(10)):  # samples are also measured when no epoch has ended
+    for later in (end(1, 10), step(10)):  # samples are also measured when no epoch has ended
         assert line(after(facts, later), "epoch 1/10").endswith("10/10 steps 2,000 samples/s")
 
 
@@ -188,7 +188,7 @@ def test_the_loss_is_that_of_the_last_recorded_step_and_all_else_follows_the_pac
 
 
 def test_bars_are_as_long_as_what_is_done() -> None:
-    shown = lines(known(step(50, epoch=4)), 120)
+    shown = lines(known(step(50, epoch=5)), 120)
     drawn = [line.count("━") + line.count("╸") for line in shown[1:3]]
     assert drawn[0] == pytest.approx(drawn[1] / 2, abs=1)  # half of the run, all of the epoch
 
@@ -226,12 +226,12 @@ def test_other_ranks_after_a_restart_are_not_mixed_with_those_before() -> None:
 
 def test_what_does_not_fit_is_left_out_whole() -> None:
     many = {f"metric_{n}": 0.5 for n in range(10)}
-    facts = known(step(10), {**end(0, 10), **many})
+    facts = known(step(10), {**end(1, 10), **many})
     assert line(facts, "evaluation", width=60) == "metric_0 0.5000 metric_1 0.5000"
 
 
 def test_without_validation_the_loss_of_the_epoch_is_shown() -> None:
-    assert line(known(step(10), end(0, 10)), "evaluation") == "train_loss 0.5000"
+    assert line(known(step(10), end(1, 10)), "evaluation") == "train_loss 0.5000"
 
 
 def test_steps_that_were_all_skipped_have_no_loss() -> None:
@@ -248,7 +248,7 @@ def test_a_life_that_has_ended_leaves_nothing_to_show(kind: str) -> None:
 
 
 def test_the_users_own_loop_is_one_bar() -> None:
-    event = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 2, "batch": 4, "batches": 50}
+    event = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 3, "batch": 4, "batches": 50}
     assert len(lines(known(event))) == 2
     assert line(known(event), "epoch 3").endswith("5/50 batches training")
     assert line(known({**event, "batches": None}), "epoch 3") == "5 batches training"

@@ -237,11 +237,11 @@ def test_a_record_that_is_written_later_has_its_own_step(monkeypatch: pytest.Mon
     losses = [row(step)[:NORM].double().view(-1, 2).sum(0) for step in range(3)]
     assert event.pop("loss") == ((losses[0] + losses[1])[0] / 12).item()
     assert event == {
-        "event": "step", "time": 1000.123, "step": 2, "steps": 40, "epoch": 0, "epochs": 2, "lr": 0.25,
+        "event": "step", "time": 1000.123, "step": 2, "steps": 40, "epoch": 1, "epochs": 2, "lr": 0.25,
         "grad_norm": None,
     }  # fmt: skip
     [pace] = listener.of("pace")
-    assert [pace[name] for name in ("step", "steps", "epoch", "epochs")] == [3, 40, 0, 2]
+    assert [pace[name] for name in ("step", "steps", "epoch", "epochs")] == [3, 40, 1, 2]
     assert fit.sums.window == losses[2][0].item()
     assert fit.seconds > 0
 
@@ -368,3 +368,10 @@ def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
     record.restart_epoch()
     assert record.epoch_mean() is None
     assert fit.sums.window_count == 2 * LANES
+
+
+def test_a_checkpoint_that_counts_epochs_from_0_is_read_with_epochs_from_1() -> None:
+    rows = [{"epoch": 0, "step": 5, "train_loss": 0.5}, {"epoch": 1, "step": 10, "train_loss": 0.25}]
+    fit = Fit.from_dict({**asdict(Fit()), "history": rows})
+    assert [row["epoch"] for row in fit.history] == [1, 2]
+    assert Fit.from_dict(asdict(fit)) == fit

@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def step(number: int, loss: float | None = 0.5, **fields: Any) -> dict[str, Any]:
     return {
-        "event": "step", "step": number, "steps": 100, "epoch": 0, "epochs": 1, "loss": loss, "lr": 0.1,
+        "event": "step", "step": number, "steps": 100, "epoch": 1, "epochs": 1, "loss": loss, "lr": 0.1,
         "samples_per_s": 100.0 + number, "grad_norm": None, "step_ms": [10.0, 11.0], "memory_mb": [50.0, 60.0 + number],
         **fields,
     }  # fmt: skip
@@ -53,12 +53,12 @@ def leave(path: Path, *events: dict[str, Any], config: str = "name: lab\n", tail
 
 
 def test_the_facts_are_those_of_the_events(tmp_path: Path) -> None:
-    epoch = {"event": "epoch", "epoch": 0, "step": 20, "train_loss": 0.4, "val_loss": 0.3, "accuracy": 0.9}
+    epoch = {"event": "epoch", "epoch": 1, "step": 20, "train_loss": 0.4, "val_loss": 0.3, "accuracy": 0.9}
     saved = [
         {"event": "saving", "step": 20, "held_s": 0.25},
         {"event": "checkpoint", "step": 20, "bytes": 2_000_000, "seconds": 0.5},
     ]
-    finished = {"event": "run_finished", "step": 20, "epoch": 0, "metrics": {}}
+    finished = {"event": "run_finished", "step": 20, "epoch": 1, "metrics": {}}
     folder = leave(tmp_path / "r", STARTED, step(10, 0.75), step(20, 0.5), epoch, *saved, finished)
     folder.result.write_text(
         json.dumps(

@@ -18,7 +18,7 @@ from paceline.run_folder import RunFolder
 
 FACTS: dict[str, Any] = {
     "metrics": {"val_loss": 0.5},
-    "history": [{"epoch": 0, "train_loss": 0.75}],
+    "history": [{"epoch": 1, "train_loss": 0.75}],
     "step": 7,
     "epoch": 2,
     "world_size": 2,

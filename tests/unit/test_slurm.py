@@ -73,10 +73,10 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
     assert describe(folder) == ["the run has not begun yet"]
     with closing(Events(folder.events)) as events:
         events.write("run_started", name="lab", world_size=2)
-        events.write("step", step=10, steps=None, epoch=0, loss=None)  # no sample of it was finite
+        events.write("step", step=10, steps=None, epoch=1, loss=None)  # no sample of it was finite
     assert describe(folder)[1:] == ["step 10 of ?, epoch 1, loss -", "not running; --resume auto goes on with it"]
     with closing(Events(folder.events)) as events:
-        events.write("epoch", epoch=0, step=12, train_loss=0.5, accuracy=0.75)
+        events.write("epoch", epoch=1, step=12, train_loss=0.5, accuracy=0.75)
         events.write("restarted", text="rank 1 failed")
     folder.result.write_text('{"step": 12, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef"}')
     assert describe(folder)[2:] == [

@@ -70,7 +70,7 @@ def steps(*numbers: int) -> list[tuple[str, dict[str, Any]]]:
     return [("step", {"step": n, "steps": 9, "loss": 1 / n, "grad_norm": None, "step_ms": [n, 2.0]}) for n in numbers]
 
 
-EPOCH = ("epoch", {"epoch": 0, "step": 3, "val_loss": 0.25})
+EPOCH = ("epoch", {"epoch": 1, "step": 3, "val_loss": 0.25})
 FINISHED = ("run_finished", {"step": 3, "metrics": {"val_loss": 0.25}, "config": {}})
 
 
@@ -89,7 +89,7 @@ def test_a_tracker_gets_what_is_plotted_and_how_the_run_ends(folder: RunFolder) 
         ("open", "lab", 3, None),
         (2, {"loss": 0.5, "step_ms/rank-0": 2, "step_ms/rank-1": 2.0}),
         (3, {"loss": 1 / 3, "step_ms/rank-0": 3, "step_ms/rank-1": 2.0}),
-        (3, {"epoch": 0, "val_loss": 0.25}),
+        (3, {"epoch": 1, "val_loss": 0.25}),
         "finished",
     ]
 

@@ -39,7 +39,7 @@ class Played:
     def __init__(
         self, values: Sequence[float | None] = (0.5,), end: Outcome | None = None, lasting: bool = False
     ) -> None:
-        self.history = [{"event": "epoch", "epoch": n, "val_loss": value} for n, value in enumerate(values)]
+        self.history = [{"event": "epoch", "epoch": n, "val_loss": value} for n, value in enumerate(values, start=1)]
         self.said = 0
         self.end = end or Outcome("done", history=self.history)
         self.is_lasting, self.stops = lasting, 0

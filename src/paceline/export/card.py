@@ -60,7 +60,7 @@ def loading_weights(config: Config, *, is_tied: bool) -> str:
 def _figures(run: TrainedRun, weights_sha256: str) -> dict[str, Any]:
     config, folder = run.config, RunFolder(run.run_dir)
     facts = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
-    history = {row["step"]: row["epoch"] + 1 for row in facts.get("history", ())}
+    history = {row["step"]: number for number, row in enumerate(facts.get("history", ()), start=1)}
     numbers = sum(parameter.numel() for parameter in run.model.parameters())
     figures = {
         "model": f"`{name_of(config.function('model_fn'))}`, {numbers:,} parameters",

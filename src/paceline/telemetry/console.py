@@ -73,7 +73,7 @@ class Screen:
 
     def _on_progress(self, event: dict[str, Any]) -> None:
         """The user's own loop: batch by batch."""
-        self._move([f"epoch {event['epoch'] + 1} {event['phase']}"], event["batch"] + 1, event["batches"])
+        self._move([f"epoch {event['epoch']} {event['phase']}"], event["batch"] + 1, event["batches"])
 
     def _on_evaluating(self, event: dict[str, Any]) -> None:
         self._move(["evaluating"], event["batch"], event["batches"])
@@ -87,7 +87,7 @@ class Screen:
         self._move([*texts, left_text(left_s(self._facts))], event["step"], event["steps"])
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
-        self.note("  ".join([f"epoch {event['epoch'] + 1}", f"step {event['step']}", *measured_texts(event)]))
+        self.note("  ".join([f"epoch {event['epoch']}", f"step {event['step']}", *measured_texts(event)]))
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(f"warning: {event['text']}", style="yellow")

@@ -119,7 +119,7 @@ def left_s(facts: Facts) -> float | None:
     # Until there are two points in time, the ranks' own clocks must do.
     each = facts.step_s.each or max(pace.get("step_ms", ()), default=0.0) / 1e3
     is_ended = facts.ended is not None and facts.ended["epoch"] >= pace["epoch"]
-    evaluations = max(pace["epochs"] - pace["epoch"] - is_ended, 0)
+    evaluations = max(pace["epochs"] - pace["epoch"] + 1 - is_ended, 0)
     return (pace["steps"] - pace["step"]) * each + evaluations * facts.evaluation_s.each if each else None
 
 
@@ -128,7 +128,7 @@ def epoch_part(facts: Facts) -> tuple[int, int] | None:
     pace = facts.pace
     if pace is None:
         return None
-    epoch, ends = pace["epoch"], {-1: 0, **facts.ends}
+    epoch, ends = pace["epoch"], {0: 0, **facts.ends}
     length = None
     if epoch - 2 in ends and epoch - 1 in ends:
         length = ends[epoch - 1] - ends[epoch - 2]
@@ -136,7 +136,7 @@ def epoch_part(facts: Facts) -> tuple[int, int] | None:
         length = pace["steps"] // pace["epochs"]
     if not length:
         return None
-    done = pace["step"] - ends.get(epoch - 1, epoch * length)
+    done = pace["step"] - ends.get(epoch - 1, (epoch - 1) * length)
     return (done, length) if 0 <= done <= length else None
 
 
@@ -167,7 +167,7 @@ def left_text(seconds: float | None) -> str:
 
 def epoch_text(pace: Event) -> str:
     """Which epoch it is, and of how many."""
-    return f"epoch {pace['epoch'] + 1}/{pace['epochs']}"
+    return f"epoch {pace['epoch']}/{pace['epochs']}"
 
 
 def training_texts(step: Event | None) -> list[str]:
@@ -231,7 +231,7 @@ def _bars(facts: Facts, age_s: float) -> Iterator[Bar]:
         yield Bar("run", pace["step"], pace["steps"], "steps", left_text(left and max(left - age_s, 0.0)))
         yield _epoch_bar(facts, pace)
     elif part is not None and part["event"] == "progress":
-        yield Bar(f"epoch {part['epoch'] + 1}", part["batch"] + 1, part["batches"], "batches", part["phase"])
+        yield Bar(f"epoch {part['epoch']}", part["batch"] + 1, part["batches"], "batches", part["phase"])
     elif part is not None:
         yield Bar("evaluating", part["batch"], part["batches"], "batches")
 

@@ -189,4 +189,4 @@ def train_trial(given: dict[str, Any], *, folder: str, metric: str, threads: int
             time.sleep(LOOK_S)
             outcome = run.outcome()  # before the epochs: all that it has written by then is read
             for epoch in run.epochs():
-                tune.report({"epoch": int(epoch["epoch"]), metric: epoch.get(metric)})
+                tune.report({"epoch": int(epoch["epoch"]) - 1, metric: epoch.get(metric)})

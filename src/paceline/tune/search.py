@@ -124,7 +124,7 @@ class Search:
 
     def _take(self, active: Active, epoch: dict[str, Any]) -> None:
         """Tell the study of an epoch, once; it decides whether the trial is worth going on with."""
-        metric, number = self.study.goal.metric, int(epoch["epoch"])
+        metric, number = self.study.goal.metric, int(epoch["epoch"]) - 1  # Optuna counts from 0
         value = epoch.get(metric)
         if value is None or number in active.told or active.is_pruned:
             return
