@@ -50,7 +50,7 @@ class RunFolder:
         folder.logs.mkdir(exist_ok=True)
         if folder.config.exists():
             is_final = config.train_fn is not None and folder.result.exists()
-            again = "start it again" if config.train_fn is not None else "go on with it"
+            again = "start it again" if config.train_fn is not None else "continue it"
             way_out = "" if is_final else f"{again} by --resume auto, "
             raise ConfigError(
                 f"run_dir={config.run_dir} already holds a run; {way_out}choose another folder or remove it"

@@ -27,7 +27,7 @@ def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) 
     assert len(shown) == 2
     assert [line for line in watched.stderr.splitlines() if "train_loss" in line] == shown
     logs = run("paceline", "logs", "run")  # the ranks have printed nothing
-    assert "rank-0.log is empty: no output from rank 0 so far" in logs.stderr
+    assert "rank-0.log is empty: nothing was printed so far" in logs.stderr
     assert [line for line in logs.stdout.splitlines() if "train_loss" in line] == shown
     assert logs.stdout.splitlines()[-1].startswith("done: step 46  val_loss ")
     again = run("paceline", "watch", "run")  # one that has ended

@@ -56,7 +56,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(make_config: MakeConfig) -> None:
     folder = RunFolder.create(make_config(run_dir="run", seed=1))
     before = folder.config.read_text()
-    with pytest.raises(ConfigError, match="run_dir=run already holds a run; go on with it by --resume auto"):
+    with pytest.raises(ConfigError, match="run_dir=run already holds a run; continue it by --resume auto"):
         RunFolder.create(make_config(run_dir="run", seed=2))
     assert folder.config.read_text() == before
 

@@ -95,7 +95,7 @@ def logs(
     folder = find_run(run or newest_run())
     path = find_log(folder, rank)
     if path.stat().st_size == 0:  # the managed loop prints nothing in its ranks
-        typer.echo(f"{path} is empty: no output from rank {rank or 0} so far", err=True)
+        typer.echo(f"{path} is empty: nothing was printed so far", err=True)
         if rank is None:
             replay(folder)
     try:
