@@ -16,13 +16,19 @@ PacelineError            the training failed                                    
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
+from typing import Any
 
 
 class PacelineError(Exception):
     """The root of the tree above; `exit_code` is what the command line ends with."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the text and the attributes; constructors take other arguments, and are not called again."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(PacelineError):
