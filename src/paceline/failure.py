@@ -15,6 +15,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from paceline import errors
+from paceline.errors import ConfigError, PacelineError, RankFailed
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder, write_json
 
@@ -53,6 +55,7 @@ class Failure:
     time: float
     is_echo: bool = False  # a neighbour's death, seen from this rank
     is_killed: bool = False  # by a signal; it raised nothing itself
+    is_config: bool = False  # a mistake in the config that only a rank could see
 
     def describe(self) -> str:
         """The block that people read, at most 10 lines."""
@@ -67,13 +70,19 @@ class Failure:
         block.append(f"  full log: {self.log}")
         return "\n".join(block)
 
+    def to_error(self) -> PacelineError:
+        """What the launcher raises: a ConfigError as the rank raised it, otherwise RankFailed."""
+        return ConfigError(self.text.splitlines()) if self.is_config else RankFailed(self.describe())
+
 
 def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunFolder) -> Failure:
     """The failure that `error` means, from inside the rank."""
-    text, name = str(error), type(error).__name__
+    text, name, kind = str(error), type(error).__name__, type(error)
     cause = _worker_cause(text)
     if cause:
         name, text = cause
+        name = name.removeprefix(f"{errors.__name__}.")
+        kind = getattr(errors, name, kind)
     if isinstance(error, SystemExit):
         text = f"sys.exit({error.code}) was called during the run"
     return Failure(
@@ -87,6 +96,7 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
         time=time.time(),
         # A network error of the user's own is an OSError, or comes from a DataLoader worker.
         is_echo=isinstance(error, RuntimeError) and cause is None and bool(NEIGHBOUR_IS_GONE.search(text)),
+        is_config=issubclass(kind, ConfigError),
     )
 
 

@@ -109,6 +109,7 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)
+    progress.phase = "building the replica"
     replica = replicate(model, config, world)
     began = time.perf_counter()
     trained = {name for name, parameter in replica.module.named_parameters() if parameter.requires_grad}
@@ -140,12 +141,14 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
     fit = Fit()
     if past is not None:
+        progress.phase = "restoring the checkpoint"
         tell_past(past, identity, world, events)
         put_weights(past.state, model, past.path)
     else:
         fit_scalers(model, training, config.seed, progress)
-    config, stepper, plan, evaluation = build_step(config, model, training, validation, lanes, world, events)
+    config, stepper, plan, evaluation = build_step(config, model, training, validation, lanes, world, events, progress)
     if past is not None:
+        progress.phase = "restoring the checkpoint"
         fit = restore(past, config, stepper)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events, stepper.sharding)
     check_space(folder, stepper, world)
@@ -252,20 +255,21 @@ def settle_device(config: Config, world: World) -> Config:
 
 def build_step(
     config: Config, model: torch.nn.Module, training: Any, validation: Any | None, lanes: int, world: World,
-    events: Events,
+    events: Events, progress: Progress,
 ) -> tuple[Config, Stepper, Plan, Feed | None]:  # fmt: skip
     """The step over the training data, with the layout decided, and what feeds an evaluation. All ranks."""
+    progress.phase = "building the step"
     feed, evaluation = make_feeds(training, validation, config, world)
     config = settle_layout(config, model, feed, world)
     for each in (feed, evaluation):
         if each is not None:
             each.by_channels = config.channels_last is True
-    stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events)
+    stepper, plan = build_stepper(config, replicate(model, config, world), feed, lanes, world, events, progress)
     return config, stepper, plan, evaluation
 
 
 def build_stepper(
-    config: Config, replica: Replica | Single, feed: Feed, lanes: int, world: World, events: Events
+    config: Config, replica: Replica | Single, feed: Feed, lanes: int, world: World, events: Events, progress: Progress
 ) -> tuple[Stepper, Plan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
     total, epochs = length_of(config, feed.dataset, lanes)
@@ -280,6 +284,7 @@ def build_stepper(
         best=config.checkpoint.best,
         ranks_by_loss=config.curriculum is not None and config.curriculum.by == "loss",
     )
+    progress.phase = "building the optimizer"
     with keyed_generators(config.seed, "optimizer"):
         optimizer = make_optimizer(config, replica.module)
     stepper = Stepper(

@@ -108,6 +108,13 @@ def test_a_failure_under_torchrun_names_rank_and_line(run, tmp_path: Path) -> No
     assert f"at {tmp_path / 'main.py'}:8" in ended.stderr
 
 
+def test_a_mistake_that_only_a_rank_can_see_ends_the_rank_with_exit_code_2(run) -> None:
+    ended = run("torchrun", "--nproc_per_node=1", "-m", "paceline", "train", "linear", "step_mode=graph", "device=cpu")
+    assert "paceline: step_mode=graph needs a GPU" in ended.stderr
+    assert "rank 0 on " not in ended.stderr
+    assert "exitcode  : 2 " in ended.stderr
+
+
 def test_an_outer_world_that_is_not_complete_is_said(run) -> None:
     ended = run("paceline", "train", "linear", "--launcher", "torchrun")
     assert ended.returncode == 2

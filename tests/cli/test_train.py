@@ -140,6 +140,15 @@ def test_a_failed_training_ends_with_exit_code_1_and_a_short_block(run, tmp_path
     assert f"{tmp_path / 'lab_functions.py'}:" in ended.stderr
 
 
+def test_a_mistake_that_only_a_rank_can_see_ends_with_exit_code_2_and_one_sentence(run, tmp_path: Path) -> None:
+    write_lab(tmp_path)
+    ended = run("paceline", "train", "config.yaml", "step_mode=graph", "device=cpu", "--procs", "2")
+    assert ended.returncode == 2
+    sentence = "step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto"
+    assert ended.stderr.splitlines()[-1] == f"paceline: {sentence}"
+    assert "full log" not in ended.stderr
+
+
 def test_help_does_not_import_torch(run, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     for words in (["--help"], ["train", "--help"], ["init", "--help"]):

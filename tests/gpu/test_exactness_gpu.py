@@ -16,7 +16,7 @@ from gpu_models import Remembering, conv_net
 from torch import nn
 
 from paceline import Trainer
-from paceline.errors import RankFailed, Stopped
+from paceline.errors import ConfigError, Stopped
 from paceline.world import World
 
 
@@ -146,6 +146,6 @@ def test_attention_is_the_same_twice_and_an_operator_that_cannot_be_is_named() -
     def pooled() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 2))
 
-    with pytest.raises(RankFailed, match=r"exact=true but adaptive_avg_pool2d\S* cannot be repeated.*exact: false"):
+    with pytest.raises(ConfigError, match=r"exact=true but adaptive_avg_pool2d\S* cannot be repeated.*exact: false"):
         start(1, model_fn=pooled)
     assert start(1, model_fn=pooled, exact=False).step > 0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline import Trainer, shard
-from paceline.errors import RankFailed
+from paceline.errors import ConfigError, RankFailed
 
 SIZE, BATCH, LANES = 83, 3, 4  # 7 steps an epoch
 
@@ -131,7 +131,7 @@ def test_a_lane_without_samples_is_the_same_error_at_any_number_of_ranks() -> No
 
 
 def test_a_schedule_with_an_end_needs_max_steps() -> None:
-    with pytest.raises(RankFailed, match=r"schedule\.name=cosine must know where the run ends.*set max_steps"):
+    with pytest.raises(ConfigError, match=r"schedule\.name=cosine must know where the run ends.*set max_steps"):
         trainer(schedule={"name": "cosine"}, procs=1).start()
 
 

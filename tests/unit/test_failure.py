@@ -11,6 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import failure
+from paceline.errors import ConfigError, MissingExtra, RankFailed
 from paceline.failure import Failure
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder
@@ -179,6 +180,29 @@ def test_a_call_of_exit_is_told_as_such(folder: RunFolder) -> None:
     assert capture(SystemExit(3), folder).text == "sys.exit(3) was called during the run"
 
 
+# --- mistakes in the config ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ConfigError(["lanes=6 is odd", "seed=x is no number"]), MissingExtra("a", "b", "c")])
+def test_a_config_error_of_a_rank_is_raised_as_one_with_its_sentences_alone(
+    error: ConfigError, folder: RunFolder
+) -> None:
+    failure.write(capture(error, folder), folder)
+    raised = failure.first(folder, {0: 1}).to_error()
+    assert isinstance(raised, ConfigError)
+    assert raised.problems == error.problems
+
+
+def test_any_other_error_of_a_rank_is_raised_as_the_whole_block(folder: RunFolder) -> None:
+    class ConfigError(Exception):
+        """One of the user's own."""
+
+    captured = capture(ConfigError("odd"), folder)
+    raised = captured.to_error()
+    assert isinstance(raised, RankFailed)
+    assert str(raised) == captured.describe()
+
+
 # --- errors of DataLoader workers ---------------------------------------------------------------------------
 
 
@@ -196,6 +220,8 @@ class Broken(Dataset[Any]):
             raise ValueError("sample 0 is too long\nhint: crop it")
         if self.kind == "key":
             return {}["label"]
+        if self.kind == "extra":
+            raise MissingExtra("pandas", "pandas", "reading sample 0")
         if self.kind == "silent":
             raise LookupError
         if self.kind == "chain":
@@ -234,6 +260,11 @@ class TestWorkers:
         told = from_worker("key", folder)
         assert (told.error, told.text) == ("KeyError", "'label'")
         assert told.location == line_of('return {}["label"]')
+
+    def test_a_config_error_of_a_worker_is_one(self, folder: RunFolder) -> None:
+        told = from_worker("extra", folder)
+        assert (told.error, told.is_config) == ("MissingExtra", True)
+        assert told.text == "reading sample 0 needs pandas; run: pip install 'paceline[pandas]'"
 
     def test_the_last_of_a_chain_of_errors_is_told(self, folder: RunFolder) -> None:
         told = from_worker("chain", folder)

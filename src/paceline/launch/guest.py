@@ -132,7 +132,7 @@ def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], ask
 def _outcome_of(over: Over) -> Outcome:
     """What the run left in the shared folder, which a network file system may show a little later; or its error."""
     if over.run_dir is None:
-        error = RankFailed(over.error)
+        error = ConfigError(over.error) if over.exit_code == ConfigError.exit_code else RankFailed(over.error)
         error.exit_code = over.exit_code
         raise error
     folder, deadline = RunFolder(Path(over.run_dir)), time.monotonic() + VISIBLE_S

@@ -85,7 +85,7 @@ def failure_told(folder: RunFolder) -> Iterator[None]:
     """Write down that the run has failed, if it does so inside: for whoever watches it from elsewhere."""
     try:
         yield
-    except RankFailed as error:
+    except (ConfigError, RankFailed) as error:
         with closing(Events(folder.events)) as events:
             events.write("run_failed", text=str(error))
         raise
@@ -114,7 +114,7 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
             raise RankFailed(story)
         saved = store.newest_step()
         if (request is not None and request.signal) or not restarts.allow(first, saved):
-            raise RankFailed(first.describe())
+            raise first.to_error()
         news = (
             f"rank {first.rank} failed ({first.place}): {first.error}; starting again from "
             f"{f'step {saved}' if saved >= 0 else 'the beginning'} (restart {restarts.used} of {restarts.limit})"

@@ -173,8 +173,9 @@ def _run_to_end(
                 carrier.ask(folder, request.signal)
     error, first = done.exception(), carrier.first_failure(folder, ranks)
     if error is not None or first is not None:
-        story = hang.explain(folder, ranks, config.hang_timeout_s)
-        raise RankFailed(story or (first.describe() if first is not None else f"Ray has given up: {error}"))
+        if story := hang.explain(folder, ranks, config.hang_timeout_s):
+            raise RankFailed(story)
+        raise first.to_error() if first is not None else RankFailed(f"Ray has given up: {error}")
     if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline import failure, result, resume
 from paceline.config import Config
-from paceline.errors import RankFailed
+from paceline.errors import ConfigError, RankFailed
 from paceline.job import Task
 from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
 from paceline.progress import Progress
@@ -48,6 +48,8 @@ def start(config: Config, task: Task) -> Outcome:
             captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)
             with folder.log(world.rank).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
+            if isinstance(error, ConfigError):
+                raise
             raise RankFailed(captured.describe()) from error
         outcome = world.decide(lambda: result.collect(folder)) if dist.is_initialized() else _found(folder)
     # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the

@@ -64,7 +64,7 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     training, _ = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)
-    config, stepper, plan, _ = build_step(config, model, training, None, lanes, world, events)
+    config, stepper, plan, _ = build_step(config, model, training, None, lanes, world, events, progress)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
     loop = build_loop(config, stepper, None, plan, saver, Stop(), Fit(), world, events, progress)
     watch = Watch(stepper.clock, world.device, warm_up, steps, events)
