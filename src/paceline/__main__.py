@@ -1,5 +1,18 @@
-"""`python -m paceline` is the `paceline` command."""
+"""The `paceline` command, also as `python -m paceline`."""
 
-from paceline.cli import main
+import sys
 
-main()
+from paceline.startup import note_requests
+
+
+def main() -> None:
+    """Import the command line and run it; a request to stop `train` counts from the first moment."""
+    if sys.argv[1:2] == ["train"]:
+        note_requests()
+    from paceline.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

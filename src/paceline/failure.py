@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.errors import ConfigError, PacelineError, RankFailed
+from paceline.nursery import ENDED_EARLY
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder, write_json
 
@@ -137,6 +138,11 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
         )
     elif code == HOST_LOST:
         error, text = "HostLost", "its host does not answer any more"
+    elif code == ENDED_EARLY:
+        error, text = (
+            "Exit",
+            "the process ended with exit code 0 before the run was over; something called os._exit or exec",
+        )
     elif code < 0:
         names = {signal.value: signal.name for signal in Signals}  # real-time signals have none
         error, text = names.get(-code, "Signal"), f"the process was ended by signal {-code}"
@@ -153,7 +159,7 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
         location=last.get("location"),
         log=str(folder.log(rank)),
         time=time.time(),
-        is_killed=code < 0,
+        is_killed=code < 0 and code != ENDED_EARLY,
     )
 
 

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 
@@ -21,6 +23,19 @@ def die_with_parent(parent: int | None = None) -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(1)
+
+
+@contextmanager
+def dying_with(parent: int) -> Iterator[None]:
+    """Have this process killed if its parent dies inside, where it cannot look for itself. Linux only.
+
+    For a while, because the kernel counts the end of the thread that has started a process as its parent's death.
+    """
+    if sys.platform == "linux":
+        die_with_parent(parent)
+    yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0)
 
 
 def _watch(parent: int) -> None:

@@ -21,10 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from paceline.lifeline import dying_with
 from paceline.stop import SIGNALS, ignore_signals
 
 LOOK_S = 0.05  # between looks at the ranks
 IDLE_S = 1.0  # between looks at the launcher while there are none
+DONE = 85  # the exit code of a rank that has come to its end, for the nursery alone; the launcher sees 0
+ENDED_EARLY = -1001  # what the launcher sees of a rank that ended with 0 by itself: by os._exit or exec
 MUST_LOAD_ANEW = sys.platform == "darwin"  # where system libraries do not survive a fork
 
 
@@ -40,7 +43,7 @@ class Birth(NamedTuple):
 
 def main() -> None:
     """Fork ranks as they are asked for, and tell how they end, until the launcher is gone."""
-    channel, launcher = Connection(int(sys.argv[1])), os.getppid()
+    channel, launcher = Connection(int(sys.argv[1])), int(sys.argv[2])
     # Whoever signals all processes of a run means the ranks. What is ignored from outside stays so in them.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     ignore_signals()
@@ -48,8 +51,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # some who start processes have them blocked, as Ray has
     _call("nursery")
     if not MUST_LOAD_ANEW:
-        importlib.import_module("paceline.worker")
-        importlib.import_module("torch._dynamo")  # every optimizer loads it
+        with dying_with(launcher):
+            importlib.import_module("paceline.worker")
+            importlib.import_module("torch._dynamo")  # every optimizer loads it
     os.chdir("/")
     gc.freeze()  # a collection in a rank would write to pages that all share
     ranks: dict[int, int] = {}
@@ -64,10 +68,12 @@ def main() -> None:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del ranks[pid]
-                    if status:  # what it has started does not outlive it
+                    code = os.waitstatus_to_exitcode(status)
+                    code = {DONE: 0, 0: ENDED_EARLY}.get(code, code)
+                    if code:  # what it has started does not outlive it
                         with suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
-                    channel.send((rank, pid, os.waitstatus_to_exitcode(status)))
+                    channel.send((rank, pid, code))
     except (EOFError, ConnectionError):
         pass
     os._exit(0)  # the kernel ends the ranks

@@ -11,6 +11,7 @@ from paceline.config import Config, build, resolve_tables, to_plain
 from paceline.errors import ConfigError, PacelineError, RankFailed
 from paceline.functions import Missing
 from paceline.run_folder import new_folder
+from paceline.startup import requests_noted
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +47,13 @@ class Trainer:
 
     def start(self) -> Result:
         """Train, on as many ranks as the config says, and return the result; may be called again."""
-        from paceline import launch
-        from paceline.telemetry import trackers
+        with requests_noted():
+            from paceline import launch
+            from paceline.telemetry import trackers
 
-        trackers.check(self.config.log.trackers)
-        launch.prepare(self.config.__dict__, self._folder)  # before torch is imported here, too
-        from paceline.worker import train
+            trackers.check(self.config.log.trackers)
+            launch.prepare(self.config.__dict__, self._folder)  # before torch is imported here, too
+            from paceline.worker import train
 
         return self._launch(self.config, train).to_result(self)
 

@@ -35,6 +35,7 @@ from paceline.errors import ConfigError
 from paceline.evaluate import Evaluator
 from paceline.lifeline import die_with_parent
 from paceline.loop import Fit, Loop, Plan
+from paceline.nursery import DONE
 from paceline.optim import lr_at, make_optimizer
 from paceline.origin import origin_of
 from paceline.own_loop import compare_ranks, run_own_loop
@@ -79,7 +80,7 @@ def main() -> None:
     # What Python does at its end: wait for threads, then run what libraries have left to be done.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _end(0)
+    _end(DONE)
 
 
 def _end(code: int) -> NoReturn:

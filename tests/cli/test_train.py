@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -179,6 +180,32 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert "SIGINT: saving and stopping; Ctrl-C again ends at once" in errors
     assert f"everything is saved, go on with --resume {tmp_path / 'here'}" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_while_torch_is_still_imported_ends_with_exit_code_3(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    write_lab(tmp_path)
+    # In place of torch: the launcher asks itself to stop, then imports the real one.
+    (tmp_path / "first" / "torch").mkdir(parents=True)
+    (tmp_path / "first" / "torch" / "__init__.py").write_text(
+        textwrap.dedent(f"""
+        import os, sys
+        if sys.argv[1:2] == ["train"]:
+            os.kill(os.getpid(), {number.value})
+        del sys.modules["torch"]
+        sys.path = [path for path in sys.path if not path.endswith("first")]
+        import torch
+        """)
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "paceline", "train", "config.yaml"], capture_output=True, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "first")}, timeout=120,
+    )  # fmt: skip
+    assert ended.stderr.splitlines()[-1] == f"paceline: stopped by {number.name} before it began"
+    assert ended.returncode == 3
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reader_that_goes_away_does_not_fail_the_run(tmp_path: Path) -> None:

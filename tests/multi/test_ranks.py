@@ -104,6 +104,28 @@ def test_a_rank_begins_as_a_process_of_its_own() -> None:
     assert psutil.Process(told["nursery"]).name() == "paceline-nursery"[:15]
 
 
+def test_a_nursery_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        f"import threading; open({str(tmp_path / 'importing')!r}, 'w').close(); threading.Event().wait()"
+    )
+    code = "from paceline.launch import ranks; ranks.prepare(is_passive=False); print(flush=True); input()"
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
+    ) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        [nursery] = psutil.Process(launcher.pid).children()
+        while not (tmp_path / "importing").exists():
+            time.sleep(0.01)
+        launcher.kill()
+    psutil.wait_procs([nursery], timeout=30)
+    is_left = nursery.is_running() and nursery.status() != psutil.STATUS_ZOMBIE
+    if is_left:
+        nursery.kill()
+    assert not is_left
+
+
 def test_nothing_is_left_when_the_script_ends_and_nothing_is_said(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(

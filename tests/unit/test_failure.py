@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline import failure
 from paceline.errors import ConfigError, MissingExtra, RankFailed
 from paceline.failure import Failure
+from paceline.nursery import ENDED_EARLY
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder
 
@@ -85,6 +86,13 @@ def test_among_echoes_alone_the_earliest_is_told(folder: RunFolder) -> None:
     write(folder, 0, GLOO, time=12)
     write(folder, 1, GLOO, time=11)
     assert failure.first(folder, {0: 1, 1: 1}).rank == 1
+
+
+def test_a_rank_that_left_by_itself_comes_before_its_neighbours_echo(folder: RunFolder) -> None:
+    write(folder, 0, GLOO, time=10)
+    told = failure.first(folder, {0: 1, 1: ENDED_EARLY})
+    assert (told.rank, told.error, told.is_killed) == (1, "Exit", False)
+    assert "exit code 0 before the run was over" in told.text
 
 
 def test_a_rank_that_ended_well_is_no_failure(folder: RunFolder) -> None:

@@ -93,6 +93,7 @@ LAYERS = [
         "nursery",
         "optimizer_checks",
         "predictions",
+        "startup",
         "telemetry.live",
         "room",
         "telemetry.stragglers",
@@ -207,7 +208,7 @@ def test_the_imports_are_seen() -> None:
     lazily = {"apply", "data.sources", "launch", "launch.environment", "replica", "worker", "world"}
     assert imported("trainer", lazy=True) == {*lazily, "telemetry.trackers"}
     # `Result` is for type checkers only.
-    assert imported("trainer", lazy=False) == {"config", "errors", "functions", "run_folder"}
+    assert imported("trainer", lazy=False) == {"config", "errors", "functions", "run_folder", "startup"}
 
 
 def test_every_module_has_its_place_in_the_layers() -> None:

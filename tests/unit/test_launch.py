@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError, RankFailed, Stopped
+from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
 from paceline.launch import environment, stopped_error
 from paceline.launch.environment import chosen_threads, load_dotenv
 from paceline.launch.local import failure_told
@@ -51,10 +51,11 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell() -> None:
     assert str(error).endswith("go on with --resume '/my runs/a'")
 
 
-def test_a_failure_is_left_for_whoever_watches_from_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [RankFailed, ConfigError])
+def test_a_failure_is_left_for_whoever_watches_from_elsewhere(kind: type[PacelineError], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with pytest.raises(RankFailed), failure_told(folder):
-        raise RankFailed("rank 1 failed")
-    with pytest.raises(ConfigError), failure_told(folder):
-        raise ConfigError("no failure of a rank")
-    assert [(event["event"], event["text"]) for event in read(folder.events)] == [("run_failed", "rank 1 failed")]
+    with pytest.raises(kind), failure_told(folder):
+        raise kind("lanes=6 is odd")
+    with pytest.raises(Stopped), failure_told(folder):
+        raise Stopped("no failure")
+    assert [(event["event"], event["text"]) for event in read(folder.events)] == [("run_failed", "lanes=6 is odd")]

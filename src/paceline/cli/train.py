@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli.arguments import RECIPE_CONFIGS, Target, build_config, find_config
 from paceline.cli.output import is_main
+from paceline.startup import requests_noted
 
 if TYPE_CHECKING:
     from paceline.result import Result
@@ -42,12 +43,13 @@ def train(
 
     Example: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4
     """
-    from paceline.trainer import Trainer
+    with requests_noted():
+        from paceline.trainer import Trainer
 
-    built, folder = build_config(
-        target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
-        resume=resume,
-    )  # fmt: skip
+        built, folder = build_config(
+            target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
+            resume=resume,
+        )  # fmt: skip
     _say_done(Trainer.from_config(built, folder).start(), target, overrides or [])
 
 

@@ -14,6 +14,7 @@ from paceline.config import Config
 from paceline.errors import Interrupted, MissingExtra, PacelineError, Stopped
 from paceline.launch import ranks
 from paceline.launch.environment import join_step, load_dotenv, pick_launcher, shares_cores
+from paceline.startup import requests_noted
 
 if TYPE_CHECKING:
     from paceline.job import Task
@@ -39,16 +40,17 @@ def start(config: Config, task: Task, folder: Path) -> Outcome:
     load_dotenv(folder)
     if launcher == "slurm":
         join_step()
-    if launcher in ("torchrun", "slurm"):
-        from paceline.launch import torchrun as chosen
-    elif launcher == "ray":
-        if find_spec("ray") is None:
-            raise MissingExtra("ray", "ray", "launcher=ray")
-        from paceline.launch import ray as chosen  # type: ignore[no-redef]
-    elif config.rendezvous is not None:
-        from paceline.launch import nodes as chosen  # type: ignore[no-redef]
-    else:
-        from paceline.launch import local as chosen  # type: ignore[no-redef]
+    with requests_noted():
+        if launcher in ("torchrun", "slurm"):
+            from paceline.launch import torchrun as chosen
+        elif launcher == "ray":
+            if find_spec("ray") is None:
+                raise MissingExtra("ray", "ray", "launcher=ray")
+            from paceline.launch import ray as chosen  # type: ignore[no-redef]
+        elif config.rendezvous is not None:
+            from paceline.launch import nodes as chosen  # type: ignore[no-redef]
+        else:
+            from paceline.launch import local as chosen  # type: ignore[no-redef]
     outcome: Outcome = chosen.start(config, task)
     if outcome.stopped is not None:
         raise stopped_error(outcome)

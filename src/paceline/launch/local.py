@@ -34,15 +34,21 @@ from paceline.world import pick_backend, pick_device
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
 GRACE_S = 5  # between SIGTERM and SIGKILL for ranks whose neighbour has failed
 ECHO_S = 1.0  # between a rank that has failed and what its neighbours see of it, on a busy machine
+BEFORE = "before it began"
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 
 
 def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
+    request = Request()
+    with hearing(request, "nothing was running"):
+        return _start(config, task, site or Here(config), request)
+
+
+def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
     began = time.time()
-    site = site or Here(config)
     past = resume.find(config)
-    _gather(site, Request(), "before it began")
+    _gather(site, request, BEFORE)
     lanes = past.lanes(config)
     ranks = site.ranks_for(lanes)
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
@@ -56,7 +62,10 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     packed = job.pack(config, task)
     with opened(config, past.run_dir) as folder:
         with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
-            _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
+            if request.signal:
+                raise request.stopped(BEFORE)
+            is_managed = task is train and config.train_fn is None
+            _run_to_end(config, site, folder, began, request if is_managed else None)
         return result.collect(folder)
 
 
@@ -91,13 +100,13 @@ def failure_told(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, is_managed: bool) -> None:
+def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, request: Request | None) -> None:
     """Start the ranks, and start them again from the last checkpoint as often as the config allows.
 
-    The managed loop is asked to save and stop; anything else is ended by a signal at once.
+    The managed loop is asked to save and stop; anything else has no `request` and is ended by a signal at once.
     """
-    restarts, store = Restarts(limit_of(config, is_managed)), Store(folder.checkpoints)
-    request = Request() if is_managed else None
+    limit = limit_of(config, is_managed=request is not None)
+    restarts, store = Restarts(limit), Store(folder.checkpoints)
     news = ""
     while True:
         _gather(site, request, f"while no rank was there; go on with --resume {quote(str(folder.path))}")
@@ -128,7 +137,7 @@ def _gather(site: Site, request: Request | None, when: str) -> None:
     with hearing(request, "nothing was running"):
         site.gather(lambda: request is not None and request.signal != 0)
     if request is not None and request.signal:
-        raise Stopped(f"stopped by {signal.Signals(request.signal).name} {when}")
+        raise request.stopped(when)
 
 
 def _live(
@@ -162,6 +171,10 @@ class Request:
     signal: int = 0
     is_for_growth: bool = False  # nobody has asked; the ranks are to stop only to be more
     say: Callable[[str], None] = print
+
+    def stopped(self, when: str) -> Stopped:
+        """The error for a request that came while no rank was there."""
+        return Stopped(f"stopped by {signal.Signals(self.signal).name} {when}")
 
     def answer(self) -> None:
         """Say what is done about it."""

@@ -41,7 +41,7 @@ class Ranks:
         self.channel, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                command_of("paceline.nursery", str(theirs.fileno())),
+                command_of("paceline.nursery", str(theirs.fileno()), str(self.owner)),
                 env={**self._defaults, **os.environ}, pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip

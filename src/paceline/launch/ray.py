@@ -29,12 +29,12 @@ from ray.train.torch import TorchTrainer
 from paceline import hang, job, result, resume, worker
 from paceline.config import Config
 from paceline.data import batches
-from paceline.errors import ConfigError, RankFailed, Stopped
+from paceline.errors import ConfigError, RankFailed
 from paceline.job import Task
 from paceline.launch import carrier, network
 from paceline.launch.carrier import Orders
 from paceline.launch.environment import chosen_threads
-from paceline.launch.local import Request, failure_told, hearing, laid_out, limit_of
+from paceline.launch.local import BEFORE, Request, failure_told, hearing, laid_out, limit_of
 from paceline.launch.site import fitting, room_among, serve_store, variables_of
 from paceline.nursery import LOOK_S
 from paceline.result import Outcome
@@ -70,6 +70,12 @@ class NoGroup(BackendConfig):  # type: ignore[misc]
 
 def start(config: Config, task: Task) -> Outcome:
     """Have Ray start the ranks, show what they do, and return when all are done."""
+    request = Request()
+    with hearing(request, "nothing was running"):
+        return _start(config, task, request)
+
+
+def _start(config: Config, task: Task, request: Request) -> Outcome:
     began = time.time()
     past = resume.find(config)
     lanes = past.lanes(config)
@@ -87,8 +93,10 @@ def start(config: Config, task: Task) -> Outcome:
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed)
             told = failure_told(folder)
             with laid_out(packed, folder), tracking(config.log.trackers, folder), told, _fresh(folder):
+                if request.signal:
+                    raise request.stopped(BEFORE)
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
-                _run_to_end(config, folder, trainer, ranks, there, is_managed=is_managed)
+                _run_to_end(config, folder, trainer, ranks, there, request if is_managed else None)
             return result.collect(folder)
 
 
@@ -149,10 +157,9 @@ def _trainer(config: Config, folder: RunFolder, orders: Orders, ranks: int, shar
 
 
 def _run_to_end(
-    config: Config, folder: RunFolder, trainer: TorchTrainer, ranks: int, there: Cluster, *, is_managed: bool
+    config: Config, folder: RunFolder, trainer: TorchTrainer, ranks: int, there: Cluster, request: Request | None
 ) -> None:
     """Train, and show it; pass a request to stop on. Raises RankFailed if Ray has given up, or the ranks have."""
-    request = Request() if is_managed else None
     with (
         Follower(folder, ranks, from_now=True, board=config.log.tensorboard) as shown,
         hearing(request, f"the run folder is {folder.path}"),
@@ -165,9 +172,7 @@ def _run_to_end(
             time.sleep(LOOK_S)
             if request is not None and request.signal and not is_passed_on:
                 if not any(folder.logs.glob(folder.place("*").name)):
-                    name = signal.Signals(request.signal).name
-                    again = f"go on with --resume {quote(str(folder.path))}"
-                    raise Stopped(f"stopped by {name} while no rank was there; {again}")
+                    raise request.stopped(f"while no rank was there; go on with --resume {quote(str(folder.path))}")
                 is_passed_on, request.say = True, shown.screen.note
                 request.answer()
                 carrier.ask(folder, request.signal)
