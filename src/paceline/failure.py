@@ -39,6 +39,8 @@ LIBRARIES = tuple(
 )
 
 
+HANG = "Hang"  # in place of an error's name: no rank has moved for hang_timeout_s
+MISMATCH = "Mismatch"  # the ranks have called different collectives
 HOST_LOST = -1000  # in place of an exit code, of ranks on a host that does not answer any more
 
 
@@ -57,9 +59,13 @@ class Failure:
     is_echo: bool = False  # a neighbour's death, seen from this rank
     is_killed: bool = False  # by a signal; it raised nothing itself
     is_config: bool = False  # a mistake in the config that only a rank could see
+    step: int | None = None  # of `place`
+    story: str | None = None  # the whole text where several ranks are concerned, with a row for each
 
     def describe(self) -> str:
-        """The block that people read, at most 10 lines."""
+        """The block that people read, at most 10 lines; or the story."""
+        if self.story is not None:
+            return self.story
         lines = [line for line in self.text.strip().splitlines() if line.strip()] or [""]
         if len(lines) > 5:
             lines = [*lines[:4], f"… {len(lines) - 4} more lines in the log"]
@@ -70,6 +76,15 @@ class Failure:
             block.append(f"  at {self.location}")
         block.append(f"  full log: {self.log}")
         return "\n".join(block)
+
+    def summarize(self, saved_step: int) -> str:
+        """One line for the screen, when the ranks start again from the checkpoint of `saved_step`."""
+        if self.error == HANG:
+            return f"hang: {self.text}"
+        end = "lost its neighbour" if self.is_echo else "failed"  # whose host may be gone
+        # The place of a rank that was killed is up to a second old.
+        is_old = self.step is not None and self.step < saved_step
+        return f"rank {self.rank} {end} ({f'after step {saved_step}' if is_old else self.place}): {self.error}"
 
     def to_error(self) -> PacelineError:
         """What the launcher raises: a ConfigError as the rank raised it, otherwise RankFailed."""
@@ -98,6 +113,7 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
         # A network error of the user's own is an OSError, or comes from a DataLoader worker.
         is_echo=isinstance(error, RuntimeError) and cause is None and bool(NEIGHBOUR_IS_GONE.search(text)),
         is_config=issubclass(kind, ConfigError),
+        step=progress.step,
     )
 
 
@@ -160,6 +176,7 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
         log=str(folder.log(rank)),
         time=time.time(),
         is_killed=code < 0 and code != ENDED_EARLY,
+        step=last.get("step"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import failure
-from paceline.failure import LIBRARIES
-from paceline.run_folder import RunFolder
+from paceline.failure import LIBRARIES, Failure
+from paceline.run_folder import RunFolder, write_text
 
 REDUCTION = "the gradient reduction"
 WORKERS = "DataLoader workers"  # a wait, but for no other rank
@@ -24,8 +25,7 @@ THREAD = re.compile(r"^.*\(most recent call first\):$", re.M)
 FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.M)
 
 
-MISMATCH = "Is there a distributed collective mismatch in your code?"  # Gloo, just before it aborts the process
-STUCK = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.M)  # faulthandler, just before it ends the process
+GLOO_ABORTS = "Is there a distributed collective mismatch in your code?"  # Gloo, just before it aborts the process
 
 
 class Frame(NamedTuple):
@@ -87,24 +87,36 @@ class Place:
         return f"waiting for {WORKERS}, {where}" if self.waits_in == WORKERS else where
 
 
-def explain(folder: RunFolder, world_size: int, timeout_s: float) -> str | None:
-    """For the launcher, after the ranks have failed: the story of a hang, or of collectives that do not match."""
-    if folder.hang.exists():
-        return folder.hang.read_text(encoding="utf-8").rstrip()
+def explain(first: Failure, folder: RunFolder, world_size: int) -> Failure:
+    """For the launcher: the first failure, or what is behind it where the ranks have called different collectives."""
+    if not (first.is_echo or first.is_killed):
+        return first
     places = [read_place(folder, rank) for rank in range(world_size)]
-    failures = failure.written(folder, range(world_size))
-    if any(not failed.is_echo for failed in failures.values()):
-        return None
     logs = {place.rank: log_since(folder.log(place.rank), place.log_start) for place in places}
-    aborted = [rank for rank, log in logs.items() if MISMATCH in log]
-    if aborted or (len(failures) == world_size > 1):
-        places = [place_by_dump(place, folder) if place.rank in aborted else place for place in places]
-        return tell(places, "the ranks have called different collectives", mismatch(places), folder.logs)
-    stuck = [rank for rank, log in logs.items() if STUCK.search(log) and rank not in failures]
-    if stuck:
-        places = [place_by_dump(replace(p, is_silent=True), folder) if p.rank in stuck else p for p in places]
-        return describe_hang(places, timeout_s, timeout_s, folder)
-    return None
+    aborted = [rank for rank, log in logs.items() if GLOO_ABORTS in log]
+    if not aborted and not len(failure.written(folder, range(world_size))) == world_size > 1:
+        return first
+    places = [place_by_dump(place, folder) if place.rank in aborted else place for place in places]
+    cause = mismatch(places)
+    story = tell(places, "the ranks have called different collectives", cause, folder.logs)
+    return replace(first, error=failure.MISMATCH, text=cause, story=story, is_echo=False, is_killed=False)
+
+
+def leave(places: list[Place], by: int, timeout_s: float, folder: RunFolder) -> str:
+    """Write down a hang, as the failure of the rank `by` that has found it; the whole story."""
+    holding = [place for place in places if not place.is_waiting]
+    cause, at = cause_of(places, timeout_s), (holding or places)[0]
+    heading = f"no rank has moved for {timeout_s:g} s (hang_timeout_s={timeout_s:g}; 0 waits for ever)"
+    story = tell(places, heading, cause, folder.logs)
+    is_mismatch = not holding and len({place.wait for place in places}) > 1
+    failed = Failure(
+        rank=by, host=at.host, place=at.place, error=failure.MISMATCH if is_mismatch else failure.HANG, text=cause,
+        location=at.location, log=str(folder.log(at.rank)), time=time.time(), story=story,
+    )  # fmt: skip
+    with suppress(OSError):
+        failure.write(failed, folder)
+        write_text(folder.hang, story + "\n")
+    return story
 
 
 def read_place(folder: RunFolder, rank: int) -> Place:
@@ -113,11 +125,6 @@ def read_place(folder: RunFolder, rank: int) -> Place:
         return Place(**json.loads(folder.place(rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # TypeError: written by another version
         return Place(rank)
-
-
-def describe_hang(places: list[Place], idle_s: float, timeout_s: float, folder: RunFolder) -> str:
-    heading = f"no rank has moved for {idle_s:.0f} s (hang_timeout_s={timeout_s:g}; 0 waits for ever)"
-    return tell(places, heading, cause_of(places, idle_s), folder.logs)
 
 
 def place_by_dump(place: Place, folder: RunFolder) -> Place:

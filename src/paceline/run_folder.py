@@ -69,9 +69,18 @@ class RunFolder:
         return self.config.exists() or self.slurm.exists()
 
     def forget_last_life(self) -> None:
-        """Remove what the ranks wrote about how they ended, before they start again."""
-        for path in (self.stopped, self.hang, *self.logs.glob("rank-*.json")):
+        """Remove what the ranks wrote about how they ended, before they start again; hangs are kept."""
+        self.set_hang_aside()
+        for path in (self.stopped, *self.logs.glob("rank-*.json")):
             path.unlink(missing_ok=True)
+
+    def set_hang_aside(self) -> Path | None:
+        """Number the table of a hang, such as hang-1.txt, so that the next one does not replace it."""
+        aside = self.logs / f"hang-{1 + sum(1 for _ in self.logs.glob('hang-*.txt'))}.txt"
+        try:
+            return self.hang.rename(aside)
+        except OSError:
+            return None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from paceline.hang import (
     WORKERS,
     Frame,
     Place,
-    describe_hang,
+    leave,
     log_since,
     place_by_dump,
     place_in,
@@ -33,13 +33,13 @@ from paceline.hang import (
     stacks_in,
 )
 from paceline.progress import Progress
-from paceline.run_folder import RunFolder, write_json, write_text
-from paceline.telemetry.lines import failed_line
+from paceline.run_folder import RunFolder, write_json
+from paceline.telemetry.lines import failed_line, recovered_line, warning_line
 
 BEAT_S = 1.0
 SILENT_S = 3.0  # a rank whose beat is older holds its interpreter, or has ended
 DUMP_BEATS = 3  # for other ranks to write their stacks down
-LAST_RESORT_S = 15.0  # after the timeout, for ranks of which none can tell the others
+LAST_RESORT_S = 15.0  # after the timeout, for ranks of which none can look at the others
 ENDED = -1  # in place of the number of a beat
 BUSY_SHARE, BUSY_S = 0.01, 0.05  # of CPU time, by which a rank moves that is still building
 # Dumps all stacks even while something holds the interpreter; DataLoader workers inherit it. No library uses this one.
@@ -47,10 +47,16 @@ DUMP_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIG
 
 
 @contextmanager
-def watching(config: Config, folder: RunFolder, rank: int, world_size: int, progress: Progress) -> Iterator[None]:
-    """Tell where this rank is while the body runs; end the process if no rank moves, unless hang_timeout_s is 0."""
+def watching(
+    config: Config, folder: RunFolder, rank: int, world_size: int, progress: Progress, *, has_launcher: bool = True
+) -> Iterator[None]:
+    """Note where this rank is while the body runs; end the process if no rank moves, unless hang_timeout_s is 0.
+
+    Ranks that all hold their interpreters cannot look: Paceline's launcher does, and without it, a timer of each rank.
+    """
     with folder.log(rank).open("a", encoding="utf-8") as log:
         heart = Heart(config.hang_timeout_s, folder, rank, world_size, progress, log.fileno())
+        heart.has_timer = not has_launcher and config.hang_timeout_s > 0
         was_enabled = faulthandler.is_enabled()
         if not was_enabled:
             faulthandler.enable(log)  # what Gloo aborts leaves its stacks, too
@@ -85,7 +91,8 @@ class Heart:
         self._cpu_s, self._cpu_since = 0.0, self._looked
         self._last: tuple[object, ...] = ()
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank, its last beat and when this one saw it first
-        self._has_dumped = False
+        self._dumped: list[int] = []  # ranks whose stacks this one has asked for, its own among them
+        self.has_timer = False
         self._in_worker: str | None = None  # where a DataLoader worker is, of a rank that waits for it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="paceline-watch", daemon=True)
@@ -108,17 +115,25 @@ class Heart:
     def _live(self) -> None:
         while not self._ended.wait(BEAT_S):
             self._beat()
-            if self.timeout_s and self._me.idle_s >= self.look_after_s:
-                places = self.look()
-                if min(place.idle_s for place in places) >= self.timeout_s:
-                    self._on_hang(places)
+            if self.timeout_s:
+                self._look_for_hang()
+
+    def _look_for_hang(self) -> None:
+        places = self.look() if self._me.idle_s >= self.look_after_s else []
+        if places and self._is_hang(places):
+            self._on_hang(places)
+        elif self._dumped:
+            self._recover()
+
+    def _is_hang(self, places: list[Place]) -> bool:
+        return min(place.idle_s for place in places) >= self.timeout_s
 
     def _beat(self) -> None:
-        if self.timeout_s:
+        if self.has_timer:
             faulthandler.dump_traceback_later(self.timeout_s + LAST_RESORT_S, exit=True, file=self.log)
         now = time.monotonic()
-        # A process that was stopped for an hour and goes on has not been idle for an hour.
-        idle_s = 0.0 if self._has_moved(now) else self._me.idle_s + min(now - self._looked, SILENT_S)
+        # A process that was stopped for an hour and continues has not been idle for an hour.
+        idle_s = 0.0 if self._has_moved(now) else self._me.idle_s + min(now - self._looked, BEAT_S)
         self._looked = now
         location, waits = place_in(_stack(self._watched))
         waits = waits if self.world_size > 1 else None
@@ -166,8 +181,8 @@ class Heart:
         return places
 
     def _on_hang(self, places: list[Place]) -> None:
-        if not self._has_dumped:
-            self._has_dumped = True
+        if not self._dumped:
+            self._dumped = [self.rank]
             os.write(self.log, f"{failed_line(self.rank)}\n".encode())  # the screen leaves out what follows
             self._in_worker = self._dump_workers()
             faulthandler.dump_traceback(self.log)
@@ -192,21 +207,33 @@ class Heart:
         return None
 
     def _report(self) -> None:
-        """Tell the hang and end the run: this rank ends, and whoever started it ends the others."""
+        """Write the hang down and end this rank, so that the launcher ends the others; not if they move again."""
         self._beat_on(DUMP_BEATS)
         silent = [place for place in self.look() if place.is_silent and place.host == self._me.host]
         for place in silent:
-            with self.folder.log(place.rank).open("a", encoding="utf-8") as log:
-                print(failed_line(place.rank), file=log)
+            self._dumped.append(place.rank)
+            self._append(place.rank, failed_line(place.rank))
             _signal(place.pid)
         self._beat_on(DUMP_BEATS if silent else 0)
         places = [place_by_dump(place, self.folder) if place.is_silent else place for place in self.look()]
-        idle_s = min(place.idle_s for place in places)
-        text = describe_hang(places, idle_s, self.timeout_s, self.folder)
-        with suppress(OSError):
-            write_text(self.folder.hang, text + "\n")
+        if not self._is_hang(places):
+            return
+        text = leave(places, self.rank, self.timeout_s, self.folder)
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())  # no lock that somebody holds
         os._exit(1)
+
+    def _recover(self) -> None:
+        """Have the screen show the ranks' output again: one of them was only stopped, or slow."""
+        for rank in self._dumped:
+            self._append(rank, recovered_line(rank))
+        if len(self._dumped) > 1 or self.rank == 0:
+            text = f"no rank had moved for hang_timeout_s={self.timeout_s:g} s, now they do; training continues"
+            self._append(self.rank, warning_line(self.rank, text))
+        self._dumped, self._in_worker = [], None
+
+    def _append(self, rank: int, line: str) -> None:
+        with suppress(OSError), self.folder.log(rank).open("a", encoding="utf-8") as log:
+            print(line, file=log)
 
 
 def _stack(thread: int) -> Iterator[Frame]:

@@ -143,10 +143,9 @@ def test_a_failed_training_ends_with_exit_code_1_and_a_short_block(run, tmp_path
 
 def test_a_mistake_that_only_a_rank_can_see_ends_with_exit_code_2_and_one_sentence(run, tmp_path: Path) -> None:
     write_lab(tmp_path)
-    ended = run("paceline", "train", "config.yaml", "step_mode=graph", "device=cpu", "--procs", "2")
+    ended = run("paceline", "train", "config.yaml", "model_fn=builtins:dict", "--procs", "2")
     assert ended.returncode == 2
-    sentence = "step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto"
-    assert ended.stderr.splitlines()[-1] == f"paceline: {sentence}"
+    assert ended.stderr.splitlines()[-1] == "paceline: model_fn returned a dict; it must return a torch.nn.Module"
     assert "full log" not in ended.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 from paceline import failure
 from paceline.failure import Failure
 from paceline.launch import carrier
+from paceline.launch.silence import Silence
 from paceline.run_folder import RunFolder
 from paceline.telemetry import events
 
@@ -47,16 +48,21 @@ def failed(rank: int, error: str = "ValueError", **facts: object) -> Failure:
     return replace(told, **facts)  # type: ignore[arg-type]
 
 
+def quiet(folder: RunFolder, ranks: int) -> Silence:
+    """What never finds a hang."""
+    return Silence(folder, ranks, timeout_s=0)
+
+
 def save(folder: RunFolder, step: int) -> None:
     (folder.checkpoints / f"step-{step:08}").mkdir(parents=True)
 
 
 def test_a_rank_that_is_done_is_no_failure(folder: RunFolder) -> None:
-    assert carrier._watch(FakeRanks(), folder, 0, 2) is None  # type: ignore[arg-type]
+    assert carrier._watch(FakeRanks(), folder, 0, quiet(folder, 2)) is None  # type: ignore[arg-type]
 
 
 def test_a_rank_that_was_killed_is_written_down_for_the_others(folder: RunFolder) -> None:
-    first = carrier._watch(FakeRanks(code=-9), folder, 1, 2)  # type: ignore[arg-type]
+    first = carrier._watch(FakeRanks(code=-9), folder, 1, quiet(folder, 2))  # type: ignore[arg-type]
     assert first is not None
     assert (first.rank, first.error, first.is_killed) == (1, "SIGKILL", True)
     assert failure.written(folder, [1])[1] == first
@@ -66,7 +72,7 @@ def test_the_cause_is_told_and_not_its_echo(folder: RunFolder, monkeypatch: pyte
     failure.write(failed(0, "RuntimeError", is_echo=True), folder)
     looks = iter([lambda: None, lambda: failure.write(failed(1), folder)])
     monkeypatch.setattr(carrier.time, "sleep", lambda seconds: next(looks)())
-    first = carrier._watch(FakeRanks(code=1), folder, 0, 2)  # type: ignore[arg-type]
+    first = carrier._watch(FakeRanks(code=1), folder, 0, quiet(folder, 2))  # type: ignore[arg-type]
     assert first is not None
     assert first.rank == 1
 
@@ -74,7 +80,7 @@ def test_the_cause_is_told_and_not_its_echo(folder: RunFolder, monkeypatch: pyte
 def test_a_failure_elsewhere_ends_the_wait(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "NOTICE_S", 0.0)
     ranks = FakeRanks(lambda: failure.write(failed(1), folder), lambda: pytest.fail("it went on"))
-    first = carrier._watch(ranks, folder, 0, 2)  # type: ignore[arg-type]
+    first = carrier._watch(ranks, folder, 0, quiet(folder, 2))  # type: ignore[arg-type]
     assert first is not None
     assert first.rank == 1
     assert ranks.pids  # whoever called it ends the rank
@@ -84,7 +90,7 @@ def test_a_request_to_stop_reaches_the_rank(folder: RunFolder, monkeypatch: pyte
     monkeypatch.setattr(carrier, "NOTICE_S", 0.0)
     carrier.ask(folder, 0)
     ranks = FakeRanks(lambda: None, lambda: carrier.ask(folder, signal.SIGTERM))
-    assert carrier._watch(ranks, folder, 0, 1) is None  # type: ignore[arg-type]
+    assert carrier._watch(ranks, folder, 0, quiet(folder, 1)) is None  # type: ignore[arg-type]
     assert set(ranks.signals) == {signal.SIGTERM}
 
 
@@ -96,6 +102,9 @@ def test_a_request_to_stop_reaches_the_rank(folder: RunFolder, monkeypatch: pyte
         (failed(0), None, False),  # before the first checkpoint, most likely the user's own mistake
         (failed(0, "ConfigError"), 4, False),
         (failed(0, place="building the model"), 4, False),
+        (failed(0, failure.HANG), 4, True),
+        (failed(0, failure.HANG), None, True),
+        (failed(0, failure.MISMATCH), 4, False),
     ],
 )
 def test_ranks_start_again_unless_the_failure_would_come_again(
@@ -106,11 +115,6 @@ def test_ranks_start_again_unless_the_failure_would_come_again(
     assert carrier.is_worth_another_try(folder, first) == is_worth
 
 
-def test_a_hang_is_not_tried_again(folder: RunFolder) -> None:
-    folder.hang.write_text("nothing moves")
-    assert not carrier.is_worth_another_try(folder, failed(0, "SIGKILL", is_killed=True))
-
-
 def test_a_new_life_says_what_has_ended_the_last_one_and_forgets_it(folder: RunFolder) -> None:
     save(folder, 6)
     failure.write(failed(1), folder)
@@ -119,6 +123,28 @@ def test_a_new_life_says_what_has_ended_the_last_one_and_forgets_it(folder: RunF
     assert event["event"] == "restarted"
     assert event["text"] == "rank 1 failed (training, step 4): ValueError; starting again from step 6"
     assert carrier.first_failure(folder, 2) is None
+
+
+def test_a_checkpoint_beyond_the_last_place_that_was_seen_is_no_contradiction(folder: RunFolder) -> None:
+    save(folder, 200)
+    killed = failed(1, "SIGKILL", place="last seen training, epoch 2, step 189", step=189, is_killed=True)
+    failure.write(killed, folder)
+    carrier.begin_life(folder, 2)
+    [event] = events.read(folder.events)
+    assert event["text"] == "rank 1 failed (after step 200): SIGKILL; starting again from step 200"
+
+
+def test_a_new_life_after_a_hang_names_who_held_the_others_up_and_keeps_the_table(folder: RunFolder) -> None:
+    folder.hang.write_text("a table")
+    failure.write(failed(0, failure.HANG, text="rank 1 is in `x.py:1`; rank 0 waits for it in barrier"), folder)
+    carrier.begin_life(folder, 2)
+    [event] = events.read(folder.events)
+    assert event["text"] == (
+        "hang: rank 1 is in `x.py:1`; rank 0 waits for it in barrier; starting again from the beginning; "
+        f"all ranks are in {folder.logs}/hang-1.txt"
+    )
+    assert (folder.logs / "hang-1.txt").read_text() == "a table"
+    assert not folder.hang.exists()
 
 
 def test_a_first_life_says_nothing(folder: RunFolder) -> None:

@@ -14,7 +14,7 @@ from paceline.telemetry import follow
 from paceline.telemetry.board import Board
 from paceline.telemetry.events import Events, rewind
 from paceline.telemetry.follow import Follower, Tail
-from paceline.telemetry.lines import FAILED, WARNING, failed_line, warning_line
+from paceline.telemetry.lines import FAILED, WARNING, failed_line, recovered_line, warning_line
 from paceline.telemetry.sink import Event
 
 
@@ -271,6 +271,16 @@ def test_a_warning_is_one_line_that_is_found_again() -> None:
     found = WARNING.match(line)
     assert found is not None
     assert found[1] == "UserWarning: first second third (a.py:3)"
+
+
+def test_output_is_shown_again_when_the_ranks_have_recovered(folder: RunFolder, capsys) -> None:
+    dump = f"{failed_line(0)}\nmost recent call first\n{recovered_line(0)}\n"
+    folder.log(0).write_text(f"epoch 1\n{dump}epoch 2\n")
+    with Follower(folder, ranks=1):
+        pass
+    shown = capsys.readouterr()
+    assert "epoch 2" in shown.out + shown.err
+    assert "most recent" not in shown.out + shown.err
 
 
 def test_a_failed_line_is_found_again() -> None:

@@ -23,6 +23,7 @@ from paceline.hang import (
     Place,
     cause_of,
     explain,
+    leave,
     place_in,
     read_place,
     stacks_in,
@@ -187,20 +188,36 @@ def test_the_table_has_a_row_a_rank_with_host_step_phase_and_line() -> None:
 # --- what the launcher tells --------------------------------------------------------------------------------
 
 
-def test_what_the_ranks_wrote_of_a_hang_is_told(folder: RunFolder) -> None:
-    folder.hang.write_text("the story\n")
-    assert explain(folder, 2, 600) == "the story"
+def explained(folder: RunFolder, codes: dict[int, int]) -> Failure:
+    return explain(failure.first(folder, codes), folder, len(codes))
+
+
+def test_a_hang_is_left_as_a_failure_with_its_sentence_and_its_table(folder: RunFolder) -> None:
+    story = leave([place(0, waits_in=REDUCTION), place(1, "/a/x.py:1")], 0, 600, folder)
+    told = explained(folder, {0: 1, 1: 0})
+    assert (told.error, told.place, told.is_killed) == (failure.HANG, "training, step 7", False)
+    assert told.text == "rank 1 is in `x.py:1`; rank 0 waits for it in the gradient reduction of step 7"
+    assert str(told.to_error()) == story == folder.hang.read_text().rstrip()
+    assert story.startswith("no rank has moved for 600 s (hang_timeout_s=600; 0 waits for ever)\n  rank  host")
+    assert told.text in story
+
+
+def test_a_hang_in_collectives_that_do_not_match_is_left_as_such(folder: RunFolder) -> None:
+    leave([place(0, "/a/x.py:1", "barrier"), place(1, waits_in=REDUCTION)], 0, 600, folder)
+    assert explained(folder, {0: 1, 1: 0}).error == failure.MISMATCH
+    leave([place(0, "/a/x.py:1", "barrier"), place(1, "/a/x.py:1", "barrier")], 0, 600, folder)
+    assert explained(folder, {0: 1, 1: 0}).error == failure.HANG
 
 
 def test_an_ordinary_failure_is_no_hang(folder: RunFolder) -> None:
     failure.write(Failure(1, "here", "training", "ValueError", "broken", None, "", 1.0), folder)
     folder.log(0).write_text(GLOO_ABORTS)
-    assert explain(folder, 2, 600) is None
+    assert explained(folder, {0: -6, 1: 1}).error == "ValueError"
 
 
 def test_a_killed_rank_and_its_neighbours_echo_are_no_hang(folder: RunFolder) -> None:
     echo(0, folder)
-    assert explain(folder, 2, 600) is None
+    assert explained(folder, {0: 1, 1: -9}).error == "SIGKILL"
 
 
 def test_a_rank_that_gloo_aborted_is_told_as_a_mismatch_with_the_line_of_its_dump(folder: RunFolder) -> None:
@@ -208,8 +225,7 @@ def test_a_rank_that_gloo_aborted_is_told_as_a_mismatch_with_the_line_of_its_dum
     write_json(folder.place(1), asdict(place(1, "/a/train.py:1")))
     folder.log(1).write_text(GLOO_ABORTS + DUMP.format(engine=ENGINE.file))
     echo(0, folder)
-    told = explain(folder, 2, 600)
-    assert told is not None
+    told = explained(folder, {0: 1, 1: -6}).describe()
     assert "rank 0 in all_reduce at train.py:20, rank 1 in the gradient reduction at train.py:12" in told
     assert "their collectives do not match" in told
 
@@ -217,22 +233,14 @@ def test_a_rank_that_gloo_aborted_is_told_as_a_mismatch_with_the_line_of_its_dum
 def test_what_gloo_said_in_an_earlier_life_is_not_told_again(folder: RunFolder) -> None:
     folder.log(1).write_text(GLOO_ABORTS)
     write_json(folder.place(1), asdict(replace(place(1), log_start=len(GLOO_ABORTS))))
-    assert explain(folder, 2, 600) is None
+    assert explained(folder, {0: 0, 1: -6}).error == "SIGABRT"
 
 
 def test_echoes_of_all_ranks_without_a_death_are_told_as_a_mismatch(folder: RunFolder) -> None:
     for rank, waits_in in ((0, "all_reduce"), (1, "barrier")):
         write_json(folder.place(rank), asdict(place(rank, f"/a/train.py:{rank}", waits_in)))
         echo(rank, folder)
-    assert "do not match" in (explain(folder, 2, 600) or "")
-
-
-def test_a_rank_that_faulthandler_ended_is_told_as_one_that_does_not_answer(folder: RunFolder) -> None:
-    write_json(folder.place(0), asdict(place(0)))
-    folder.log(0).write_text(
-        'Timeout (0:10:15)!\nThread 0x02 (most recent call first):\n  File "/a/x.py", line 3 in f\n'
-    )
-    assert "rank 0 is stuck in `x.py:3` (its interpreter does not answer)" in (explain(folder, 1, 600) or "")
+    assert "do not match" in explained(folder, {0: 1, 1: 1}).describe()
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"rank": 0, "odd": 1}'], ids=["empty", "torn", "odd"])

@@ -43,7 +43,7 @@ LAYERS = [
     ["launch"],
     ["launch.nodes", "launch.ray"],
     ["launch.carrier", "launch.guest", "launch.local", "launch.torchrun"],
-    ["launch.hosts", "launch.key", "launch.restarts"],
+    ["launch.hosts", "launch.key", "launch.restarts", "launch.silence"],
     ["launch.site"],
     ["launch.ranks"],
     ["launch.environment", "launch.transport"],

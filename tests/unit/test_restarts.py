@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline.failure import Failure
+from paceline.failure import HANG, MISMATCH, Failure
 from paceline.launch.restarts import Restarts
 
 
@@ -47,6 +47,19 @@ def test_the_first_checkpoint_at_step_0_is_progress() -> None:
 
 def test_an_error_before_the_first_checkpoint_is_shown_at_once() -> None:
     assert not Restarts(3).allow(failed(), -1)
+
+
+@pytest.mark.parametrize("saved_step", [-1, 5])
+def test_a_hang_is_tried_again_once_also_before_the_first_checkpoint(saved_step: int) -> None:
+    restarts = Restarts(3)
+    assert restarts.allow(failed(HANG), saved_step)
+    assert not restarts.allow(failed(HANG), saved_step)
+    assert restarts.allow(failed(HANG, place="training, step 9"), saved_step)
+
+
+def test_a_hang_while_building_and_collectives_that_do_not_match_would_come_again() -> None:
+    assert not Restarts(3).allow(failed(HANG, place="building the data set"), 5)
+    assert not Restarts(3).allow(failed(MISMATCH), 5)
 
 
 def test_an_error_is_tried_again_once() -> None:

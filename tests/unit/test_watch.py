@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from paceline.config import Config
 from paceline.hang import Place, read_place
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder, write_json
+from paceline.telemetry.lines import recovered_line
 from paceline.watch import Heart, watching
 
 
@@ -164,6 +165,44 @@ def test_ranks_of_a_larger_world_are_not_looked_at(heart: Heart) -> None:
 def test_others_are_read_only_when_it_is_about_time(folder: RunFolder) -> None:
     afters = [Heart(timeout_s, folder, 0, 2, Progress(), log=2).look_after_s for timeout_s in (3, 15, 600)]
     assert afters == [0, 5, 300]
+
+
+# --- before a run is ended ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("does_move", [False, True])
+def test_a_rank_looks_again_before_it_ends_the_run(
+    does_move: bool, folder: RunFolder, progress: Progress, clock: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    heart = Heart(8, folder, 0, 2, progress, log=os.open(folder.log(0), os.O_WRONLY | os.O_APPEND))
+    codes: list[int] = []
+    monkeypatch.setattr(watch.os, "_exit", codes.append)
+    stopped = Place(1, "there", 7, beat=4, waits_in="barrier")
+
+    def meanwhile(times: int) -> None:
+        clock(times)
+        if does_move:  # it was stopped, and continues
+            write_json(folder.place(1), asdict(replace(stopped, beat=5, idle_s=1.0)))
+
+    write_json(folder.place(1), asdict(stopped))
+    heart.look()
+    for _ in range(10):
+        beat(heart, clock)
+    monkeypatch.setattr(heart, "_beat_on", meanwhile)
+    heart._look_for_hang()
+    assert codes == ([] if does_move else [1])
+    assert folder.hang.exists() != does_move
+    if does_move:
+        heart._look_for_hang()
+        shown = folder.log(0).read_text().splitlines()
+        assert recovered_line(0) in shown
+        assert "training continues" in shown[-1]
+
+
+def test_a_stop_counts_as_one_beat(heart: Heart, clock: Callable[[float], None]) -> None:
+    beat(heart, clock)
+    assert beat(heart, clock, seconds=11).idle_s == watch.BEAT_S
 
 
 # --- around the body ----------------------------------------------------------------------------------------

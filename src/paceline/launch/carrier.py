@@ -17,7 +17,8 @@ from paceline.errors import RankFailed
 from paceline.failure import Failure
 from paceline.launch import ranks as processes
 from paceline.launch.ranks import Ranks
-from paceline.launch.restarts import Restarts
+from paceline.launch.restarts import Restarts, restarted_line
+from paceline.launch.silence import Silence
 from paceline.nursery import LOOK_S, Birth
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
@@ -35,16 +36,16 @@ class Orders:
     workplace: str  # the working folder of the ranks
     began: float
     is_managed: bool  # the ranks save when they are asked to stop
+    hang_timeout_s: float
 
 
 def begin_life(folder: RunFolder, ranks: int) -> None:
     """Say what has ended the last life, and forget it. Rank 0's carrier, before any rank is there."""
     first = first_failure(folder, ranks)
     if first is not None:
-        saved = Store(folder.checkpoints).newest_step()
-        start = f"step {saved}" if saved >= 0 else "the beginning"
-        end = "lost its neighbour" if first.is_echo else "failed"  # whose host may be gone
-        text = f"rank {first.rank} {end} ({first.place}): {first.error}; starting again from {start}"
+        text = restarted_line(first, Store(folder.checkpoints).newest_step())
+        if (table := folder.set_hang_aside()) is not None:
+            text += f"; all ranks are in {table}"
         with closing(Events(folder.events)) as events:
             events.write("restarted", text=text)
     folder.forget_last_life()
@@ -63,18 +64,20 @@ def carry(orders: Orders, rank: int, ranks: int, variables: dict[str, str]) -> N
     with processes.ranks(is_passive=ranks > 1) as started:
         started.start([birth])
         try:
-            first = _watch(started, folder, rank, ranks)
+            first = _watch(started, folder, rank, Silence(folder, ranks, orders.hang_timeout_s))
         finally:
             started.end(signal.SIGKILL, GRACE_S)
     if first is not None and is_worth_another_try(folder, first):
         raise RankFailed(first.describe())
 
 
-def _watch(started: Ranks, folder: RunFolder, rank: int, ranks: int) -> Failure | None:
+def _watch(started: Ranks, folder: RunFolder, rank: int, silence: Silence) -> Failure | None:
     """Wait for the rank, or for another one to fail; the first failure of all, if there is one."""
-    looked = 0.0
+    looked, ranks = 0.0, silence.ranks
     while started.pids:
         started.look(LOOK_S)
+        if silence.is_hang():
+            silence.report(started, rank)
         if time.monotonic() - looked > NOTICE_S:
             looked = time.monotonic()
             if number := asked(folder):
@@ -101,7 +104,7 @@ def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
 
 def is_worth_another_try(folder: RunFolder, first: Failure) -> bool:
     """Whether a failure may not come again; how often is counted by others."""
-    return not folder.hang.exists() and Restarts(1).allow(first, Store(folder.checkpoints).newest_step())
+    return Restarts(1).allow(first, Store(folder.checkpoints).newest_step())
 
 
 # --- requests to stop ----------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
 from paceline.failure import Failure
 from paceline.job import Job, Task
 from paceline.launch.environment import chosen_threads
-from paceline.launch.restarts import Restarts
+from paceline.launch.restarts import Restarts, restarted_line
+from paceline.launch.silence import Silence
 from paceline.launch.site import Here, Meeting, Ranks, Site
 from paceline.nursery import LOOK_S, Birth
 from paceline.result import Outcome
@@ -119,15 +120,12 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, req
                 continue
         if first is None:
             break
-        if story := hang.explain(folder, ranks, config.hang_timeout_s):
-            raise RankFailed(story)
-        saved = store.newest_step()
+        first, saved = hang.explain(first, folder, ranks), store.newest_step()
         if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise first.to_error()
-        news = (
-            f"rank {first.rank} failed ({first.place}): {first.error}; starting again from "
-            f"{f'step {saved}' if saved >= 0 else 'the beginning'} (restart {restarts.used} of {restarts.limit})"
-        )
+        news = f"{restarted_line(first, saved)} (restart {restarts.used} of {restarts.limit})"
+        if (table := folder.set_hang_aside()) is not None:
+            news += f"; all ranks are in {table}"
     if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
@@ -155,8 +153,10 @@ def _live(
         births = _births(folder, meeting, began, is_deaf=request is not None)
         with site.ranks() as started, hearing(request, f"the run folder is {folder.path}"):
             started.start(births)
-            codes = _watch(started, request, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
-        return failure.first(folder, codes, meeting.spare) if any(codes.values()) else None
+            silence = Silence(folder, ranks, config.hang_timeout_s)
+            codes = _watch(started, request, silence, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
+        has_failed = any(codes.values()) or folder.hang.exists()
+        return failure.first(folder, codes, meeting.spare) if has_failed else None
 
 
 def limit_of(config: Config, is_managed: bool) -> int:
@@ -191,12 +191,15 @@ def _births(folder: RunFolder, meeting: Meeting, began: float, *, is_deaf: bool)
     ]
 
 
-def _watch(ranks: Ranks, request: Request | None, is_outgrown: Callable[[], bool]) -> dict[int, int]:
+def _watch(ranks: Ranks, request: Request | None, silence: Silence, is_outgrown: Callable[[], bool]) -> dict[int, int]:
     """Wait for the ranks. When one fails, end the others. The exit codes, 0 for those that were ended here."""
     passed_on = 0.0
     try:
         while ranks.pids and not any(ranks.codes.values()):
             ranks.look(LOOK_S)
+            if silence.is_hang():
+                silence.report(ranks)
+                break
             if request is not None and not request.signal and is_outgrown():
                 request.signal, request.is_for_growth = signal.SIGTERM, True
             if request is not None and request.signal and time.monotonic() - passed_on > RESEND_S:

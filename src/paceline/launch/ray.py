@@ -90,7 +90,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
         packed = job.pack(config, task)
         with opened(config, past.run_dir) as folder:
             is_managed = task is worker.train and config.train_fn is None
-            orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed)
+            orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)
             with laid_out(packed, folder), tracking(config.log.trackers, folder), told, _fresh(folder):
                 if request.signal:
@@ -178,9 +178,9 @@ def _run_to_end(
                 carrier.ask(folder, request.signal)
     error, first = done.exception(), carrier.first_failure(folder, ranks)
     if error is not None or first is not None:
-        if story := hang.explain(folder, ranks, config.hang_timeout_s):
-            raise RankFailed(story)
-        raise first.to_error() if first is not None else RankFailed(f"Ray has given up: {error}")
+        if first is None:
+            raise RankFailed(f"Ray has given up: {error}")
+        raise hang.explain(first, folder, ranks).to_error()
     if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline import errors
-from paceline.failure import Failure
+from paceline.failure import HANG, MISMATCH, Failure
 from paceline.room import is_of_full_disk
 
 WORTH_ANOTHER_TRY = "ReplicasDiffer"  # among our own errors: all others would come again
@@ -28,10 +28,18 @@ class Restarts:
             this = (failure.error, failure.text, failure.place)
             repeats, self._last = this == self._last, this
             is_ours = hasattr(errors, failure.error) and failure.error != WORTH_ANOTHER_TRY
-            # Before the first step an error is most likely the user's own, who wants to see it now.
-            if repeats or is_ours or saved_step < 0 or failure.place.startswith("building"):
+            comes_again = repeats or is_ours or failure.error == MISMATCH
+            # Before the first checkpoint an error is most likely the user's own, who wants to see it now.
+            is_early = saved_step < 0 and failure.error != HANG
+            if comes_again or is_early or failure.place.startswith("building"):
                 return False
         if self.used >= self.limit:
             return False
         self.used += 1
         return True
+
+
+def restarted_line(first: Failure, saved_step: int) -> str:
+    """What has ended the last attempt, and where the next one begins; `saved_step` is -1 without a checkpoint."""
+    beginning = f"step {saved_step}" if saved_step >= 0 else "the beginning"
+    return f"{first.summarize(saved_step)}; starting again from {beginning}"

@@ -40,7 +40,7 @@ def start(config: Config, task: Task) -> Outcome:
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
             follower = Follower(folder, ranks=0, from_now=True, board=config.log.tensorboard)
-            watch = watching(config, folder, world.rank, world.size, progress)
+            watch = watching(config, folder, world.rank, world.size, progress, has_launcher=False)
             tracked = tracking(config.log.trackers if world.is_main else (), folder)
             with tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)

@@ -14,7 +14,7 @@ from paceline.run_folder import RunFolder
 from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
 from paceline.telemetry.events import parse, read
-from paceline.telemetry.lines import FAILED, WARNING
+from paceline.telemetry.lines import FAILED, RECOVERED, WARNING
 from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
 
@@ -42,7 +42,7 @@ class Follower:
         self._warned: set[str] = set()
         self._folder, self._is_full, self._asked = folder, False, 0.0  # whether its disk is, and when it was asked
         self._is_blind = False
-        self._has_failed = False  # then the summary of the first failure has the last word
+        self._failed: set[int] = set()  # ranks: the summary of the first failure has the last word
         self._last = "", time.monotonic()  # the newest event: its kind, and when it was read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="paceline-screen", daemon=True)
@@ -106,8 +106,12 @@ class Follower:
                 if warning and warning[1] not in self._warned:
                     self._warned.add(warning[1])
                     self.screen.note(f"warning (rank {rank}): {warning[1]}", style="yellow")
-                self._has_failed = self._has_failed or bool(FAILED.match(line))
-                if rank == 0 and not warning and not self._has_failed:
+                if RECOVERED.match(line):
+                    self._failed.discard(rank)
+                    continue
+                if FAILED.match(line):
+                    self._failed.add(rank)
+                if rank == 0 and not warning and not self._failed:
                     self.screen.line(line)
         for line in self._events.lines():
             event = parse(line)
@@ -119,7 +123,7 @@ class Follower:
             self._shown.add(line)
             self._last = event["event"], time.monotonic()
             if event["event"] == "restarted":
-                self._has_failed = False
+                self._failed.clear()
             self.screen.show(event)
 
     def _tell_if_full(self) -> None:
