@@ -29,6 +29,7 @@ while :; do
 done"""
 
 
+LAST_LINES = 10  # of a job's output
 ALIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "SUSPENDED", "PREEMPTED")
 
 
@@ -142,11 +143,13 @@ def state_of(job: str) -> str:
 def describe(folder: RunFolder) -> list[str]:
     """How a run is doing, a line each: its job, how far it is, how it ended."""
     job, lines = job_of(folder), []
+    is_over = False
     if job is not None:
-        lines.append(f"job {job}: {state_of(job)}")
+        state = state_of(job)
+        lines, is_over = [f"job {job}: {state}"], not state.startswith(ALIVE)
     events = list(read(folder.events)) if folder.events.exists() else []
     if not events:
-        return [*lines, "the run has not begun yet"]
+        return [*lines, *(_end_of_log(folder) if is_over else ["the run has not begun yet"])]
     last = {event["event"]: event for event in events}
     started, step, epoch = last.get("run_started", {}), last.get("step"), last.get("epoch")
     lines.append(f"{started.get('name')}: {ranks_text(started.get('world_size', 1))}, {_ago(events[-1]['time'])}")
@@ -165,6 +168,21 @@ def describe(folder: RunFolder) -> list[str]:
         return [*lines, f"failed: {events[-1]['text']}"]
     stopped = "" if not folder.stopped.exists() else f", stopped by {last['run_stopped']['reason']}"
     return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
+
+
+def _end_of_log(folder: RunFolder) -> list[str]:
+    """Why a job may have ended before its run began, in the last words of its output."""
+    try:
+        written = folder.job_log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return [f"the run did not begin, and {folder.job_log} cannot be read: {error.strerror}"]
+    last = [printable(line) for line in written if line.strip()][-LAST_LINES:]
+    return [f"the run did not begin; the end of {folder.job_log}:", *(f"  {line}" for line in last)]
+
+
+def printable(line: str) -> str:
+    """A line of another program's output, without what would move the cursor or colour a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs())
 
 
 def _ago(moment: float) -> str:

@@ -82,7 +82,7 @@ def test_a_data_set_that_blocks_on_one_rank_is_named_with_the_wait_of_the_others
                     threading.Event().wait()  # stuck
                 return super().__getitem__(i)
 
-        start(Stuck, {MANAGED})
+        start(Stuck, {MANAGED}, max_restarts=0)
     """)
     stuck = line_of("stuck", tmp_path)
     assert ended.returncode == 1
@@ -104,7 +104,7 @@ def test_a_data_set_that_blocks_in_a_worker_process_is_named_by_its_line(run_scr
                     time.sleep(10**6)  # stuck
                 return super().__getitem__(i)
 
-        start(Stuck, {MANAGED}, workers=1)
+        start(Stuck, {MANAGED}, workers=1, max_restarts=0)
     """)
     assert ended.returncode == 1
     assert re.search(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,37 @@ def test_an_error_before_the_first_checkpoint_is_shown_at_once() -> None:
     with pytest.raises(RankFailed, match="the file server is away"):
         start(dataset_fn=lambda: Disturbed(log, range(1, 99), fail), procs=2)
     assert lives() == 1
+
+
+def stop_until_a_hang_is_suspected() -> None:
+    """Stop this rank; a process beside it lets it continue as soon as another rank has dumped its stacks."""
+    wait = 'until grep -q "^FAILED" run/logs/rank-*.log; do sleep 0.05; done; kill -CONT $0'
+    subprocess.Popen(["sh", "-c", wait, str(os.getpid())])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_was_stopped_and_continues_is_no_hang(undisturbed: dict) -> None:
+    log = Path("fetched").resolve()
+    result = start(dataset_fn=lambda: Disturbed(log, [2], stop_until_a_hang_is_suspected), procs=2, hang_timeout_s=3)
+    assert outcome(result) == undisturbed
+    assert events("restarted") == []
+
+
+def test_a_hang_costs_a_restart_and_names_who_held_the_others_up(undisturbed: dict) -> None:
+    log = Path("fetched").resolve()
+    result = start(
+        dataset_fn=lambda: Disturbed(log, [3], threading.Event().wait), procs=2, checkpoint={"every_steps": 2},
+        hang_timeout_s=3,
+    )  # fmt: skip
+    assert outcome(result) == undisturbed
+    [restarted] = events("restarted")
+    table = Path("run/logs/hang-1.txt").resolve()
+    assert re.fullmatch(
+        rf"hang: rank \d is in `faults\.py:\d+`; rank \d waits for it in .*; starting again from step \d+ "
+        rf"\(restart 1 of 3\); all ranks are in {table}",
+        restarted["text"],
+    )
+    assert table.read_text().startswith("no rank has moved for 3 s (hang_timeout_s=3; 0 waits for ever)\n  rank  host")
 
 
 def test_a_range_of_processes_takes_what_the_machine_has(undisturbed: dict) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import submit
 from paceline.errors import ConfigError
 from paceline.launch.slurm import first_host, is_step, tasks_per_node, world_of
 from paceline.run_folder import RunFolder
@@ -83,6 +84,24 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
         "train_loss 0.5000  accuracy 0.7500", "restarted 1 times, last: rank 1 failed",
         "finished: step 12  accuracy 0.7500  weights 0123456789ab",
     ]  # fmt: skip
+
+
+def test_a_job_that_ended_before_its_run_began_is_described_by_the_end_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.slurm.write_text('{"job": "41"}')
+    monkeypatch.setattr(submit, "state_of", lambda job: "PENDING (Resources)")
+    assert describe(folder) == ["job 41: PENDING (Resources)", "the run has not begun yet"]
+    monkeypatch.setattr(submit, "state_of", lambda job: "FAILED")
+    assert (
+        describe(folder)[1] == f"the run did not begin, and {folder.job_log} cannot be read: No such file or directory"
+    )
+    folder.logs.mkdir()
+    folder.job_log.write_text("line\n" * 20 + "\x1b[31mpython: not found\n\n")
+    *_, before, last = shown = describe(folder)
+    assert shown[:2] == ["job 41: FAILED", f"the run did not begin; the end of {folder.job_log}:"]
+    assert (before, last, len(shown)) == ("  line", "  ?[31mpython: not found", 2 + submit.LAST_LINES)
 
 
 def test_a_run_with_its_own_loop_is_not_told_to_go_on(tmp_path: Path) -> None:
