@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from paceline import hang
@@ -10,6 +11,7 @@ from paceline.hang import place_by_dump, read_place
 from paceline.launch.site import Ranks
 from paceline.nursery import LOOK_S
 from paceline.run_folder import RunFolder
+from paceline.telemetry.lines import failed_line
 from paceline.watch import BEAT_S, DUMP_BEATS, DUMP_SIGNAL, LAST_RESORT_S
 
 
@@ -45,6 +47,9 @@ class Silence:
 
     def report(self, started: Ranks, by: int = 0) -> None:
         """Have the ranks dump their stacks, and write the hang down as the failure of the rank `by`."""
+        for rank in range(self.ranks):
+            with suppress(OSError), self.folder.log(rank).open("a", encoding="utf-8") as log:
+                print(failed_line(rank), file=log)  # the screen leaves out what follows
         started.signal(DUMP_SIGNAL)
         until = time.monotonic() + DUMP_BEATS * BEAT_S
         while started.pids and time.monotonic() < until:
