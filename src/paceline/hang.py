@@ -108,7 +108,9 @@ def leave(places: list[Place], by: int, timeout_s: float, folder: RunFolder) -> 
     cause, at = cause_of(places, timeout_s), (holding or places)[0]
     heading = f"no rank has moved for {timeout_s:g} s (hang_timeout_s={timeout_s:g}; 0 waits for ever)"
     story = tell(places, heading, cause, folder.logs)
-    is_mismatch = not holding and len({place.wait for place in places}) > 1
+    # Collectives of Paceline's own match; where they wait for each other all the same, it may not come again.
+    is_users = any(place.location for place in places)
+    is_mismatch = is_users and not holding and len({place.wait for place in places}) > 1
     failed = Failure(
         rank=by, host=at.host, place=at.place, error=failure.MISMATCH if is_mismatch else failure.HANG, text=cause,
         location=at.location, log=str(folder.log(at.rank)), time=time.time(), story=story,

@@ -55,8 +55,8 @@ def watching(
     Ranks that all hold their interpreters cannot look: Paceline's launcher does, and without it, a timer of each rank.
     """
     with folder.log(rank).open("a", encoding="utf-8") as log:
-        heart = Heart(config.hang_timeout_s, folder, rank, world_size, progress, log.fileno())
-        heart.has_timer = not has_launcher and config.hang_timeout_s > 0
+        has_timer = not has_launcher and config.hang_timeout_s > 0
+        heart = Heart(config.hang_timeout_s, folder, rank, world_size, progress, log.fileno(), has_timer=has_timer)
         was_enabled = faulthandler.is_enabled()
         if not was_enabled:
             faulthandler.enable(log)  # what Gloo aborts leaves its stacks, too
@@ -81,10 +81,11 @@ class Heart:
     """A thread that beats in one rank: looks at its main thread, writes the place, reads the others' if none moves."""
 
     def __init__(
-        self, timeout_s: float, folder: RunFolder, rank: int, world_size: int, progress: Progress, log: int
-    ) -> None:
+        self, timeout_s: float, folder: RunFolder, rank: int, world_size: int, progress: Progress, log: int, *,
+        has_timer: bool = False,
+    ) -> None:  # fmt: skip
         self.timeout_s, self.folder, self.rank, self.world_size = timeout_s, folder, rank, world_size
-        self.progress, self.log = progress, log
+        self.progress, self.log, self.has_timer = progress, log, has_timer
         self._watched = threading.get_ident()
         self._me = Place(rank, socket.gethostname(), os.getpid(), log_start=folder.log(rank).stat().st_size)
         self._looked = self._began = time.monotonic()
@@ -92,7 +93,6 @@ class Heart:
         self._last: tuple[object, ...] = ()
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank, its last beat and when this one saw it first
         self._dumped: list[int] = []  # ranks whose stacks this one has asked for, its own among them
-        self.has_timer = False
         self._in_worker: str | None = None  # where a DataLoader worker is, of a rank that waits for it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="paceline-watch", daemon=True)

@@ -205,7 +205,10 @@ def test_a_hang_is_left_as_a_failure_with_its_sentence_and_its_table(folder: Run
 def test_a_hang_in_collectives_that_do_not_match_is_left_as_such(folder: RunFolder) -> None:
     leave([place(0, "/a/x.py:1", "barrier"), place(1, waits_in=REDUCTION)], 0, 600, folder)
     assert explained(folder, {0: 1, 1: 0}).error == failure.MISMATCH
-    leave([place(0, "/a/x.py:1", "barrier"), place(1, "/a/x.py:1", "barrier")], 0, 600, folder)
+    for one_place in ("/a/x.py:1", "barrier"), (None, REDUCTION):
+        leave([place(0, *one_place), place(1, *one_place)], 0, 600, folder)
+        assert explained(folder, {0: 1, 1: 0}).error == failure.HANG
+    leave([place(0, waits_in=EXCHANGE), place(1, waits_in=REDUCTION)], 0, 600, folder)
     assert explained(folder, {0: 1, 1: 0}).error == failure.HANG
 
 
