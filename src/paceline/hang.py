@@ -102,7 +102,7 @@ def explain(first: Failure, folder: RunFolder, world_size: int) -> Failure:
     return replace(first, error=failure.MISMATCH, text=cause, story=story, is_echo=False, is_killed=False)
 
 
-def leave(places: list[Place], by: int, timeout_s: float, folder: RunFolder) -> str:
+def write_hang(places: list[Place], by: int, timeout_s: float, folder: RunFolder) -> str:
     """Write down a hang, as the failure of the rank `by` that has found it; the whole story."""
     holding = [place for place in places if not place.is_waiting]
     cause, at = cause_of(places, timeout_s), (holding or places)[0]

@@ -25,12 +25,12 @@ from paceline.hang import (
     WORKERS,
     Frame,
     Place,
-    leave,
     log_since,
     place_by_dump,
     place_in,
     read_place,
     stacks_in,
+    write_hang,
 )
 from paceline.progress import Progress
 from paceline.run_folder import RunFolder, write_json
@@ -218,7 +218,7 @@ class Heart:
         places = [place_by_dump(place, self.folder) if place.is_silent else place for place in self.look()]
         if not self._is_hang(places):
             return
-        text = leave(places, self.rank, self.timeout_s, self.folder)
+        text = write_hang(places, self.rank, self.timeout_s, self.folder)
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())  # no lock that somebody holds
         os._exit(1)
 

@@ -23,11 +23,11 @@ from paceline.hang import (
     Place,
     cause_of,
     explain,
-    leave,
     place_in,
     read_place,
     stacks_in,
     tell,
+    write_hang,
 )
 from paceline.run_folder import RunFolder, write_json
 
@@ -193,7 +193,7 @@ def explained(folder: RunFolder, codes: dict[int, int]) -> Failure:
 
 
 def test_a_hang_is_left_as_a_failure_with_its_sentence_and_its_table(folder: RunFolder) -> None:
-    story = leave([place(0, waits_in=REDUCTION), place(1, "/a/x.py:1")], 0, 600, folder)
+    story = write_hang([place(0, waits_in=REDUCTION), place(1, "/a/x.py:1")], 0, 600, folder)
     told = explained(folder, {0: 1, 1: 0})
     assert (told.error, told.place, told.is_killed) == (failure.HANG, "training, step 7", False)
     assert told.text == "rank 1 is in `x.py:1`; rank 0 waits for it in the gradient reduction of step 7"
@@ -203,12 +203,12 @@ def test_a_hang_is_left_as_a_failure_with_its_sentence_and_its_table(folder: Run
 
 
 def test_a_hang_in_collectives_that_do_not_match_is_left_as_such(folder: RunFolder) -> None:
-    leave([place(0, "/a/x.py:1", "barrier"), place(1, waits_in=REDUCTION)], 0, 600, folder)
+    write_hang([place(0, "/a/x.py:1", "barrier"), place(1, waits_in=REDUCTION)], 0, 600, folder)
     assert explained(folder, {0: 1, 1: 0}).error == failure.MISMATCH
     for one_place in ("/a/x.py:1", "barrier"), (None, REDUCTION):
-        leave([place(0, *one_place), place(1, *one_place)], 0, 600, folder)
+        write_hang([place(0, *one_place), place(1, *one_place)], 0, 600, folder)
         assert explained(folder, {0: 1, 1: 0}).error == failure.HANG
-    leave([place(0, waits_in=EXCHANGE), place(1, waits_in=REDUCTION)], 0, 600, folder)
+    write_hang([place(0, waits_in=EXCHANGE), place(1, waits_in=REDUCTION)], 0, 600, folder)
     assert explained(folder, {0: 1, 1: 0}).error == failure.HANG
 
 

@@ -56,4 +56,4 @@ class Silence:
             started.look(LOOK_S)
         places = [read_place(self.folder, rank) for rank in range(self.ranks)]
         places = [place_by_dump(replace(p, is_silent=True), self.folder) if p.beat > 0 else p for p in places]
-        hang.leave(places, by, self.timeout_s, self.folder)
+        hang.write_hang(places, by, self.timeout_s, self.folder)
