@@ -183,7 +183,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_stop_while_torch_is_still_imported_ends_with_exit_code_3(
-    tmp_path: Path, number: signal.Signals
+    run, tmp_path: Path, number: signal.Signals
 ) -> None:
     write_lab(tmp_path)
     # In place of torch: the launcher asks itself to stop, then imports the real one.
@@ -198,10 +198,8 @@ def test_a_request_to_stop_while_torch_is_still_imported_ends_with_exit_code_3(
         import torch
         """)
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "paceline", "train", "config.yaml"], capture_output=True, text=True, check=False,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "first")}, timeout=120,
-    )  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(tmp_path / "first"), os.environ.get("PYTHONPATH")]))
+    ended = run("python", "-m", "paceline", "train", "config.yaml", PYTHONPATH=path)
     assert ended.stderr.splitlines()[-1] == f"paceline: stopped by {number.name} before it began"
     assert ended.returncode == 3
     assert not (tmp_path / "runs").exists()

@@ -109,7 +109,8 @@ def test_a_nursery_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_pa
         f"import threading; open({str(tmp_path / 'importing')!r}, 'w').close(); threading.Event().wait()"
     )
     code = "from paceline.launch import ranks; ranks.prepare(is_passive=False); print(flush=True); input()"
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
     ) as launcher:
