@@ -26,6 +26,7 @@ NEIGHBOUR_IS_GONE = re.compile(
     r"gloo/|Connection (closed|reset) by peer|Broken pipe|NCCL (error|communicator)|recvValue failed|"
     r"Software caused connection abort|Application timeout caused pair closure"
 )
+OURS = f"{errors.__name__}."  # before the name of an error of ours, in a traceback
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code under these folders is never the user's own.
 LIBRARIES = tuple(
@@ -97,8 +98,9 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
     cause = _worker_cause(text)
     if cause:
         name, text = cause
-        name = name.removeprefix(f"{errors.__name__}.")
-        kind = getattr(errors, name, kind)
+        if name.startswith(OURS):
+            name = name.removeprefix(OURS)
+            kind = getattr(errors, name)
     if isinstance(error, SystemExit):
         text = f"sys.exit({error.code}) was called during the run"
     return Failure(
