@@ -129,15 +129,19 @@ def test_a_head_that_is_killed_leaves_nobody_and_the_run_goes_on_later(lab: Lab,
     assert outcome(Path()) == expected
 
 
-def test_a_hang_is_told_with_all_ranks_and_their_hosts(lab: Lab) -> None:
+def test_a_hang_costs_a_restart_and_leaves_a_table_of_all_ranks_and_their_hosts(
+    lab: Lab, expected: dict[str, object]
+) -> None:
     Path("hold").touch()
     head, guest = (train(lab, host, "hang_timeout_s=4") for host in ("n1", "n2"))
-    assert (head.wait(90), guest.wait(30)) == (1, 1)
-    for host in ("n1", "n2"):  # which of them waits for the other depends on who has the sample
-        assert "no rank has moved for" in said(host)
-        assert re.search(r"^  0 +n1 ", said(host), re.M)
-        assert re.search(r"^  1 +n2 ", said(host), re.M)
-        assert "work.py:" in said(host)
+    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+    # Which of them waits for the other depends on who has the sample.
+    assert re.search(r"hang: rank \d is in `work\.py:\d+`; rank \d waits for it in .* \(restart 1 of 3\)", said("n1"))
+    table = Path("run/logs/hang-1.txt").read_text()
+    assert "no rank has moved for" in table
+    assert re.search(r"^  0 +n1 ", table, re.M)
+    assert re.search(r"^  1 +n2 ", table, re.M)
 
 
 def test_a_head_that_waits_for_its_first_guest_can_be_stopped(lab: Lab) -> None:
