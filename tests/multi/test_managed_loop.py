@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Sum, Trainer, indices_at
-from paceline.errors import RankFailed
+from paceline.errors import ConfigError, RankFailed
 
 SIZE, BATCH, LANES, LR = 45, 4, 4, 0.05
 
@@ -272,7 +272,7 @@ class Unfreezing(nn.Module):
 
 @pytest.mark.parametrize("procs", [1, 2])
 def test_a_parameter_that_becomes_trainable_ends_the_run_at_any_number_of_ranks(procs: int) -> None:
-    with pytest.raises(RankFailed, match=r"first\.weight was frozen when the run began .* in model_fn"):
+    with pytest.raises(ConfigError, match=r"first\.weight was frozen when the run began .* in model_fn"):
         start(
             model_fn=Unfreezing, lanes=2, procs=procs, optimizer=None,
             optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=LR),
