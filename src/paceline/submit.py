@@ -176,13 +176,8 @@ def _end_of_log(folder: RunFolder) -> list[str]:
         written = folder.job_log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         return [f"the run did not begin, and {folder.job_log} cannot be read: {error.strerror}"]
-    last = [printable(line) for line in written if line.strip()][-LAST_LINES:]
+    last = [line for line in written if line.strip()][-LAST_LINES:]
     return [f"the run did not begin; the end of {folder.job_log}:", *(f"  {line}" for line in last)]
-
-
-def printable(line: str) -> str:
-    """A line of another program's output, without what would move the cursor or colour a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs())
 
 
 def _ago(moment: float) -> str:

@@ -98,10 +98,10 @@ def test_a_job_that_ended_before_its_run_began_is_described_by_the_end_of_its_ou
         describe(folder)[1] == f"the run did not begin, and {folder.job_log} cannot be read: No such file or directory"
     )
     folder.logs.mkdir()
-    folder.job_log.write_text("line\n" * 20 + "\x1b[31mpython: not found\n\n")
+    folder.job_log.write_text("line\n" * 20 + "python: not found\n\n")
     *_, before, last = shown = describe(folder)
     assert shown[:2] == ["job 41: FAILED", f"the run did not begin; the end of {folder.job_log}:"]
-    assert (before, last, len(shown)) == ("  line", "  ?[31mpython: not found", 2 + submit.LAST_LINES)
+    assert (before, last, len(shown)) == ("  line", "  python: not found", 2 + submit.LAST_LINES)
 
 
 def test_a_run_with_its_own_loop_is_not_told_to_go_on(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from paceline.launch.transport import (
     handshake,
 )
 from paceline.nursery import Birth
+from paceline.watch import DUMP_SIGNAL
 
 KEY = b"k" * 32
 
@@ -239,7 +240,8 @@ def test_a_message_has_a_bounded_size() -> None:
     "message",
     [
         Start(attempt=2, ranks=[Birth({"RANK": "1"}, "/work", "/run/rank-1.log", ("/run/job.bin", "", "1.5"), True)]),
-        Signal(number=10),  # type: ignore[arg-type]
+        Signal(number=10),
+        Signal(number=DUMP_SIGNAL),
         End(number=15, grace_s=5),  # type: ignore[arg-type]
         Over(run_dir="/run"),
         Over(error="rank 1 failed", exit_code=2),

@@ -215,7 +215,7 @@ class Hosts:
         if self._own is not None:
             self._own.signal(number)
         for guest in self.guests:
-            guest.send(Signal(number=Signals(number)))
+            guest.send(Signal(number=number))
 
     def end(self, number: int, grace_s: float) -> None:
         """End the ranks by a signal, and by SIGKILL those that do not follow; a host that does not answer is left."""

@@ -48,10 +48,10 @@ class Start(Message):
 
 
 class Signal(Message):
-    """The guest sends a signal to its ranks."""
+    """The guest sends a signal to its ranks; also one without a name, which has them dump their stacks."""
 
     type: Literal["signal"] = "signal"
-    number: signal.Signals
+    number: Annotated[int, Field(ge=1, lt=signal.NSIG)]
 
 
 class End(Message):
