@@ -35,7 +35,8 @@ class RunFolder:
         self.weights = path / "weights.safetensors"
         self.rank_0_weights = path / "weights-rank-0.safetensors"  # of ranks that disagree at the end of train_fn
         self.ema = path / "ema.safetensors"
-        self.value = path / "value.pkl"
+        self.value = path / "value.json"  # what rank 0 returned to the caller of this start
+        self.pickled_value = path / "value.pkl"  # the same, if JSON would not give it back as it was
         self.result = path / "result.json"
         self.metrics = path / "metrics.json"  # of an evaluation
         self.profile = path / "profile"
@@ -69,9 +70,12 @@ class RunFolder:
         return self.config.exists() or self.slurm.exists()
 
     def forget_last_life(self) -> None:
-        """Remove what the ranks wrote about how they ended, before they start again; hangs are kept."""
+        """Remove what the ranks wrote about how they ended, before they start again; hangs are kept.
+
+        A value is removed too: one that is found later was written by these ranks, so it is safe to unpickle.
+        """
         self.set_hang_aside()
-        for path in (self.stopped, *self.logs.glob("rank-*.json")):
+        for path in (self.value, self.pickled_value, self.stopped, *self.logs.glob("rank-*.json")):
             path.unlink(missing_ok=True)
 
     def set_hang_aside(self) -> Path | None:
@@ -81,6 +85,10 @@ class RunFolder:
             return self.hang.rename(aside)
         except OSError:
             return None
+
+    def has_ending(self) -> bool:
+        """Whether rank 0 has left a result, a value, or why it stopped."""
+        return any(path.exists() for path in (self.result, self.value, self.pickled_value, self.stopped))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

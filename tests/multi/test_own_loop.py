@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,28 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
     with pytest.raises(ConfigError, match="holds a finished run"):
         trainer.start()
     assert (tmp_path / "mine" / "result.json").read_bytes() == result
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [{"train_fn": lambda model, *others: None}, {"loss_fn": lambda output, *batch: output.sum(), "val_fraction": 0}],
+    ids=["own", "managed"],
+)
+def test_a_value_that_was_in_the_folder_before_is_not_executed(tmp_path: Path, loop: dict[str, Any]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/value.pkl").write_bytes(pickle.dumps(Touch(tmp_path / "executed")))
+    dataset = [(torch.ones(1), torch.ones(1))] * 4
+    result = Trainer(lambda: nn.Linear(1, 1), lambda: dataset, procs=1, run_dir=tmp_path / "run", **loop).start()
+    assert result.value is None
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "run/value.pkl").exists()

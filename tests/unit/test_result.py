@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import threading
 from dataclasses import MISSING, fields
@@ -7,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,10 +36,14 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+def trainer_of(train_fn: Any, make_model: Any = make_model) -> Any:
+    return SimpleNamespace(make_model=make_model, config=SimpleNamespace(train_fn=train_fn))
+
+
 def written(tmp_path: Path, model: nn.Module, value: Any) -> Result:
     folder = RunFolder(tmp_path)
     result.write(folder, model, None, value, **FACTS)
-    return result.collect(folder).to_result(SimpleNamespace(make_model=make_model))
+    return result.collect(folder).to_result(trainer_of(print))
 
 
 def test_what_rank_0_leaves_is_what_start_returns(tmp_path: Path) -> None:
@@ -68,7 +75,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     model = Tied()
     folder = RunFolder(tmp_path)
     result.write(folder, model, None, None, **FACTS)
-    loaded = result.collect(folder).to_result(SimpleNamespace(make_model=Tied)).load_model()
+    loaded = result.collect(folder).to_result(trainer_of(None, Tied)).load_model()
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())
 
 
@@ -81,6 +88,64 @@ def test_values_of_the_users_own_classes_come_back(tmp_path: Path) -> None:
         right = 9
 
     assert written(tmp_path, make_model(), Score()).value.right == 9
+
+
+PLAIN = [None, True, 3, -0.5, math.inf, "größe", [], {}, {"a": [1, {"b": None}], "c": "x"}]
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+OTHERS = [(1, 2), [(1,)], {1: "a"}, {"a": np.float64(0.5)}, [np.int64(3)], b"x", 10**5000, LOOP]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_values_are_stored_as_json(tmp_path: Path, value: Any) -> None:
+    folder = RunFolder(tmp_path)
+    result.write_value(folder, value)
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+    assert json.loads(folder.value.read_text()) == value
+    assert result.collect(folder).load_value() == value
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
+def test_values_that_json_would_change_come_back_with_their_types(tmp_path: Path, value: Any) -> None:
+    folder = RunFolder(tmp_path)
+    result.write_value(folder, value)
+    assert [path.name for path in tmp_path.iterdir()] == ["value.pkl"]
+    returned = result.collect(folder).load_value()
+    assert type(returned) is type(value)
+    assert cloudpickle.dumps(returned) == cloudpickle.dumps(value)
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickled_value_is_executed_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    returned = written(tmp_path, make_model(), Touch(tmp_path / "executed"))
+    assert not (tmp_path / "executed").exists()
+    _ = returned.value
+    assert (tmp_path / "executed").exists()
+
+
+def test_a_managed_run_has_no_value(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    result.write(folder, make_model(), None, Touch(tmp_path / "executed"), **FACTS)
+    assert result.collect(folder).to_result(trainer_of(None)).value is None
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_value_from_before_the_start_is_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for path in (folder.value, folder.pickled_value):
+        path.write_bytes(b"")
+    folder.forget_last_life()
+    assert result.collect(folder).value is None
+    assert list(tmp_path.iterdir()) == []
 
 
 class Exacting(Exception):
@@ -105,7 +170,7 @@ def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path)
 def test_metrics_that_are_no_number_survive(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     result.write(folder, make_model(), None, None, **{**FACTS, "metrics": {"val_loss": math.nan}})
-    assert math.isnan(result.collect(folder).to_result(SimpleNamespace(make_model=make_model)).metrics["val_loss"])
+    assert math.isnan(result.collect(folder).to_result(trainer_of(None)).metrics["val_loss"])
 
 
 def test_nothing_half_written_stays_behind(tmp_path: Path) -> None:

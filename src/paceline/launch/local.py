@@ -126,7 +126,7 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, req
         news = f"{restarted_line(first, saved)} (restart {restarts.used} of {restarts.limit})"
         if (table := folder.set_hang_aside()) is not None:
             news += f"; all ranks are in {table}"
-    if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
+    if not folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
 

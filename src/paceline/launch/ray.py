@@ -181,7 +181,7 @@ def _run_to_end(
         if first is None:
             raise RankFailed(f"Ray has given up: {error}")
         raise hang.explain(first, folder, ranks).to_error()
-    if not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
+    if not folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
 
