@@ -150,6 +150,11 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
             type(make.__name__, (make,), unwrapped)([torch.zeros(2, 2, requires_grad=True)], **options)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             problems.append(f"optimizer={{name: {name}, …}} {error}")
+        except Exception as error:  # noqa: BLE001 - a value of a wrong type may raise anything in a constructor
+            problems.append(
+                f"optimizer={{name: {name}, …}} cannot be made with these values of {', '.join(options)} "
+                f"({type(error).__name__}: {error}); give them as torch.optim.{make.__name__} takes them"
+            )
     return problems
 
 

@@ -15,6 +15,7 @@ import pytest
 from paceline import cli
 from paceline.cli.arguments import RECIPE_CONFIGS
 from paceline.cli.train import next_steps
+from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
 
@@ -93,3 +94,24 @@ def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch:
     assert f"accuracy{SHOWN} 0.7500" in shown
     assert f"failed: rank 1 failed{SHOWN}" in shown
     assert f"{SHOWN} was not submitted" in terminal_output(monkeypatch, "cancel", str(folder.path)).replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits", "--run-dir"],
+        ["submit", "digits", "--dry-run", "--run-dir"],
+        ["tune", "digits", "--run-dir"],
+        ["report", "--out"],
+        ["report"],
+        ["export", "runs/x", "--format", "torch", "--to"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_takes_a_url_for_a_path(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        cli.app([*words, "s3://bucket/run"], standalone_mode=False)
+    [problem] = caught.value.problems
+    assert problem.endswith("=s3:/bucket/run is a URL, which Paceline cannot read or write; give a local path")
+    assert list(tmp_path.iterdir()) == []

@@ -788,3 +788,39 @@ def test_a_text_that_looks_like_a_number_is_read_back_as_text(tmp_path: Path) ->
 def test_every_key_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert [key for key in Config.model_fields if f"`{key}`" not in text] == []
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["run_dir", "resume", "folder", "df", "val_df"])
+@pytest.mark.parametrize("given", [str, Path])
+def test_a_url_is_refused_where_a_local_path_is_needed(key: str, given: Any) -> None:
+    text = "is a URL, which Paceline cannot read or write; give a local path"
+    [problem] = problems({**MANAGED, key: given("s3://bucket/run.csv")})
+    assert problem.startswith(f"{key}=")
+    assert problem.endswith(text)
+
+
+@pytest.mark.parametrize("key", ["run_dir", "resume", "folder", "df", "val_df"])
+def test_a_nul_character_in_a_path_is_one_sentence(key: str) -> None:
+    assert problems({**MANAGED, key: "\0"}) == [
+        f"{key}='\\x00' has a NUL character in it, as no path can; give another path"
+    ]
+
+
+def test_a_table_whose_name_no_file_can_have_does_not_exist() -> None:
+    [problem] = problems({**MANAGED, "df": f"{'x' * 5000}.csv"})
+    assert "does not exist; looked for" in problem
+
+
+def test_a_value_that_an_optimizer_fails_on_is_one_sentence() -> None:
+    assert problems({**MANAGED, "optimizer": {"name": "adamw", "betas": {"a": 1}}}) == [
+        "optimizer={name: adamw, …} cannot be made with these values of betas (KeyError: 0); "
+        "give them as torch.optim.AdamW takes them"
+    ]
+
+
+def test_windows_drives_and_colons_are_no_urls(tmp_path: Path) -> None:
+    for name in ("C:/runs", "lr=1e-3:x/y", str(tmp_path / "a:b")):
+        assert build({**MANAGED, "run_dir": name}).run_dir == Path(name)

@@ -112,6 +112,7 @@ LAYERS = [
         "memory",
         "muon",
         "origin",
+        "paths",
         "progress",
         "randomness",
         "report.phases",

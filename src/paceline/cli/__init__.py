@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from paceline import __version__
 from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
 from paceline.cli.output import print_error
 from paceline.errors import ConfigError, Interrupted, PacelineError
+from paceline.paths import problem_with
 
 Command = Callable[..., None]
 
@@ -57,16 +59,25 @@ def main() -> None:
 
 
 def _interruptible(command: Command) -> Command:
-    """Ctrl-C ends a command with one line; typer would end it without a word."""
+    """Ctrl-C ends a command with one line; typer would end it without a word. Paths are checked before it runs."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
+        _check_paths(arguments)
         try:
             command(**arguments)
         except KeyboardInterrupt as interrupt:
             raise Interrupted("; ".join(["stopped by Ctrl-C", *map(str, interrupt.args)])) from None
 
     return run
+
+
+def _check_paths(arguments: Mapping[str, Any]) -> None:
+    """Refuse what no file or folder of this machine can be called, wherever a command takes a path."""
+    for name, value in arguments.items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path) and (problem := problem_with(path)):
+                raise ConfigError(f"{name}={path} {problem}")
 
 
 def _show_version(is_asked: bool) -> None:

@@ -14,6 +14,7 @@ from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Co
 from paceline.config.text import parse
 from paceline.errors import ConfigError
 from paceline.functions import FunctionNotFound, home_of, name_of, resolve
+from paceline.paths import is_file, problem_with
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 
@@ -84,10 +85,13 @@ def resolve_tables(config: Config, folder: Path | None) -> list[str]:
         if not isinstance(table, (str, Path)):
             problems.append(f"{key} is a {type(table).__name__}; give a DataFrame or the path of a CSV or Parquet file")
             continue
+        if problem := problem_with(table):
+            problems.append(f"{key}={str(table)!r} {problem}")
+            continue
         path = (folder or Path()) / table
         if path.suffix.lower() not in (".csv", ".parquet", ".gz"):
             problems.append(f"{key}={str(table)!r} must end in .csv, .csv.gz or .parquet")
-        elif not path.is_file():
+        elif not is_file(path):
             problems.append(f"{key}={str(table)!r} does not exist; looked for {path.resolve()}")
         setattr(config, key, path.resolve())
     return problems

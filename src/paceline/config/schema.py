@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from paceline.config.text import dump_yaml, to_plain
+from paceline.paths import problem_with
 
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
@@ -165,6 +166,13 @@ def _rendezvous(value: Any) -> Any:
     return value
 
 
+def _local(value: Any) -> Any:
+    """A path of this machine."""
+    if isinstance(value, (str, Path)) and (problem := problem_with(value)):
+        raise ValueError(problem)
+    return value
+
+
 def _ends(value: int | str | None) -> tuple[int, int] | None:
     """The least and the most of such a range."""
     if value is None:
@@ -178,8 +186,8 @@ class Config(_Section):
 
     name: str = Field("run", pattern=r"^[\w.-]+$")
     seed: int = 0
-    run_dir: Path | None = None
-    folder: Path | None = None
+    run_dir: Annotated[Path | None, BeforeValidator(_local)] = None
+    folder: Annotated[Path | None, BeforeValidator(_local)] = None
 
     model_fn: Function | None = None
     model_args: dict[str, Any] = {}
@@ -227,7 +235,9 @@ class Config(_Section):
     shard_optimizer: bool = False
 
     checkpoint: Checkpoint = Checkpoint()
-    resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = "never"
+    resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v), BeforeValidator(_local)] = (
+        "never"
+    )
     time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
     nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
     nan_limit: int = Field(20, ge=1)

@@ -15,6 +15,7 @@ from paceline.digest import sha256_of
 from paceline.errors import ConfigError
 from paceline.export import card, hf, traced, weights
 from paceline.export.task import Say, Task
+from paceline.paths import problem_with
 from paceline.run_folder import RunFolder, write_text
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def export(
     """
     if format not in FORMATS:
         raise ConfigError(f"format={format} is not known; use {', '.join(FORMATS)}")
+    if problem := problem_with(to):
+        raise ConfigError(f"to={to} {problem}")
     with _published(Path(to)) as folder:
         task = Task(run, folder, data, say)
         usage = FORMATS[format](task)
