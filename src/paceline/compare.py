@@ -5,22 +5,20 @@ Where the bits differ, the two runs are trained once more with a digest of every
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
-from paceline.config import Config
+from paceline.config import Config, read_yaml
 from paceline.data.batches import lanes_of
 from paceline.launch.environment import chosen_threads
 from paceline.replica import make_model
 from paceline.result import Result
 from paceline.run_folder import RunFolder, new_folder, write_json
+from paceline.telemetry.events import read
 from paceline.trainer import Trainer
 
 PLAIN = "plain"
@@ -134,23 +132,19 @@ def _likely_reason(config: Config, first: Row, other: Row) -> str:
         return f"{other.procs} is not a power of two, so the sums have another order"
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in make_model(config).modules()):
         return "SyncBatchNorm averages over what the processes see at once"
-    threads = [yaml.safe_load(RunFolder(Path(row.run_dir)).config.read_text())["threads"] for row in (first, other)]
+    threads = [read_yaml(RunFolder(Path(row.run_dir)).config).get("threads") for row in (first, other)]
     if threads[0] != threads[1]:
         return f"they used {threads[0]} and {threads[1]} threads; set threads"
     return "most likely the model or the data draws from a random generator of its own, or reads something else"
 
 
 def _losses(run_dir: Path) -> list[tuple[int, float]]:
-    steps = [event for event in _events(run_dir) if event["event"] == "step"]
-    return [(event["step"], event["loss"]) for event in steps if event["loss"] is not None]
+    steps = [event for event in read(RunFolder(run_dir).events) if event["event"] == "step"]
+    return [(event["step"], event["loss"]) for event in steps if event.get("loss") is not None]
 
 
 def _digests(run_dir: Path) -> dict[int, list[int]]:
-    return {event["step"]: event["digests"] for event in _events(run_dir) if event["event"] == "digests"}
-
-
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RunFolder(run_dir).events.read_text(encoding="utf-8").splitlines()]
+    return {event["step"]: event["digests"] for event in read(RunFolder(run_dir).events) if event["event"] == "digests"}
 
 
 PAGE = """<!doctype html>
@@ -203,7 +197,7 @@ def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return "<p>Your own loop keeps its losses to itself.</p>"
-    last, low, high = max(step for step, _ in points), min(y for _, y in points), max(y for _, y in points)
+    last, low, high = max(step for step, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
     parts = [
         f'<text x="0" y="16" fill="currentColor" font-size="12">{high:.3g}</text>'
         f'<text x="0" y="230" fill="currentColor" font-size="12">{low:.3g}</text>'

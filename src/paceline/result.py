@@ -17,6 +17,7 @@ import torch
 
 from paceline.checkpoint.weights import load_weights, save_weights
 from paceline.ema import Ema
+from paceline.result_file import ResultFile, read_result
 from paceline.run_folder import RunFolder, write_json, write_private
 
 if TYPE_CHECKING:
@@ -179,10 +180,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task has left, as bytes, which any process can be sent: `result.json` and the value."""
+    """What a task has left, which any process can be sent: `result.json` and the value."""
 
     run_dir: Path
-    facts: str
+    facts: ResultFile | None
     value: Value | None
     stopped: str | None  # why and where, if the run was stopped on request
 
@@ -192,15 +193,15 @@ class Outcome:
 
     def to_result(self, trainer: Trainer) -> Result:
         """The result for the caller of `start()`. The managed loop returns no value."""
+        assert self.facts is not None, "a run that was not stopped has a result"
         value = self.value if trainer.config.train_fn is not None else None
-        return Result(run_dir=self.run_dir, _value=value, _trainer=trainer, **json.loads(self.facts))
+        return Result(run_dir=self.run_dir, _value=value, _trainer=trainer, **dict(self.facts))
 
 
 def collect(folder: RunFolder) -> Outcome:
     """What rank 0 has left in the run folder since the ranks started."""
-    facts = folder.result.read_text(encoding="utf-8") if folder.result.exists() else "{}"
     stopped = folder.stopped.read_text(encoding="utf-8") if folder.stopped.exists() else None
     is_pickled = folder.pickled_value.exists()
     path = folder.pickled_value if is_pickled else folder.value
     value = Value(path.read_bytes(), is_pickled) if path.exists() else None
-    return Outcome(folder.path, facts, value, stopped)
+    return Outcome(folder.path, read_result(folder.result), value, stopped)

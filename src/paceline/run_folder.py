@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
+from paceline.result_file import read_result
 from paceline.words import outcome_text
 
 
@@ -119,11 +120,8 @@ class RunFolder:
 
     def outcome(self) -> str | None:
         """How the run has ended, in words; None if it has not yet, or not well."""
-        try:
-            facts = json.loads(self.result.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return outcome_text(facts["step"], facts["metrics"], facts["weights_sha256"])
+        facts = read_result(self.result)
+        return outcome_text(facts.step, facts.metrics, facts.weights_sha256) if facts is not None else None
 
     def how_to_go_on(self) -> str:
         """What can be done with a run that has not ended and that nobody trains."""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.run_folder import RunFolder, write_json, write_text
-from paceline.telemetry.events import read
+from paceline.telemetry.event_types import complete
+from paceline.telemetry.events import damage_text, read
 from paceline.words import ranks_text
 
 # In every task: one that is killed starts again, and the hosts find each other again.
@@ -147,10 +148,13 @@ def describe(folder: RunFolder) -> list[str]:
     if job is not None:
         state = state_of(job)
         lines, is_over = [f"job {job}: {state}"], not state.startswith(ALIVE)
-    events = list(read(folder.events)) if folder.events.exists() else []
+    damaged: list[int] = []
+    events = list(read(folder.events, damaged)) if folder.events.exists() else []
+    if damaged:
+        lines.append(damage_text(damaged))
     if not events:
         return [*lines, *(_end_of_log(folder) if is_over else ["the run has not begun yet"])]
-    last = {event["event"]: event for event in events}
+    last = {event["event"]: complete(event) for event in events}
     started, step, epoch = last.get("run_started", {}), last.get("step"), last.get("epoch")
     lines.append(f"{started.get('name')}: {ranks_text(started.get('world_size', 1))}, {_ago(events[-1]['time'])}")
     if step is not None:
@@ -166,7 +170,8 @@ def describe(folder: RunFolder) -> list[str]:
         return [*lines, f"finished: {outcome}"]
     if events[-1]["event"] == "run_failed" and not folder.is_locked():
         return [*lines, f"failed: {events[-1]['text']}"]
-    stopped = "" if not folder.stopped.exists() else f", stopped by {last['run_stopped']['reason']}"
+    is_stopped = folder.stopped.exists() and "run_stopped" in last
+    stopped = f", stopped by {last['run_stopped']['reason']}" if is_stopped else ""
     return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
 
 

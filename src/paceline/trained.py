@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +17,12 @@ from paceline.checkpoint.weights import stored_sha256
 from paceline.config import FUNCTION_KEYS, Config, describe, read_yaml, unknown_names
 from paceline.errors import ConfigError
 from paceline.functions import FunctionNotFound, Missing, resolve
+from paceline.paths import is_file
 from paceline.result import Trained
+from paceline.result_file import ResultFile, read_result
 from paceline.run_folder import RunFolder
 from paceline.trainer import Trainer
+from paceline.trust import check
 
 INLINE = ("__main__:", "<", "()")  # in names of functions that no other program can find
 IN_MEMORY = re.compile(r"<\w+>")  # what stands in a config for data
@@ -54,32 +56,43 @@ class TrainedRun(Trained):
         return export(self, format, to, data)
 
 
-def load(run_dir: Path | str, checkpoint: str | int | None = None, config: Path | str | None = None) -> TrainedRun:
+def load(
+    run_dir: Path | str,
+    checkpoint: str | int | None = None,
+    config: Path | str | None = None,
+    *,
+    trust: bool = False,
+) -> TrainedRun:
     """The run in a folder, to evaluate it, to predict, or to have its model.
 
     `checkpoint` is "best", "last" or a step; by default the best one if the run kept it, else the last weights. The
     averages of the weights are used if the run kept them. The keys in the file `config` take the place of the run's.
+    The functions that the run names are imported: of a run of another user, or one that was moved, only with `trust`.
     """
     folder = open_folder(Path(run_dir))
-    settings = _read_config(folder, Path(config) if config is not None else None)
-    facts = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
+    own, extra = read_yaml(folder.config), Path(config) if config is not None else None
+    given = read_yaml(extra) if extra is not None else {}
+    if not trust:
+        check(folder, own, given, f"call paceline.load({str(run_dir)!r}, …, trust=True)")
+    settings = _read_config(own, given, extra)
+    facts = read_result(folder.result)
     choices = _choices(folder, settings, facts)
     name = str(checkpoint) if checkpoint is not None else next(iter(choices), "last")
     if name not in choices:
         there = f"there are {', '.join(choices)}" if choices else "it has neither ended nor saved a checkpoint"
         raise ConfigError(f"checkpoint={name} is not in {folder.path}; {there}")
     source = choices[name]
-    step, metrics, is_average = _facts_of_checkpoint(source) if source.is_dir() else _facts_of_end(facts)
+    step, metrics, is_average = _facts_of_end(facts) if facts and not source.is_dir() else _facts_of_checkpoint(source)
     run = TrainedRun(
         run_dir=folder.path,
         source=source,
-        origin=_words(name, step, settings, is_done=bool(facts), is_average=is_average),
+        origin=_words(name, step, settings, is_done=facts is not None, is_average=is_average),
         step=step,
         metrics=metrics,
-        lanes=settings.lanes or facts.get("lanes") or 1,
+        lanes=settings.lanes or (facts.lanes if facts is not None else 0) or 1,
         _trainer=Trainer.from_config(settings, settings.folder or folder.path),
     )
-    if not source.is_dir() and (fault := _fault_of_end(source, facts["ema_sha256"] or facts["weights_sha256"])):
+    if facts and not source.is_dir() and (fault := _fault_of_end(source, facts.ema_sha256 or facts.weights_sha256)):
         others = ", ".join(name for name in choices if name != "last")
         advice = (
             f"choose another with --checkpoint: {others}" if others else "the run has no checkpoint; train it again"
@@ -99,12 +112,12 @@ def open_folder(run_dir: Path) -> RunFolder:
 # --- which weights -------------------------------------------------------------------------------------------------
 
 
-def _choices(folder: RunFolder, config: Config, facts: Mapping[str, Any]) -> dict[str, Path]:
+def _choices(folder: RunFolder, config: Config, facts: ResultFile | None) -> dict[str, Path]:
     """What `checkpoint` may be, the default first, and where those weights are: a checkpoint, or the last file."""
     store, best = Store(folder.checkpoints), config.checkpoint.best
     saved = {str(step_of(path)): path for path in store.paths()}
     best_path = store.best(best.metric, best.mode) if best is not None else None
-    ended = (folder.weights if facts["ema_sha256"] is None else folder.ema) if facts else None
+    ended = (folder.weights if facts.ema_sha256 is None else folder.ema) if facts is not None else None
     named = {"best": best_path, "last": ended or next(iter(saved.values()), None)}
     return {name: path for name, path in named.items() if path is not None} | saved
 
@@ -119,8 +132,8 @@ def _facts_of_checkpoint(path: Path) -> tuple[int, dict[str, float], bool]:
     return manifest.step, measured, has_average(path)
 
 
-def _facts_of_end(facts: Mapping[str, Any]) -> tuple[int, dict[str, float], bool]:
-    return facts["step"], facts["metrics"], facts["ema_sha256"] is not None
+def _facts_of_end(facts: ResultFile) -> tuple[int, dict[str, float], bool]:
+    return facts.step, facts.metrics, facts.ema_sha256 is not None
 
 
 def _fault_of_end(weights: Path, written: str) -> str | None:
@@ -141,14 +154,12 @@ def _words(name: str, step: int, config: Config, *, is_done: bool, is_average: b
 # --- the config and its functions ----------------------------------------------------------------------------------
 
 
-def _read_config(folder: RunFolder, extra: Path | None) -> Config:
-    """The config of a run, with the keys of another file in place of its own. What is not found again is `Missing`."""
-    own = read_yaml(folder.config)
-    given = read_yaml(extra) if extra is not None else {}
-    home = Path(own["folder"]) if own.get("folder") else None
+def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path | None) -> Config:
+    """The config of a run, with the keys of the file `extra` in place of its own. What is not found is `Missing`."""
+    home = Path(own["folder"]) if isinstance(own.get("folder"), str) else None
     values = _found({key: value for key, value in own.items() if key not in given}, home)
     if extra is not None:
-        values |= _found(given, extra.parent.resolve() / given.get("folder", ""))
+        values |= _found(given, extra.parent.resolve() / str(given.get("folder") or ""))
     # How the run was launched is no part of how its model is used.
     values |= {"launcher": "auto", "resume": "never", "run_dir": None, "time_limit": None}
     try:
@@ -162,19 +173,21 @@ def _read_config(folder: RunFolder, extra: Path | None) -> Config:
 
 def _found(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     """The values of a config with its functions and the paths of its tables."""
-    values = dict(raw)
+    values = {str(key): value for key, value in raw.items()}
     for key in FUNCTION_KEYS:
         if isinstance(raw.get(key), str):
             values[key] = _function(key, raw[key], folder)
     if isinstance(raw.get("metrics"), dict):
         values["metrics"] = {
-            name: _function(f"metrics.{name}", value, folder) for name, value in raw["metrics"].items()
+            name: _function(f"metrics.{name}", value, folder) if isinstance(value, str) else value
+            for name, value in raw["metrics"].items()
         }
     for key in ("df", "val_df"):
         if isinstance(raw.get(key), str):
             values[key] = _table(key, raw[key], folder)
     for key, user in (("model_args", "model_fn"), ("dataset_args", "dataset_fn")):
-        for name, value in raw.get(key, {}).items():
+        arguments = raw.get(key)
+        for name, value in arguments.items() if isinstance(arguments, dict) else ():
             if isinstance(value, str) and IN_MEMORY.fullmatch(value):
                 values[user] = Missing(f"{key}.{name}={value}", NOT_FOUND)
     return values
@@ -196,6 +209,4 @@ def _table(key: str, name: str, folder: Path | None) -> Any:
             f"{key}={name}", "was given in memory and is not in the run folder; give the data to use (--data)"
         )
     path = (folder or Path()) / name
-    return (
-        path if path.is_file() else Missing(f"{key}={name}", "does not exist any more; give the data to use (--data)")
-    )
+    return path if is_file(path) else Missing(f"{key}={name}", "does not exist any more; give the data to use (--data)")

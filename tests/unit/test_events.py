@@ -113,7 +113,9 @@ def test_the_torn_last_line_of_a_killed_writer_costs_no_other_event(torn: bytes,
 
 
 def test_reading_passes_over_everything_that_is_no_event(path: Path) -> None:
-    path.write_bytes(b'{"event": "a"}\n\n[1]\n3\nnull\n{"no": 1}\n\x00\x00\xff\n{"event": "b"}\n{"event": "c"')
+    path.write_bytes(
+        b'{"event": "a", "time": 1}\n\n[1]\n3\nnull\n{"no": 1}\n\x00\x00\xff\n{"event": "b", "time": 2}\n{"event": "c"'
+    )
     assert kinds(path) == ["a", "b"]
 
 
@@ -188,10 +190,10 @@ def test_a_full_disk_while_rewinding_leaves_the_file_as_it_was(path: Path, open_
 def test_what_will_be_said_again_is_forgotten_and_all_else_stays(path: Path, open_events: Open) -> None:
     events = open_events()
     said: list[tuple[str, dict[str, Any]]] = [
-        ("run_started", {}), ("step", {"step": 5}), ("digests", {"step": 5}), ("epoch", {"step": 5, "epoch": 0}),
-        ("saving", {"step": 5}), ("checkpoint", {"step": 5}), ("step", {"step": 6}), ("pace", {"step": 6}),
-        ("digests", {"step": 6}), ("epoch", {"step": 6, "epoch": 1}), ("warning", {"text": "odd", "step": 6}),
-        ("run_stopped", {"step": 6}),
+        ("run_started", {}), ("step", {"step": 5}), ("digests", {"step": 5, "digests": [1]}),
+        ("epoch", {"step": 5, "epoch": 1}), ("saving", {"step": 5}), ("checkpoint", {"step": 5}),
+        ("step", {"step": 6}), ("pace", {"step": 6}), ("digests", {"step": 6, "digests": [2]}),
+        ("epoch", {"step": 6, "epoch": 2}), ("warning", {"text": "odd", "step": 6}), ("run_stopped", {"step": 6}),
     ]  # fmt: skip
     for kind, fields in said:
         events.write(kind, **fields)

@@ -348,7 +348,9 @@ def test_a_run_that_has_ended_is_shown_with_its_outcome_even_if_the_last_line_is
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "TORN_S", 0.0)
-    folder.result.write_text('{"step": 3, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef"}')
+    folder.result.write_text(
+        '{"step": 3, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef", "ema_sha256": null}'
+    )
     folder.events.write_text('{"event": "warning", "time": 1.0, "text": "slow"}\n{"event": "run_fin')
     follow.show(folder)
     shown = capsys.readouterr().err.splitlines()

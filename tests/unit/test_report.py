@@ -62,7 +62,14 @@ def test_the_facts_are_those_of_the_events(tmp_path: Path) -> None:
     folder = leave(tmp_path / "r", STARTED, step(10, 0.75), step(20, 0.5), epoch, *saved, finished)
     folder.result.write_text(
         json.dumps(
-            {"metrics": {"val_loss": 0.3, "accuracy": 0.9}, "seconds": 2.5, "samples": 640, "weights_sha256": "ab" * 32}
+            {
+                "step": 20,
+                "metrics": {"val_loss": 0.3, "accuracy": 0.9},
+                "seconds": 2.5,
+                "samples": 640,
+                "weights_sha256": "ab" * 32,
+                "ema_sha256": None,
+            }
         )
     )
     facts = facts_of(folder, "r")

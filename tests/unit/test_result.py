@@ -21,7 +21,8 @@ from paceline.run_folder import RunFolder
 
 FACTS: dict[str, Any] = {
     "metrics": {"val_loss": 0.5},
-    "history": [{"epoch": 1, "train_loss": 0.75}],
+    "history": [{"epoch": 1, "step": 7, "train_loss": 0.75}],
+    "optimizer_sha256": None,
     "step": 7,
     "epoch": 2,
     "world_size": 2,

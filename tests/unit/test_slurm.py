@@ -79,7 +79,9 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
     with closing(Events(folder.events)) as events:
         events.write("epoch", epoch=1, step=12, train_loss=0.5, accuracy=0.75)
         events.write("restarted", text="rank 1 failed")
-    folder.result.write_text('{"step": 12, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef"}')
+    folder.result.write_text(
+        '{"step": 12, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef", "ema_sha256": null}'
+    )
     assert describe(folder)[2:] == [
         "train_loss 0.5000  accuracy 0.7500", "restarted 1 times, last: rank 1 failed",
         "finished: step 12  accuracy 0.7500  weights 0123456789ab",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from paceline.ema import Ema
 from paceline.errors import ConfigError
 from paceline.functions import resolve
 from paceline.run_folder import RunFolder
+from paceline.telemetry.events import Events
 
 LAB = """
 import torch
@@ -364,3 +367,81 @@ def test_a_wrong_command_line_is_one_sentence(
         cli.app(words, standalone_mode=False)
     [problem] = caught.value.problems
     assert said in problem
+
+
+# --- whose code it is -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_moved_is_used_only_with_trust(make_run, tmp_path: Path) -> None:
+    folder = make_run(metrics={"mine": "pl_lab:get_dataset"})
+    finish(folder, 1.0)
+    (tmp_path / "lab" / ".env").write_text("A=1")
+    moved = folder.path.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError) as caught:
+        paceline.load(moved)
+    lab = tmp_path / "lab"
+    sentence, *code = str(caught.value).splitlines()
+    assert sentence == (
+        f"{moved} was moved or copied from {folder.path}, and using it executes the code below; "
+        f"check it, then call paceline.load({str(moved)!r}, …, trust=True)"
+    )
+    assert code == [
+        f"  model_fn: 'pl_lab:get_model' in {lab / 'pl_lab.py'}",
+        f"  dataset_fn: 'pl_lab:get_dataset' in {lab / 'pl_lab.py'}",
+        f"  loss_fn: 'torch.nn.functional:mse_loss' in {nn.functional.__file__}",
+        f"  metrics.mine: 'pl_lab:get_dataset' in {lab / 'pl_lab.py'}",
+        f"  environment variables in {lab / '.env'}",
+    ]
+    assert value_of(paceline.load(moved, trust=True)) == 1.0
+
+
+def test_a_run_that_was_moved_and_resumed_there_is_trusted(make_run, tmp_path: Path) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    moved = RunFolder(folder.path.rename(tmp_path / "moved"))
+    with closing(Events(moved.events)) as events:
+        events.write("run_started", run_dir=str(moved.path))
+    assert value_of(paceline.load(moved.path)) == 1.0
+
+
+def test_a_run_that_does_not_record_its_place_is_not_trusted(make_run) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    folder.config.write_text(folder.config.read_text().replace(f"run_dir: {folder.path}\n", ""))
+    with pytest.raises(ConfigError, match="does not record where it was trained, and using it executes"):
+        paceline.load(folder.path)
+
+
+@pytest.mark.parametrize(
+    "command", [["evaluate"], ["predict", "--out", "p.csv"], ["export", "--format=torch", "--to=x"]]
+)
+def test_code_of_another_user_is_listed_and_not_executed(
+    make_run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    folder.config.write_text(folder.config.read_text().replace("pl_lab:get_model", "pl_evil:strike"))
+    (tmp_path / "lab" / "pl_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    (tmp_path / "lab" / ".env").write_text("PL_EVIL=1")
+    monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
+    arguments = [*command, str(folder.path)]
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(ConfigError) as caught:
+        cli.app(arguments, standalone_mode=False)
+    assert "belongs to the user" in str(caught.value)
+    assert f"check it, then run: paceline {shlex.join(arguments)} --trust\n" in str(caught.value)
+    assert f"model_fn: 'pl_evil:strike' in {tmp_path / 'lab' / 'pl_evil.py'}" in str(caught.value)
+    assert not (tmp_path / "executed").exists()
+    assert "PL_EVIL" not in os.environ
+
+
+def test_the_functions_of_a_config_that_the_user_names_are_not_listed(make_run, tmp_path: Path) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    moved = folder.path.rename(tmp_path / "moved")
+    other = tmp_path / "other.yaml"
+    other.write_text("model_fn: pl_lab:get_model\nfolder: lab\n")
+    with pytest.raises(ConfigError) as caught:
+        paceline.load(moved, config=other)
+    assert "model_fn" not in str(caught.value)
+    assert "dataset_fn" in str(caught.value)

@@ -76,7 +76,9 @@ def test_its_epochs_come_as_they_are_written(folder: StudyFolder) -> None:
     run = trial(folder, Hands())
     assert list(run.epochs()) == []
     events = folder.run(3) / "events.jsonl"
-    events.write_text('{"event": "step", "step": 1}\n{"event": "epoch", "epoch": 0}\n{"event": "epo')
+    events.write_text(
+        '{"event": "step", "time": 1, "step": 1}\n{"event": "epoch", "time": 2, "epoch": 0, "step": 1}\n{"event": "epo'
+    )
     assert [event["epoch"] for event in run.epochs()] == [0]
     assert list(run.epochs()) == []
 
@@ -126,7 +128,9 @@ def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> Out
     monkeypatch.setattr(worker, "build", lambda raw, folder: None)
     monkeypatch.setattr("paceline.launch.prepare", lambda raw, folder: None)
     folder.run(0).mkdir()
-    (folder.run(0) / "events.jsonl").write_text('{"event": "epoch", "epoch": 0, "val_loss": 2.0}\n')
+    (folder.run(0) / "events.jsonl").write_text(
+        '{"event": "epoch", "time": 1, "epoch": 0, "step": 1, "val_loss": 2.0}\n'
+    )
     folder.config(0).write_text(dump_yaml({"folder": str(folder.path), "run_dir": str(folder.run(0))}))
     return worker.train(folder.config(0))
 

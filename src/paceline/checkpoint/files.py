@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 CHUNK = 1 << 22
 # The names that the safetensors format has for them.
@@ -26,8 +27,8 @@ DTYPES = {
 class Written:
     """What is known of a file when it has been written."""
 
-    name: str
-    size: int
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]  # a file beside its manifest, wherever that was copied
+    size: Annotated[int, Field(ge=0)]
     sha256: str
 
 

@@ -16,8 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from paceline.checkpoint import files
 from paceline.checkpoint.files import Written
@@ -33,15 +37,35 @@ class Damaged(Exception):
     """Why a checkpoint cannot be used, in one sentence."""
 
 
+class Identity(TypedDict, total=False):
+    """What decides what a run computes, and must fit when it is resumed."""
+
+    config: dict[str, Any]
+    config_sha256: str
+    lanes: Annotated[int, Field(ge=1)]
+    samples: int | None
+    threads: int | None
+    device: str
+    versions: dict[str, str]
+
+
+def _check_identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity with all of its fields, also those of a later version; raises ValueError if a type is wrong."""
+    TypeAdapter(Identity).validate_python(identity, strict=True)
+    return identity
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself."""
 
-    step: int
+    __pydantic_config__ = ConfigDict(strict=True)  # of what is read
+
+    step: Annotated[int, Field(ge=0, le=2**53)]
     files: list[Written]
-    identity: dict[str, Any]  # of the run: what must fit when it goes on
+    identity: Annotated[dict[str, Any], AfterValidator(_check_identity)]  # of the run: what must fit on resume
     metrics: dict[str, float | None] = field(default_factory=dict)  # None stands for a value that is not finite
-    time: float = 0.0
+    time: Annotated[float, Field(ge=0, le=1e11)] = 0.0
     format: int = FORMAT
 
     @property
@@ -62,13 +86,22 @@ def read_manifest(path: Path) -> Manifest:
         seal = content.pop("sha256")
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
     if seal != _seal(content):
         raise Damaged(f"{MANIFEST} has changed since it was written")
-    if content["format"] != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}")
-    return Manifest(**{**content, "files": [Written(**file) for file in content["files"]]})
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{MANIFEST} has format {content.get('format')}, this version reads {FORMAT}")
+    try:
+        return _manifests().validate_json(json.dumps(content))
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise Damaged(f"{MANIFEST} has a wrong value of {where}") from None
+
+
+@cache
+def _manifests() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def verify(path: Path) -> Manifest:

@@ -8,6 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from datetime import datetime
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +36,9 @@ Extra = Annotated[
     Path | None,
     typer.Option("--config", help="A config whose keys take the place of the run's, functions for instance."),
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Execute the functions of a run that another user trained, or that was moved.")
+]
 
 
 def evaluate(
@@ -43,6 +47,7 @@ def evaluate(
     data: Data = None,
     procs: Procs = None,
     config: Extra = None,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
 ) -> None:
     """Measure the loss and metrics of a trained model.
@@ -50,7 +55,7 @@ def evaluate(
     They are equal at any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
     """
     with redirect_stdout(sys.stderr):  # what the user's functions print
-        run = _load(run_dir, checkpoint, data, procs, config)
+        run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
         metrics = run.evaluate(data, procs)
     origin = {"weights": run.origin, "data": str(data or "held out by the run"), "run": str(run.run_dir)}
     if not is_main():
@@ -70,6 +75,7 @@ def predict(
     data: Data = None,
     procs: Procs = None,
     config: Extra = None,
+    trust: Trust = False,
 ) -> None:
     """Write the predictions of a trained model as a table.
 
@@ -78,7 +84,7 @@ def predict(
     from paceline import predictions
 
     predictions.check_file(out)
-    run = _load(run_dir, checkpoint, data, procs, config)
+    run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
     predicted = run.predictions(data, procs)
     if is_main():
         classes = run.config.dataset_args.get("classes")
@@ -96,6 +102,7 @@ def export(
         typer.Option(resolve_path=True, help="A CSV or Parquet file to try the model on; else the run's data."),
     ] = None,
     config: Extra = None,
+    trust: Trust = False,
 ) -> None:
     """Export a trained model for other programs.
 
@@ -106,7 +113,8 @@ def export(
 
     _check_data(data)
     with redirect_stdout(sys.stderr):  # what the user's functions and torch print
-        run = load(run_dir, checkpoint, config)
+        _check_trust(run_dir, config, trust=trust)
+        run = load(run_dir, checkpoint, config, trust=True)
         write_export(run, format, to, data, say=lambda text: typer.echo(f"{text} …", err=True))
     typer.echo(f"{to}: {format}, weights: {run.origin}; compared with the trained model, see {to / 'README.md'}")
 
@@ -152,20 +160,35 @@ def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
     }
 
 
-def _load(run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None) -> Any:
+def _load(
+    run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None, *, trust: bool
+) -> Any:
     """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
     from paceline import launch
     from paceline.config import read_yaml
     from paceline.run_folder import RunFolder
 
     _check_data(data)
+    _check_trust(run_dir, config, trust=trust)
     written = RunFolder(run_dir).config
     if written.exists():
         raw = read_yaml(written)
-        launch.prepare({"procs": procs or raw.get("procs")}, Path(raw.get("folder") or run_dir))
+        launch.prepare({"procs": procs or raw.get("procs")}, Path(str(raw.get("folder") or run_dir)))
     from paceline.trained import load
 
-    return load(run_dir, checkpoint, config)
+    return load(run_dir, checkpoint, config, trust=True)
+
+
+def _check_trust(run_dir: Path, config: Path | None, *, trust: bool) -> None:
+    """A ConfigError with the command to repeat if the run is not trusted; before anything of it is executed."""
+    from paceline.config import read_yaml
+    from paceline.run_folder import RunFolder
+    from paceline.trust import check
+
+    folder = RunFolder(run_dir.resolve())
+    if not trust and folder.config.exists():
+        replaced = read_yaml(config) if config is not None else ()
+        check(folder, read_yaml(folder.config), replaced, f"run: {join(['paceline', *sys.argv[1:], '--trust'])}")
 
 
 def _check_data(data: Path | None) -> None:

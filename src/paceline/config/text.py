@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -19,9 +20,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, with `1e-4` a number and no key given twice."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        json.dumps(loaded, default=str, skipkeys=True)  # fails if a value contains itself, by way of an alias
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-99-99, for one
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")

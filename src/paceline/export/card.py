@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 import paceline
 from paceline.config import Config
 from paceline.functions import name_of
+from paceline.result_file import read_result
 from paceline.run_folder import RunFolder
 
 RECIPES = Path(paceline.__file__).parent / "recipes"
@@ -59,17 +59,18 @@ def loading_weights(config: Config, *, is_tied: bool) -> str:
 
 def _figures(run: TrainedRun, weights_sha256: str) -> dict[str, Any]:
     config, folder = run.config, RunFolder(run.run_dir)
-    facts = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
-    history = {row["step"]: number for number, row in enumerate(facts.get("history", ()), start=1)}
+    facts = read_result(folder.result)
+    history = {row["step"]: number for number, row in enumerate(facts.history, start=1)} if facts is not None else {}
+    versions = facts.versions if facts is not None else {}
     numbers = sum(parameter.numel() for parameter in run.model.parameters())
     figures = {
         "model": f"`{name_of(config.function('model_fn'))}`, {numbers:,} parameters",
         "data": f"`{name_of(config.function('dataset_fn'))}`" if config.dataset_fn is not None else None,
         "weights": run.origin,
-        "epochs": facts.get("epoch") if run.step == facts.get("step") else history.get(run.step),
+        "epochs": facts.epoch if facts is not None and run.step == facts.step else history.get(run.step),
         **{name: f"{value:.6g}" for name, value in run.metrics.items()},
         "weights SHA-256": f"`{weights_sha256}`",
-        "trained with": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        "trained with": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "exported with": f"paceline {paceline.__version__}, torch {torch.__version__}",
     }
     return {name: value for name, value in figures.items() if value not in (None, "")}

@@ -136,7 +136,7 @@ def _outcome_of(over: Over) -> Outcome:
         error.exit_code = over.exit_code
         raise error
     folder, deadline = RunFolder(Path(over.run_dir)), time.monotonic() + VISIBLE_S
-    while not (folder.result.exists() or folder.value.exists() or folder.stopped.exists()):
+    while not folder.has_ending():
         if time.monotonic() > deadline:
             raise RankFailed(f"the run has ended, but {folder.path} holds no result here; look at it on the head")
         time.sleep(RETRY_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
+from paceline.config import read_yaml
 from paceline.report.phases import Phases, PhaseSums, own_ms
 from paceline.report.thin import Heat, Point, Times, heat_of, stretches, thinned
+from paceline.result_file import ResultFile, read_result
 from paceline.run_folder import RunFolder
-from paceline.telemetry.events import read
+from paceline.telemetry.event_types import complete
+from paceline.telemetry.events import damage_text, read
 from paceline.telemetry.sink import NOT_PLOTTED, hparams_in
 from paceline.words import ranks_text, size_text
 
@@ -97,10 +97,11 @@ def facts_of_all(paths: Sequence[Path]) -> list[Facts]:
 def facts_of(folder: RunFolder, label: str, points: int = POINTS, cells: int = CELLS_OF_ALL) -> Facts:
     """The facts of one run."""
     story = Story()
-    for event in read(folder.events) if folder.events.exists() else ():
+    damaged: list[int] = []
+    for event in read(folder.events, damaged) if folder.events.exists() else ():
         story.take(event)
-    result = json.loads(folder.result.read_text(encoding="utf-8")) if folder.result.exists() else {}
-    config = folder.config.read_text(encoding="utf-8") if folder.config.exists() else ""
+    result = read_result(folder.result)
+    settings = dict(hparams_in(read_yaml(folder.config))) if folder.config.exists() else {}
     state = story.ending or ("running" if _is_running(folder) else "ended early" if story.lives else "not started")
     ranks = max((len(times.ms) for times in story.times), default=1)
     speeds = story.points.get("samples_per_s", [])
@@ -118,13 +119,13 @@ def facts_of(folder: RunFolder, label: str, points: int = POINTS, cells: int = C
         phases=story.phases.mean(),
         lives=story.lives,
         marks=_fewer(story.marks),
-        metrics=result.get("metrics") or story.metrics,
+        metrics=(result.metrics if result is not None else {}) or story.metrics,
         samples_per_s=median(point.value for point in speeds) if speeds else None,
         memory_mb=max(point.value for point in memory) if memory else None,
-        weights_sha256=result.get("weights_sha256"),
-        about=list(_about(folder, story, result, state)),
-        config=config,
-        settings=_settings(config),
+        weights_sha256=result.weights_sha256 if result is not None else None,
+        about=[*_about(folder, story, result, state), *([("damage", damage_text(damaged))] if damaged else [])],
+        config=folder.config.read_text(encoding="utf-8") if settings else "",
+        settings=settings,
     )
 
 
@@ -154,7 +155,7 @@ class Story:
         self.seconds = max(self.seconds, round(event["time"] - self.began, 3))  # clocks may be set back
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
-            handler(event)
+            handler(complete(event))
         if self.lives and event["event"] != "restarted":  # which the launcher says, between two lives
             self.lives[-1].end = self.seconds
 
@@ -256,15 +257,7 @@ def _is_running(folder: RunFolder) -> bool:
         return False
 
 
-def _settings(config: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(config)
-    except yaml.YAMLError:
-        tree = None
-    return dict(hparams_in(tree)) if isinstance(tree, dict) else {}
-
-
-def _about(folder: RunFolder, story: Story, result: Mapping[str, Any], state: str) -> Iterator[tuple[str, str]]:
+def _about(folder: RunFolder, story: Story, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:
     """What ran where, in words."""
     started = story.started
     yield "run folder", str(folder.path)
@@ -280,15 +273,15 @@ def _about(folder: RunFolder, story: Story, result: Mapping[str, Any], state: st
     if machine := started.get("machine"):
         words = (machine["host"], machine["system"], f"{machine['cores']} cores", machine["gpu"])
         yield "machine", ", ".join(word for word in words if word)
-    if versions := started.get("versions") or result.get("versions"):
+    if versions := started.get("versions") or (result.versions if result is not None else {}):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-    if "seconds" in result:
+    if result is not None:
         held = f", {story.held_s:.3g} s held for checkpoints" if story.held_s else ""
-        yield "time", f"{story.seconds:,.1f} s, {result['seconds']:,.1f} s of it in training steps{held}"
-        yield "samples", f"{result['samples']:,}"
+        yield "time", f"{story.seconds:,.1f} s, {result.seconds:,.1f} s of it in training steps{held}"
+        yield "samples", f"{result.samples:,}"
     yield from _lineage(story)
     for name in ("weights", "ema", "optimizer"):
-        if digest := result.get(f"{name}_sha256"):
+        if digest := getattr(result, f"{name}_sha256", None):
             yield f"{name} sha256", digest
 
 

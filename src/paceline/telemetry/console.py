@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from paceline.telemetry.event_types import complete
 from paceline.telemetry.live import (
     Facts,
     after,
@@ -42,7 +43,7 @@ class Screen:
 
     def show(self, event: dict[str, Any]) -> None:
         """React to one event; kinds it does not know are not for the screen."""
-        event = _printable(event)
+        event = complete(_printable(event))
         told = self._facts.told
         self._facts = after(self._facts, event)
         if self._facts.told != told:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.telemetry.event_types import Event, parse
+
 VERSION = 2  # of the events and their fields, which docs/events.md lists
 WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
+LINES_LISTED = 10  # of those that are damaged
 REPEATED = ("step", "pace", "epoch", "digests")  # removed where a run resumes from an earlier step
 
 
@@ -85,19 +88,22 @@ def _line(event: str, fields: dict[str, Any]) -> bytes:
     return json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in a file, without lines that are torn."""
+def read(path: Path, damaged: list[int] | None = None) -> Iterator[Event]:
+    """The events in a file; the numbers of damaged lines, which are left out, are added to `damaged`."""
     with path.open("rb") as file:
-        yield from (event for line in file if (event := parse(line)) is not None)
+        for number, line in enumerate(file, start=1):
+            event = parse(line)
+            if event is not None:
+                yield event
+            elif damaged is not None and line.strip() and line.endswith(b"\n"):  # else it is still being written
+                damaged.append(number)
 
 
-def parse(line: bytes | str) -> dict[str, Any] | None:
-    """The event in a line, or None if the line is empty or torn."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and "event" in event else None
+def damage_text(lines: Sequence[int]) -> str:
+    """Which lines of a file are damaged, such as "2 damaged lines of events.jsonl were left out: 3, 17"."""
+    listed = ", ".join(map(str, lines[:LINES_LISTED])) + (", …" if len(lines) > LINES_LISTED else "")
+    words = "damaged line of events.jsonl was" if len(lines) == 1 else "damaged lines of events.jsonl were"
+    return f"{len(lines)} {words} left out: {listed}"
 
 
 def rewind(path: Path, step: int) -> None:
@@ -105,10 +111,11 @@ def rewind(path: Path, step: int) -> None:
     if not path.exists():
         return
     partial = path.with_name(f".{path.name}")
-    with partial.open("wb") as file:
-        for event in read(path):
-            if event["event"] not in REPEATED or event["step"] <= step:
-                file.write(json.dumps(event).encode() + b"\n")
+    with path.open("rb") as lines, partial.open("wb") as file:
+        for line in lines:
+            event = parse(line)
+            if event is not None and (event["event"] not in REPEATED or event["step"] <= step):
+                file.write(line.rstrip(b"\n") + b"\n")
     partial.replace(path)
 
 

@@ -13,7 +13,8 @@ from paceline.room import is_full
 from paceline.run_folder import RunFolder
 from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
-from paceline.telemetry.events import parse, read
+from paceline.telemetry.event_types import parse
+from paceline.telemetry.events import read
 from paceline.telemetry.lines import FAILED, RECOVERED, WARNING
 from paceline.telemetry.sink import Channel
 from paceline.telemetry.tail import Tail
@@ -42,6 +43,7 @@ class Follower:
         self._warned: set[str] = set()
         self._folder, self._is_full, self._asked = folder, False, 0.0  # whether its disk is, and when it was asked
         self._is_blind = False
+        self._has_damage = False  # whether a line of the events could not be read
         self._failed: set[int] = set()  # ranks: the summary of the first failure has the last word
         self._last = "", time.monotonic()  # the newest event: its kind, and when it was read
         self._ended = threading.Event()
@@ -115,6 +117,9 @@ class Follower:
                     self.screen.line(line)
         for line in self._events.lines():
             event = parse(line)
+            if event is None and line.strip() and not self._has_damage:
+                self._has_damage = True
+                self.screen.note("warning: damaged lines of events.jsonl are left out", style="yellow")
             if event is None or event["time"] < self._since or line in self._shown:
                 continue
             if event["time"] > self._since:

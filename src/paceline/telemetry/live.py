@@ -92,7 +92,7 @@ def _after_pace(facts: Facts, event: Event) -> Facts:
         seconds = max(event["time"] - facts.told, 0.0)
         mean = mean.add(seconds, max(event["step"] - facts.pace["step"], 0))
     numbers = {
-        "samples_per_s": [event["samples_per_s"]],
+        "samples_per_s": [event.get("samples_per_s", 0.0)],
         "step": event.get("step_ms", []),
         **event.get("phase_ms", {}),
     }

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.telemetry.events import parse
+from paceline.telemetry.event_types import Event, parse
 from paceline.telemetry.tail import Tail
 
 PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which they follow each other at one step
 NOT_PLOTTED = ("event", "time", "step", "steps", "epochs")
-
-Event = dict[str, Any]
 
 
 class Sink(Protocol):
@@ -73,4 +71,4 @@ def hparams_in(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         elif isinstance(value, (bool, int, float, str)):
             yield f"{prefix}{key}", value
         elif value:
-            yield f"{prefix}{key}", json.dumps(value)
+            yield f"{prefix}{key}", json.dumps(value, default=str, skipkeys=True)

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.child import command_of
 from paceline.config import dump_yaml
 from paceline.run_folder import RunFolder, write_text
-from paceline.telemetry.events import parse
+from paceline.telemetry.event_types import parse
 from paceline.telemetry.tail import Tail
 from paceline.tune.folder import StudyFolder
 from paceline.tune.shares import Share
