@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from paceline.errors import ConfigError
 
@@ -20,6 +20,7 @@ class EpochRow(TypedDict):
 
     epoch: Count
     step: Count
+    train_loss: NotRequired[float | None]
 
 
 class ResultFile(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import files
-from paceline.checkpoint.store import MANIFEST, Damaged, Manifest, Store, read_manifest, step_of, verify
+from paceline.checkpoint.store import MANIFEST, Damaged, Manifest, Store, _seal, read_manifest, step_of, verify
 from paceline.errors import CheckpointsDamaged
 
 IDENTITY = {"lanes": 4, "config": {"seed": 1}}
@@ -167,6 +167,37 @@ def test_a_manifest_of_another_format_is_not_guessed_at(store: Store) -> None:
     (path / MANIFEST).write_text(manifest.to_json())
     with pytest.raises(Damaged, match=r"manifest\.json has format 2, this version reads 1"):
         verify(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [
+        ("step", "7", "step"),
+        ("step", -1, "step"),
+        ("files", {}, "files"),
+        ("files", [{"name": "../../secret", "size": 1, "sha256": ""}], "files.0.name"),
+        ("files", [{"name": "a", "size": None, "sha256": ""}], "files.0.size"),
+        ("identity", [], "identity"),
+        ("identity", {"lanes": "x"}, "identity"),
+        ("metrics", {"val_loss": "low"}, "metrics.val_loss"),
+        ("time", 1e300, "time"),
+    ],
+)
+def test_a_wrong_type_under_a_valid_checksum_is_damage(store: Store, field: str, value: object, where: str) -> None:
+    path = save(store, 7)
+    content = {**json.loads((path / MANIFEST).read_text()), field: value}
+    content.pop("sha256")
+    (path / MANIFEST).write_text(json.dumps({**content, "sha256": _seal(content)}))
+    with pytest.raises(Damaged, match=rf"manifest\.json has a wrong value of {where}$"):
+        verify(path)
+
+
+def test_an_identity_keeps_the_fields_of_a_later_version(store: Store) -> None:
+    path = save(store, 7)
+    content = {**json.loads((path / MANIFEST).read_text()), "identity": {"lanes": 2, "added": [1]}}
+    content.pop("sha256")
+    (path / MANIFEST).write_text(json.dumps({**content, "sha256": _seal(content)}))
+    assert verify(path).identity == {"lanes": 2, "added": [1]}
 
 
 # --- the newest valid one ---------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 
 from paceline.telemetry import events as events_module
-from paceline.telemetry.events import Events, parse, read, rewind
+from paceline.telemetry.event_types import parse
+from paceline.telemetry.events import Events, damage_text, read, rewind
 
 Open = Callable[[], Events]
+DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 
 
 @pytest.fixture
@@ -122,6 +126,61 @@ def test_reading_passes_over_everything_that_is_no_event(path: Path) -> None:
 @pytest.mark.parametrize("line", ["", "\n", "{", "[]", "null", '{"x": 1}', b"\xff"])
 def test_a_line_that_is_no_event_is_none(line: str | bytes) -> None:
     assert parse(line) is None
+
+
+def test_the_examples_of_the_documentation_are_read_as_they_are() -> None:
+    examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
+    assert len(examples) == 15
+    assert [parse(line) for line in examples] == [json.loads(line) for line in examples]
+
+
+STEP = {"event": "step", "time": 1.0, "step": 5, "loss": 0.5, "step_ms": [1.0, 2.0], "phase_ms": {"data": [0.5, 0.5]}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"time": "1"}, {"time": None}, {"time": -1}, {"time": 1e300}, {"step": 5.5}, {"step": True}, {"step": 2**60},
+        {"loss": "0.5"}, {"step_ms": 3.0}, {"step_ms": [None]}, {"step_ms": [1e300, 1.0]},
+        {"phase_ms": {"data": [1.0]}},
+        {"event": ["step"]}, {"event": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_step_with_a_wrong_type_is_no_event(damage: dict[str, Any]) -> None:
+    assert parse(json.dumps(STEP)) == STEP
+    assert parse(json.dumps({**STEP, **damage})) is None
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    assert parse(json.dumps({**STEP, "added": {"a": 1}})) == STEP
+    assert parse('{"event": "added", "time": 1, "a": 2}') == {"event": "added", "time": 1.0, "a": 2}
+
+
+def test_an_epoch_keeps_its_metrics_and_nothing_else() -> None:
+    epoch = {"event": "epoch", "time": 1.0, "epoch": 0, "step": 5, "val_loss": 0.5, "count": 3, "mine": None}
+    assert parse(json.dumps({**epoch, "words": "x", "list": [1], "flag": True, "huge": 10**400})) == epoch
+    diverged = parse('{"event": "epoch", "time": 1, "epoch": 0, "step": 5, "val_loss": NaN}')
+    assert diverged is not None
+    assert math.isnan(diverged["val_loss"])
+
+
+def test_damaged_lines_are_counted_but_not_empty_ones_nor_one_that_is_being_written(path: Path) -> None:
+    path.write_bytes(b'\n{"event": "a", "time": 1}\n{"event": "b"}\n\xff\n{"event": "c", "ti')
+    damaged: list[int] = []
+    assert [event["event"] for event in read(path, damaged)] == ["a"]
+    assert damaged == [3, 4]
+    assert damage_text(damaged) == "2 damaged lines of events.jsonl were left out: 3, 4"
+    assert damage_text(range(1, 30)) == (
+        "29 damaged lines of events.jsonl were left out: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, …"
+    )
+
+
+def test_rewinding_leaves_lines_as_they_were_written(path: Path) -> None:
+    line = b'{"time": 1.50, "event": "added",   "later": {"version": 2}}\n'
+    path.write_bytes(line)
+    rewind(path, 3)
+    assert path.read_bytes() == line
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,14 @@ def try_step(config: Config, ranks: int, run_dir: Path) -> Trial:
     seconds = time.perf_counter() - began
     if config.train_fn is not None:
         return Trial(ranks, seconds, is_own_loop=True)
-    folder, facts = RunFolder(outcome.run_dir), json.loads(outcome.facts)
+    folder, facts = RunFolder(outcome.run_dir), outcome.facts
+    assert facts is not None
     saved = Store(folder.checkpoints).paths()
     return Trial(
         ranks,
         seconds,
-        loss=facts["history"][-1]["train_loss"],
-        metrics=tuple(facts["metrics"].items()),
+        loss=facts.history[-1].get("train_loss"),
+        metrics=tuple(facts.metrics.items()),
         checkpoint=read_manifest(saved[0]).size if saved else None,
         memory=_memory_in(folder),
     )

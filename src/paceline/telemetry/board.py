@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.sink import PLOTTED, Event, hparams_in, numbers_in
+from paceline.telemetry.event_types import Event
+from paceline.telemetry.sink import PLOTTED, hparams_in, numbers_in
 
 
 class Board:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from paceline.telemetry.sink import Event, hparams_in
+from paceline.telemetry.event_types import Event
+from paceline.telemetry.sink import hparams_in
 from paceline.telemetry.tracker import Ending, Tracker
 
 STATUSES: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

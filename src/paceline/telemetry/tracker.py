@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from paceline.config import read_yaml
 from paceline.run_folder import RunFolder, write_json
-from paceline.telemetry.sink import PLOTTED, Event, numbers_in
+from paceline.telemetry.event_types import Event
+from paceline.telemetry.sink import PLOTTED, numbers_in
 
 Ending = Literal["finished", "stopped", "failed"]
 ENDINGS: dict[str, Ending] = {"run_finished": "finished", "run_stopped": "stopped", "run_started": "failed"}

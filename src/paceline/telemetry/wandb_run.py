@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from paceline.telemetry.sink import Event
+from paceline.telemetry.event_types import Event
 from paceline.telemetry.tracker import Ending, Tracker
 
 EXIT_CODES: dict[Ending, int] = {"finished": 0, "failed": 1, "stopped": 3}
