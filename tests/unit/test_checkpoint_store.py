@@ -178,7 +178,7 @@ def test_a_manifest_of_another_format_is_not_guessed_at(store: Store) -> None:
         ("files", [{"name": "../../secret", "size": 1, "sha256": ""}], "files.0.name"),
         ("files", [{"name": "a", "size": None, "sha256": ""}], "files.0.size"),
         ("identity", [], "identity"),
-        ("identity", {"lanes": "x"}, "identity"),
+        ("identity", {"lanes": "x"}, "identity.lanes"),
         ("metrics", {"val_loss": "low"}, "metrics.val_loss"),
         ("time", 1e300, "time"),
     ],
