@@ -80,7 +80,14 @@ def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
     lines = (json.dumps({**event, "time": 1000.0 + n}) for n, event in enumerate(events))
     path.joinpath("events.jsonl").write_text("\n".join(lines) + "\n")
     path.joinpath("config.yaml").write_text(f"name: lab\noptimizer:\n  lr: {lr}\n")
-    facts = {"step": 100, "ema_sha256": None, "metrics": metrics, "seconds": 50.0, "samples": 500, "weights_sha256": WEIGHTS}
+    facts = {
+        "step": 100,
+        "ema_sha256": None,
+        "metrics": metrics,
+        "seconds": 50.0,
+        "samples": 500,
+        "weights_sha256": WEIGHTS,
+    }
     path.joinpath("result.json").write_text(json.dumps(facts))
     return events
 
