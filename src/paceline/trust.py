@@ -30,7 +30,7 @@ def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], 
 
 
 def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
-    """Why the code that a run names may be of somebody else; None for a run of this user that was not moved."""
+    """Why the code that a run names may be another user's; None for a run of this user that was not moved."""
     for path in (folder.path, folder.config):
         if (owner := path.stat().st_uid) != os.geteuid():
             return f"belongs to the user {_name_of(owner)}"

@@ -128,6 +128,12 @@ def test_a_line_that_is_no_event_is_none(line: str | bytes) -> None:
     assert parse(line) is None
 
 
+def test_text_that_is_not_utf_8_is_readable_all_the_same(path: Path, open_events: Open) -> None:
+    open_events().write("warning", text=b"gr\xf6\xdfe \xf0\x9f\x98\x80".decode("utf-8", "surrogateescape"))
+    [event] = read(path)
+    assert event["text"] == "gr??e 😀"
+
+
 def test_the_examples_of_the_documentation_are_read_as_they_are() -> None:
     examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
     assert len(examples) == 15

@@ -85,7 +85,11 @@ class Events:
 
 
 def _line(event: str, fields: dict[str, Any]) -> bytes:
-    return json.dumps({"event": event, "time": round(time.time(), 3), **fields}).encode() + b"\n"
+    content = {"event": event, "time": round(time.time(), 3), **fields}
+    line = json.dumps(content)
+    if "\\ud" in line:  # perhaps half of a surrogate pair, from a file name that is not UTF-8: invalid in JSON
+        line = json.dumps(json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")))
+    return line.encode() + b"\n"
 
 
 def read(path: Path, damaged: list[int] | None = None) -> Iterator[Event]:
