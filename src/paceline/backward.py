@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.buffers import Buffers, Copies
+from paceline.buffers import Copies
 from paceline.clock import BACKWARD, FORWARD, REDUCTION, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
@@ -53,9 +53,10 @@ class Backward:
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # somebody may make more of them trainable
+        self._names = [name for name, _ in replica.module.named_parameters()]
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.reduction = Reduction(world, config.exact, config.compression)
-        self._buffers, self._before, self._after_first = Buffers(replica.module), Copies(), Copies()
+        self._buffers, self._before, self._after_first = replica.forward_state, Copies(), Copies()
         self._goes_back = False  # to a copy of the buffers
         self._votes = guard is not None and world.size > 1  # or the losses of a single rank speak for themselves
         self.hook: BucketHook | None = None
@@ -96,11 +97,18 @@ class Backward:
             self._before.put_back(self._buffers.live())
         elif self._goes_back:
             self._before.take(self._buffers.live())
+        versions = self._versions() if is_first else []
         is_reducing = is_last and self.hook is not None
         if is_reducing and self.hook is not None:
             self.hook.begin(self.lane_sum.remaining(place), is_empty=not lane.samples)
         with nullcontext() if is_reducing or self.hook is None else self.replica.no_sync():
             total, count = self._forward_backward(lane, inputs, self.model)
+        for name, parameter, version in versions:
+            if parameter._version != version:
+                raise ConfigError(
+                    f"{name} is frozen and forward changed it in step {lane.step + 1} but not in its trial before the "
+                    "first step; make it a buffer (register_buffer), which may change at any time"
+                )
         if lane.samples:
             self._totals[place] = total, count
             if not is_reducing:
@@ -165,6 +173,17 @@ class Backward:
         """Compiled code is for one size of lanes; a smaller one is not worth compiling for."""
         is_whole = self.config.step_mode != "compile" or len(lane.indices) == self.config.batch_size
         return nullcontext() if is_whole else torch.compiler.set_stance("force_eager")
+
+    def _versions(self) -> list[tuple[str, torch.Tensor, int]]:
+        """How often each frozen parameter was written to, of those that are not copied for each lane."""
+        if self.lanes_per_rank * self.world.size == 1:
+            return []
+        copied = {".".join(filter(None, name)) for name in self._buffers.moving}
+        return [
+            (name, parameter, parameter._version)
+            for name, parameter in zip(self._names, self._all, strict=True)
+            if not parameter.requires_grad and name not in copied and not parameter.is_inference()
+        ]
 
     def _on_buffers(self, is_begun: bool) -> None:
         """DDP brings rank 0's buffers, or has brought them."""

@@ -39,7 +39,7 @@ def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def digests_of(model: torch.nn.Module) -> torch.Tensor:
     """One number a parameter, the sum of its words as whole numbers: a single changed value always changes it."""
-    return torch.stack([_digest(parameter) for parameter in model.parameters()])
+    return torch.stack([digest_of(parameter) for parameter in model.parameters()])
 
 
 def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
@@ -72,7 +72,7 @@ def find_difference(model: torch.nn.Module, trained: Collection[str], world: Wor
     Parameters in `trained` and those that are trainable now are compared; one that a rank lacks is a difference.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad or name in trained}
-    digests = torch.stack([_digest(parameter) for parameter in named.values()]).tolist() if named else []
+    digests = torch.stack([digest_of(parameter) for parameter in named.values()]).tolist() if named else []
     of_ranks = world.gather_objects(dict(zip(named, digests, strict=True)))
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank.get(name) != of_ranks[0].get(name)]
@@ -81,7 +81,8 @@ def find_difference(model: torch.nn.Module, trained: Collection[str], world: Wor
     return None
 
 
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
+def digest_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sum of its words as whole numbers, on its device."""
     if parameter.element_size() not in WORDS:  # complex numbers of 128 bits
         parameter = torch.view_as_real(parameter.detach())
     return parameter.detach().contiguous().view(-1).view(WORDS[parameter.element_size()]).sum(dtype=torch.int64)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.buffers import Buffers, Copies
+from paceline.buffers import Buffers, Copies, Name
 from paceline.config import Config
 from paceline.data.feed import Feed, map_tensors, to_device
 from paceline.data.loader import Dealt
@@ -25,6 +25,7 @@ from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
 from paceline.randomness import seed_generators
 from paceline.replica import run_model
+from paceline.trial import copy_of
 from paceline.world import World
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -34,8 +35,9 @@ OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a 
 class Evaluator:
     """Measures a model on a data set whose batches are dealt to the ranks."""
 
-    def __init__(self, feed: Feed, config: Config, world: World) -> None:
-        self.feed, self.config, self.world = feed, config, world
+    def __init__(self, feed: Feed, config: Config, world: World, moving: set[Name] | None = None) -> None:
+        """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
+        self.feed, self.config, self.world, self.moving = feed, config, world, moving
         self.batches, self.sampler = feed.dealt()
         metrics = make_metrics(config.metrics)
         losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
@@ -95,11 +97,12 @@ class Evaluator:
         """Refuse what `losses` could not measure: now, on one batch, and not after an epoch."""
         outcomes = self._outcomes(model, lambda done, total: None)
         outcome = next(outcomes)
-        outcomes.close()
+        if outcome is not None:
+            each = self._each_loss(*outcome)
+            total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
+        outcomes.close()  # only now: what the loss keeps is put back
         if outcome is None:
             return
-        each = self._each_loss(*outcome)
-        total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
         # However a loss weighs its samples, if theirs are all equal it is that, too.
         is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
         if not is_mean and torch.allclose(each, each[0], rtol=0, atol=0, equal_nan=True):
@@ -115,12 +118,12 @@ class Evaluator:
         On a copy of the model: what a forward leaves there, such as a cache, would not be the same on all ranks.
         """
         dealt = next(iter(self.batches), None)
-        trial = _copy_of(model)
+        trial = copy_of(model)
         if dealt is None or trial is None:
             return
         with self._at_rest(trial) as outcome_of:
             output, target, samples = outcome_of(dealt)
-        self._row(output, target, samples)
+            self._row(output, target, samples)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one batch that has not all classes, for example
             for name, metric in self.stateful.items():
@@ -150,7 +153,7 @@ class Evaluator:
         """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
         was_training = model.training
         model.eval()
-        buffers, before = Buffers(model), Copies()
+        buffers, before = Buffers(model, self.config.loss_fn, self.moving), Copies()
         before.take(buffers.live())
 
         def outcome_of(dealt: Dealt) -> tuple[Any, Any, int]:
@@ -209,14 +212,6 @@ def _computed(name: str, metric: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
-
-
-def _copy_of(model: torch.nn.Module) -> torch.nn.Module | None:
-    """None if the model cannot be copied, or there is no memory for it."""
-    try:
-        return copy.deepcopy(model)
-    except Exception:  # noqa: BLE001 - whatever a model holds
-        return None
 
 
 def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:

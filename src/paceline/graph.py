@@ -59,7 +59,7 @@ class StepGraph:
     def __init__(
         self,
         work: Work,
-        model: torch.nn.Module,
+        modules: Sequence[Any],
         config: Config,
         world: World,
         clock: DeviceClock,
@@ -70,12 +70,14 @@ class StepGraph:
         is_in_ddp: bool,
         say: Callable[[str], None],
     ) -> None:
-        """`full_step` counts the samples of a step whose lanes are all full, over all ranks.
+        """`modules` are the model and the loss, of which the recording depends on what they keep on the host.
+
+        `full_step` counts the samples of a step whose lanes are all full, over all ranks.
 
         `has_one_form` says that all such steps are known to have one form, `obstacle` why it cannot work, if that is
         known already; `say` takes the one line about it. All ranks.
         """
-        self.work, self.model, self.config, self.world, self.clock = work, model, config, world, clock
+        self.work, self.modules, self.config, self.world, self.clock = work, modules, config, world, clock
         self.say, self.full_step = say, full_step
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
@@ -181,7 +183,7 @@ class StepGraph:
 
     def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
         """Record a step, or say why it cannot be. Nothing is computed by it."""
-        host = HostState(self.model)
+        host = HostState(*self.modules)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
@@ -259,11 +261,15 @@ def _host_generators() -> tuple[Any, ...]:
 
 
 class HostState:
-    """What a model keeps on the host: plain values, and which tensors it holds."""
+    """What modules keep on the host: plain values, which tensors they hold, and where these are in memory."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.named_modules())
+    def __init__(self, *roots: Any) -> None:
+        """Roots that are no modules, such as a loss function, do not count."""
+        trees = [root for root in roots if isinstance(root, torch.nn.Module)]
+        self._modules = [named for tree in trees for named in tree.named_modules()]
         self._kept = [self._of(module) for _, module in self._modules]
+        held = [(path, *named) for path, module in self._modules for named in _tensors_of(module)]
+        self._memory = [(f"{path}.{name}".lstrip("."), tensor, tensor.data) for path, name, tensor in held]
         self._tables = [(table, dict(table)) for _, module in self._modules for table in _tables(module)]
 
     def first_change(self) -> str | None:
@@ -273,7 +279,7 @@ class HostState:
             changed = [name for name in {**kept, **now} if name not in kept or not _is_same(now.get(name), kept[name])]
             if changed:
                 return f"{path}.{changed[0]}".lstrip(".")
-        return None
+        return next((name for name, tensor, data in self._memory if tensor.data_ptr() != data.data_ptr()), None)
 
     def restore(self) -> None:
         """Put everything back, and take away what is new: no recorded tensor has ever been computed."""
@@ -281,6 +287,8 @@ class HostState:
             for name in table.keys() - kept.keys():
                 del table[name]
             table.update(kept)
+        for _, tensor, data in self._memory:
+            tensor.data = data
 
     @staticmethod
     def _of(module: torch.nn.Module) -> dict[str, Any]:
@@ -297,6 +305,12 @@ class HostState:
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Where a module keeps what it holds."""
     return [vars(module), module._parameters, module._buffers, module._modules]  # type: ignore[list-item]
+
+
+def _tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Its own parameters and buffers that have memory."""
+    own = {**module._parameters, **module._buffers}
+    return [(name, each) for name, each in own.items() if each is not None and each.layout is torch.strided]
 
 
 def _is_same(now: Any, kept: Any) -> bool:

@@ -58,7 +58,7 @@ class Guard:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        buffers: Buffers,
         config: Config,
         world: World,
         *,
@@ -66,13 +66,13 @@ class Guard:
         original: Callable[[Any], list[int]],
         is_deferred: bool = False,
     ) -> None:
-        """`on_bad` takes the warning; `original` gives the indices that users know for those of a lane."""
-        self.model, self.config, self.world, self.on_bad, self.original = model, config, world, on_bad, original
+        """`buffers` are put back after a bad step; `on_bad` takes the warning; `original` gives users' indices."""
+        self.config, self.world, self.on_bad, self.original = config, world, on_bad, original
         self.scaler = Scaler() if config.precision == "fp16" else None
         self.is_deferred = is_deferred
         self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
         self.skipped_in_a_row = 0
-        self._buffers, self._before = Buffers(model), Copies()
+        self._buffers, self._before = buffers, Copies()
 
     @property
     def scale(self) -> float:

@@ -154,7 +154,8 @@ class Loop:
         """Every training sample's loss under the weights as they are now. All ranks."""
         self.progress.phase = "ranking the samples"
         self.stepper.replica.share_buffers()
-        evaluator = Evaluator(self.stepper.feed, self.stepper.config, self.world)
+        moving = self.stepper.replica.forward_state.moving
+        evaluator = Evaluator(self.stepper.feed, self.stepper.config, self.world, moving)
         losses = evaluator.losses(self.stepper.replica.module, self._on_round)
         self.progress.phase, self.progress.batch = "training", None
         self.losses.restart_clock()
@@ -184,6 +185,7 @@ class Loop:
             self.events.write("digests", step=fit.step, digests=digests)
         if fit.step % plan.check_replicas_every == 0 or fit.step == 1 or turn.ends_run:
             check_frozen(self.frozen, self.world)
+            self.stepper.replica.share_buffers()  # a frozen parameter that moves is rank 0's
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
         fit.owes_evaluation = turn.ends_epoch
@@ -262,7 +264,8 @@ class Loop:
         """All ranks."""
         stepper = self.stepper
         counters = {"loop": asdict(self.fit), "stepper": stepper.counters()}
-        return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding)
+        loss = stepper.replica.forward_state.of_loss()
+        return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
 
 class Taken(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.state import State, load, put_optimizer
+from paceline.checkpoint.state import State, load, put_loss, put_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
 from paceline.loop import Fit
@@ -65,6 +65,7 @@ def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
             average.copy_(past.state.groups["ema"][name])
+    put_loss(past.state, config.loss_fn, past.path)
     counters = past.state.rest["counters"]
     stepper.set_counters(counters["stepper"])
     return Fit.from_dict(counters["loop"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from paceline.buffers import Buffers
 from paceline.config import Config
 from paceline.data.feed import Feed, tensors_in
 from paceline.data.sources import is_stream
@@ -29,6 +30,11 @@ class Replica(DistributedDataParallel):
     """DDP whose complaint about unused parameters gives their names, and which says when it waits for buffers."""
 
     on_buffers: Callable[[bool], None] | None = None  # called before a forward sends rank 0's buffers, and after
+
+    def __init__(self, module: torch.nn.Module, loss: Any = None, **options: Any) -> None:
+        """`loss` may have buffers, too; the options are DDP's. All ranks."""
+        self.forward_state = Buffers(module, loss)  # before DDP asks what there is to send
+        super().__init__(module, **options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """All ranks: the first forward after a reduction also sends rank 0's buffers to the others."""
@@ -51,9 +57,15 @@ class Replica(DistributedDataParallel):
         if self.on_buffers is not None:
             self.on_buffers(False)
 
+    def _assign_modules_buffers(self) -> None:
+        """DDP's: what `_sync_buffers` sends."""
+        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        # Flat, because DDP cannot write to the only buffer of a model where a dimension of one has an odd stride.
+        self.modules_buffers = [_flat(each) for each in (*self.modules_buffers, *self.forward_state.beyond_model())]
+
     def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers, such as BatchNorm's statistics, before they are used. All ranks."""
-        for buffer in self.module.buffers():
+        for buffer in self.forward_state.live().values():
             sent = buffer.contiguous()  # some backends send nothing else
             dist.broadcast(sent, src=0)
             if sent is not buffer:
@@ -71,8 +83,8 @@ class Replica(DistributedDataParallel):
 class Single:
     """A model without DDP, for a single process: the same face, nothing behind it."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, loss: Any = None) -> None:
+        self.module, self.forward_state = module, Buffers(module, loss)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -139,7 +151,7 @@ def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica |
             raise ConfigError(
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
-    return _in_ddp(model, config, world) if config.ddp else Single(model)
+    return _in_ddp(model, config, world) if config.ddp else Single(model, config.loss_fn)
 
 
 def _check_layers(model: torch.nn.Module) -> None:
@@ -169,6 +181,11 @@ def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch
     if config.channels_last is True:
         _lay(model, torch.channels_last)
     return model
+
+
+def place_loss(loss: Any, device: torch.device) -> Any:
+    """A loss that is a module, as a copy on the device: another run of this process starts from the original."""
+    return copy.deepcopy(loss).to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
 def _lay(model: torch.nn.Module, layout: torch.memory_format) -> None:
@@ -241,6 +258,7 @@ def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
 def _in_ddp(model: torch.nn.Module, config: Config, world: World) -> Replica:
     return Replica(
         model,
+        config.loss_fn,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         # The managed loop reduces by itself where parameters may be unused (step.py).
         find_unused_parameters=config.find_unused_parameters and config.train_fn is not None,
@@ -248,6 +266,11 @@ def _in_ddp(model: torch.nn.Module, config: Config, world: World) -> Replica:
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
     )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in one dimension, if it is in order."""
+    return tensor.detach().view(-1) if tensor.is_contiguous() else tensor
 
 
 def _as_it_is(model: torch.nn.Module) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from paceline.clock import FORWARD, OPTIMIZER, Clock, DeviceClock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
 from paceline.data.loader import Lane, Turn
+from paceline.data.sources import size_of
 from paceline.digest import sha256_of_each, sha256_of_optimizer
 from paceline.ema import Ema
 from paceline.errors import ConfigError
@@ -21,6 +22,7 @@ from paceline.metrics import number_on
 from paceline.optim import can_skip, lrs_of, set_lr
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single
+from paceline.trial import try_forward, uneven_warning
 from paceline.world import World
 from paceline.zero import Sharding
 
@@ -61,7 +63,7 @@ class Stepper:
         if config.nan != "off" or config.precision == "fp16":
             is_deferred = config.nan == "skip" and config.precision != "fp16" and can_skip(optimizer)
             self.guard = Guard(
-                replica.module, config, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
+                replica.forward_state, config, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
             )
         self.sharding: Sharding | None = None
         if config.shard_optimizer and world.size > 1:
@@ -77,10 +79,11 @@ class Stepper:
             is_in_ddp = self.backward.hook is not None
             full_step = config.batch_size * lanes_per_rank * world.size
             self.graph = StepGraph(
-                self.work, replica.module, config, world, self.clock,
+                self.work, [replica.module, config.loss_fn], config, world, self.clock,
                 full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
                 say=say,
             )  # fmt: skip
+        self.say, self._is_tried = say, False
 
     def counters(self) -> dict[str, float]:
         """What steps depend on beside weights, optimizer and averages, as plain numbers."""
@@ -108,9 +111,22 @@ class Stepper:
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
         self.lr = self.base_lrs[0] * factor
         inputs = [self.feed.inputs(lane, turn.epoch) for lane in turn.lanes]
+        if not self._is_tried:
+            self._try(inputs[0])
         self.clock.enter(FORWARD)
         replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
         return replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly)
+
+    def _try(self, inputs: Inputs) -> None:
+        """Find out, before the first step, what a forward pass changes and sends. All ranks."""
+        self._is_tried, lanes = True, self.lanes_per_rank * self.world.size
+        seed_generators(self.config.seed, "trial")
+        found = try_forward(self.replica.module, self.config, self.feed.batch(inputs), lanes, self.world)
+        self.replica.forward_state.adopt(found.moving)
+        if found.collective is not None and lanes > 1 and not self.config.sync_batchnorm:
+            warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.config, lanes)
+            if warning is not None:
+                self.say(warning)
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], segment: Segment) -> torch.Tensor:
         """All that a step does on the device: a segment for each lane, the update in the last one's. All ranks."""

@@ -43,7 +43,7 @@ from paceline.past import find_past, restore, tell_past
 from paceline.precision import resolve
 from paceline.progress import Progress
 from paceline.randomness import keyed_generators, seed_generators
-from paceline.replica import Replica, Single, make_model, replicate, settle_layout
+from paceline.replica import Replica, Single, make_model, place_loss, replicate, settle_layout
 from paceline.resume import identity_of
 from paceline.room import write_patiently
 from paceline.run_folder import RunFolder, write_json
@@ -220,7 +220,8 @@ def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
 
 def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
     """Refuse to begin where two checkpoints have no room. All ranks."""
-    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding)
+    loss = stepper.replica.forward_state.of_loss()
+    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
     size = state.size
     if not stepper.optimizer.state:  # comes with the first step: two numbers a weight, as most optimizers keep
         size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
@@ -248,10 +249,14 @@ def leave_stop(folder: RunFolder, fit: Fit, reason: int, is_saved: bool, world: 
 
 
 def settle_device(config: Config, world: World) -> Config:
-    """The config with its precision decided, and the device ready for steps."""
+    """The config with its precision decided and a loss of the run's own, and the device ready for steps."""
     if world.device.type == "cuda":  # a CUDA graph cannot be recorded on the stream that a process begins with
         torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
-    return config.model_copy(update={"precision": resolve(config.precision, world.device)})
+    settled = {
+        "precision": resolve(config.precision, world.device),
+        "loss_fn": place_loss(config.loss_fn, world.device),
+    }
+    return config.model_copy(update=settled)
 
 
 def build_step(
@@ -381,7 +386,9 @@ def build_loop(
 ) -> Loop:  # fmt: skip
     """Wire the data and the evaluation into the managed loop. All ranks."""
     turns = build_turns(config, stepper, plan, fit, world, events, progress)
-    evaluator = Evaluator(evaluation, config, world) if evaluation is not None else None
+    evaluator = (
+        Evaluator(evaluation, config, world, stepper.replica.forward_state.moving) if evaluation is not None else None
+    )
     if evaluator is not None:
         progress.phase = "trying the evaluation"
         evaluator.try_measures(stepper.replica.module)

@@ -184,6 +184,54 @@ class Sometimes(nn.Module):
         return self.always(x) + self.sometimes(x) if x[0, 0] > 0 else self.always(x)
 
 
+class Teacher(nn.Module):
+    """A student and frozen parameters that its forward moves: a teacher that follows it, and the centre of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Linear(36, 16), nn.BatchNorm1d(16)) for _ in range(2))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.centre, self.last = nn.Parameter(torch.zeros(16), requires_grad=False), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        with torch.no_grad():
+            for ours, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                ours.data.mul_(0.9).add_(theirs, alpha=0.1)
+            goal = self.teacher(x)
+            self.centre.data = 0.8 * self.centre.data + 0.2 * goal.mean(0)
+        features = self.student(x)
+        output: torch.Tensor = self.last(features + 0.3 * (goal - features) - self.centre)
+        return output
+
+
+class Scaled(nn.Module):
+    """A loss in units of its own running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(1.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(output, target)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+class Positions(nn.Module):
+    """Adds numbers that are its only buffer, turned as in the old tutorial on transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pe", torch.randn(6, 6).unsqueeze(0).transpose(0, 1))
+        self.last = nn.Linear(36, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last((x[:, 0].transpose(0, 1) + self.pe).transpose(0, 1).flatten(1))
+        return output
+
+
 def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     weights = 0.3 + 1.7 * target
     return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
@@ -232,6 +280,14 @@ CASES: dict[str, dict[str, Any]] = {
     "layers that read what they keep, summed after backward": {
         "model_fn": Remembering, "dataset_fn": Uneven, "find_unused_parameters": True,
     },
+    "frozen parameters that forward moves": {
+        "model_fn": Teacher, "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+    },
+    "frozen parameters that forward moves, summed after backward": {
+        "model_fn": Teacher, "dataset_fn": Uneven, "find_unused_parameters": True,
+    },
+    "a loss with a buffer": {"loss_fn": Scaled(), "dataset_fn": lambda: NotFinite(ODD)},
+    "a single buffer with odd strides": {"model_fn": Positions},
     "recurrence and attention": {"model_fn": Sequences, "optimizer": ADAMW, "clip_norm": 0.5},
     "a shared parameter": {"model_fn": Shared},
     "a frozen parameter": {"model_fn": frozen_net},

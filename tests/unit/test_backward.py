@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import Sum
 from paceline.backward import Backward
+from paceline.buffers import Buffers
 from paceline.clock import Clock
 from paceline.config import build
 from paceline.data.feed import Feed
@@ -294,7 +295,7 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
 
 def voter() -> Guard:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy})
-    return Guard(net(), config, replace(HERE, size=2), on_bad=print, original=list)
+    return Guard(Buffers(net()), config, replace(HERE, size=2), on_bad=print, original=list)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

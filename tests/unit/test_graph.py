@@ -480,7 +480,7 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     clock = DeviceClock(is_alone=True)
     work, world = Work(clock, device), World(0, 0, 1, torch.device("cuda", 0), "nccl")
     graph = StepGraph(
-        work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
+        work, [nn.Linear(1, 1)], make_config(batch_size=BATCH), world, clock,
         full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, say=said.append,
     )  # fmt: skip
 

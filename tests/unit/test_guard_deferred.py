@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.buffers import Buffers
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.loader import Lane, Turn
@@ -298,8 +299,8 @@ def reviewing(**keys: Any) -> tuple[Guard, list[str]]:
     said: list[str] = []
     config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
     guard = Guard(
-        nn.Linear(1, 1), config, HERE, on_bad=said.append, original=lambda indices: [1000 + i for i in indices],
-        is_deferred=True,
+        Buffers(nn.Linear(1, 1)), config, HERE, on_bad=said.append,
+        original=lambda indices: [1000 + i for i in indices], is_deferred=True,
     )  # fmt: skip
     return guard, said
 

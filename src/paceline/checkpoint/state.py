@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 class State:
     """The state of a run at one step."""
 
-    groups: dict[str, Tensors]  # "weights", "optimizer" and, if there is one, "ema"
+    groups: dict[str, Tensors]  # "weights", "optimizer" and, if there are such, "ema" and "loss"
     rest: dict[str, Any]
     owners: dict[str, int] = field(default_factory=dict)  # of a sharded optimizer: who has a tensor that is "meta" here
 
@@ -63,6 +63,7 @@ def capture(
     ema: Ema | None,
     counters: dict[str, Any],
     sharding: Sharding | None = None,
+    loss: Tensors | None = None,
 ) -> State:
     """The state as it is now; the tensors are the live ones, not copies. All ranks, if the optimizer is sharded."""
     weights, aliases = unshared(model.state_dict())
@@ -73,6 +74,8 @@ def capture(
     kept["optimizer"] = _take_out(_with_plain_rates(of_optimizer), "", groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
+    if loss:
+        groups["loss"] = dict(loss)
     return State(groups, kept, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
 
 
@@ -249,6 +252,21 @@ def put_optimizer(
             group["lr"] = torch.full_like(here["lr"], group["lr"])
         for parameter in group["params"]:
             _lay_out(optimizer.state.get(parameter, {}), parameter)
+
+
+@torch.no_grad()
+def put_loss(state: State, loss: Any, source: Path) -> None:
+    """Give a loss the buffers that the checkpoint holds; older checkpoints, and losses without buffers, have none."""
+    kept = state.groups.get("loss", {})
+    is_module = isinstance(loss, torch.nn.Module)
+    here = {**dict(loss.named_parameters()), **dict(loss.named_buffers())} if is_module else {}
+    if any(name not in here or here[name].shape != tensor.shape for name, tensor in kept.items()):
+        raise ConfigError(
+            f"{source} holds {', '.join(kept)} of a loss that has another form than loss_fn; "
+            "keep the loss, or begin a new run with --resume never"
+        )
+    for name, tensor in kept.items():
+        here[name].copy_(tensor)
 
 
 def _lay_out(kept: dict[str, Any], parameter: torch.Tensor) -> None:
