@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness_cases import ODD, Images, layer_net
+from exactness_cases import ODD, Images, Scaled, Teacher, layer_net
 from faults import Disturbed, events, options, outcome, saved_steps, send, send_self, start, stop_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,6 +85,15 @@ def test_a_checkpoint_begins_a_new_run_and_leaves_the_old_one_alone(undisturbed:
     assert result.history == undisturbed["history"]
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == before
     assert min(event["step"] for event in events("step", "other")) > step
+
+
+def test_a_teacher_and_a_loss_with_state_resume_on_other_numbers_of_ranks() -> None:
+    stateful = {"model_fn": Teacher, "loss_fn": Scaled()}
+    whole = start(**stateful, checkpoint={"every_steps": 4, "keep": 10})
+    step = saved_steps()[1]
+    resumed = start(**stateful, resume=f"run/checkpoints/step-{step:08d}", run_dir="other", procs=4)
+    assert resumed.history == whole.history
+    assert resumed.weights_sha256 == whole.weights_sha256
 
 
 def test_a_finished_run_goes_on_when_there_is_more_to_do() -> None:

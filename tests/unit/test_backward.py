@@ -177,6 +177,34 @@ def test_every_lane_begins_with_the_buffers_of_the_steps_beginning() -> None:
     assert torch.equal(model.seen, first)
 
 
+class Following(nn.Module):
+    """Moves a frozen parameter from its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 2), 0
+        self.far = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.near = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.near.lerp_(x.mean(0), 0.1)
+            if self.calls > 2:
+                self.far.lerp_(x.mean(0), 0.1)
+        return self.layer(x - self.near - self.far)
+
+
+def test_frozen_parameters_that_move_follow_the_first_lane_and_others_must_not_move() -> None:
+    model, batches = Following(), data(2)
+    backward = backward_of(model, 2)
+    backward.replica.forward_state.adopt({("", "near")})
+    ridden(backward, lanes_of(batches))
+    torch.testing.assert_close(model.near.data, 0.1 * batches[0][0].mean(0))
+    with pytest.raises(ConfigError, match=r"far is frozen and forward changed it in step 1 .*; make it a buffer"):
+        ridden(backward, lanes_of(batches))
+
+
 def test_parameters_that_no_loss_reaches_are_named() -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.buffers import Buffers
 from paceline.checkpoint import files, state
 from paceline.checkpoint.state import (
     REST,
@@ -20,6 +21,7 @@ from paceline.checkpoint.state import (
     State,
     capture,
     load,
+    put_loss,
     put_optimizer,
     put_weights,
     shards_of,
@@ -298,6 +300,49 @@ def test_names_that_would_meet_do_not_overwrite_each_other(tmp_path: Path) -> No
     other = Remembers()
     put_weights(load(tmp_path / "c"), other, SOURCE)
     assert repr(other.seen) == repr(model.seen)
+
+
+class RunningLoss(nn.Module):
+    """A loss with a part that is saved, one that is not, and weights that are frozen."""
+
+    def __init__(self, value: float, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full(shape, value))
+        self.register_buffer("phase", torch.full((2,), value, dtype=torch.complex64))
+        self.register_buffer("cache", torch.full((2,), value), persistent=False)
+        self.inner = nn.Linear(2, 2).requires_grad_(False)
+
+
+def kept_with(loss: Any, folder: Path) -> State:
+    model = nn.Linear(2, 2)
+    kept = Buffers(model, loss).of_loss()
+    write(capture(model, torch.optim.SGD(model.parameters()), None, {}, None, kept), folder)
+    return load(folder)
+
+
+def test_the_buffers_of_a_loss_are_kept(tmp_path: Path) -> None:
+    then, now = RunningLoss(2.0), RunningLoss(1.0)
+    kept = kept_with(then, tmp_path / "c")
+    assert (tmp_path / "c" / "loss.safetensors").exists()
+    put_loss(kept, now, SOURCE)
+    assert torch.equal(now.mean, then.mean)
+    assert torch.equal(now.phase, then.phase)
+    assert now.cache.tolist() == [1.0, 1.0]
+    assert not torch.equal(now.inner.weight, then.inner.weight)  # does not move, so it is not kept
+
+
+def test_a_checkpoint_without_a_loss_leaves_it_as_it_is(tmp_path: Path) -> None:
+    """As all were that are older, and as those of plain functions are."""
+    kept, now = kept_with(nn.functional.cross_entropy, tmp_path / "c"), RunningLoss(1.0)
+    assert not list((tmp_path / "c").glob("loss*"))
+    put_loss(kept, now, SOURCE)
+    assert now.mean == 1.0
+
+
+@pytest.mark.parametrize("now", [RunningLoss(1.0, (3,)), nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_another_loss_than_the_checkpoints_is_refused(now: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds mean, phase of a loss that has another form than loss_fn; keep the"):
+        put_loss(kept_with(RunningLoss(2.0), tmp_path / "c"), now, SOURCE)
 
 
 # --- what is in the files ---------------------------------------------------------------------------------------------

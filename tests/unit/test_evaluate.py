@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.config import Config
 from paceline.data.feed import Feed
+from paceline.digest import sha256_of
 from paceline.errors import ConfigError, DataError
 from paceline.evaluate import Evaluator, _in_full
 from paceline.world import World
@@ -97,6 +98,47 @@ def test_a_trial_leaves_nothing_behind(make_config: MakeConfig) -> None:
     metric = Table(ZeroDivisionError("more samples, please"))
     tried(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
     assert metric.calls == ["reset", "update", "reset"]
+
+
+class Moving(nn.Linear):
+    """Changes a frozen parameter and a buffer whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.9)
+        self.seen += 1
+        return super().forward(x)
+
+
+class RunningLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(1.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        self.mean.lerp_(loss, 0.5)
+        return loss * self.mean
+
+
+def test_an_evaluation_changes_neither_frozen_parameters_nor_the_loss(make_config: MakeConfig) -> None:
+    model, loss = Moving(), RunningLoss()
+    data: Any = [(torch.full((3,), float(n)), n % 2) for n in range(6)]
+    before = sha256_of(model.state_dict()), loss.mean.item()
+    values = []
+    for size in (2, 6):
+        config = make_config(loss_fn=loss, batch_size=size)
+        evaluator = Evaluator(Feed(data, config, HERE), config, HERE, {("", "weight")})
+        evaluator.try_measures(model)
+        evaluator.try_losses(model)
+        values += [evaluator.measure(model, lambda done, total: None) for _ in range(2)]
+        assert (sha256_of(model.state_dict()), loss.mean.item()) == before
+    assert values[0] == values[1]
+    assert values[2] == values[3]
 
 
 def predicted(config: Config, model: Any, size: int) -> torch.Tensor:

@@ -151,6 +151,21 @@ def test_what_a_model_changes_on_the_host_is_named_and_put_back(change: Callable
     assert all(now[key] is kept[key] for now, kept in zip(after, holds, strict=True) for key in kept)
 
 
+def test_memory_that_a_model_replaces_is_named_and_put_back() -> None:
+    """A replay would read the old memory and write to the new: `p.data = m * p.data + (1 - m) * q.data`."""
+    model, loss = Keeping(), nn.BatchNorm1d(2)
+    host = HostState(model, loss, nn.functional.cross_entropy)
+    weight, kept = model.net[0].weight, model.net[0].weight.data
+    weight.data = 0.5 * weight.data
+    assert host.first_change() == "net.0.weight"
+    host.restore()
+    assert model.net[0].weight is weight
+    assert weight.data_ptr() == kept.data_ptr()
+    assert host.first_change() is None
+    loss.momentum = 0.3
+    assert host.first_change() == "momentum"
+
+
 def test_values_that_are_set_again_and_tensors_that_change_in_place_are_no_change() -> None:
     model = Keeping()
     host = HostState(model)

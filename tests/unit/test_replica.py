@@ -87,6 +87,21 @@ def test_weights_share_memory_as_before_and_keep_their_strides(make_config: Make
     assert model.broad.tolist() == [8.0, 1.0, 1.0]
 
 
+def test_buffers_that_share_memory_stay_so_and_expanded_ones_get_their_own(make_config: MakeConfig) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(6.0).view(3, 2))
+            self.register_buffer("first", self.table[0])
+            self.register_buffer("broad", torch.arange(3.0)[None].expand(4, 3))
+
+    model: Any = make_model(make_config(model_fn=Positions))
+    model.table[0, 1] = 8.0
+    assert model.first.tolist() == [0.0, 8.0]
+    model.broad[1] = 7.0
+    assert model.broad.tolist() == [[0.0, 1.0, 2.0], [7.0] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+
+
 def test_empty_buffers_do_not_come_to_share_memory(make_config: MakeConfig) -> None:
     class Observer(nn.Module):
         def __init__(self) -> None:

@@ -75,7 +75,8 @@ def capture(
     if ema is not None:
         groups["ema"] = ema.averages()
     if loss:
-        groups["loss"] = dict(loss)
+        groups["loss"] = {}
+        kept["loss"] = _take_out(loss, "", groups["loss"])
     return State(groups, kept, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
 
 
@@ -257,7 +258,7 @@ def put_optimizer(
 @torch.no_grad()
 def put_loss(state: State, loss: Any, source: Path) -> None:
     """Give a loss the buffers that the checkpoint holds; older checkpoints, and losses without buffers, have none."""
-    kept = state.groups.get("loss", {})
+    kept: Tensors = _put_back(state.rest.get("loss", {}), state.groups.get("loss", {}))
     is_module = isinstance(loss, torch.nn.Module)
     here = {**dict(loss.named_parameters()), **dict(loss.named_buffers())} if is_module else {}
     if any(name not in here or here[name].shape != tensor.shape for name, tensor in kept.items()):
