@@ -59,7 +59,7 @@ class StepGraph:
     def __init__(
         self,
         work: Work,
-        modules: Sequence[Any],
+        model: torch.nn.Module,
         config: Config,
         world: World,
         clock: DeviceClock,
@@ -70,14 +70,12 @@ class StepGraph:
         is_in_ddp: bool,
         say: Callable[[str], None],
     ) -> None:
-        """`modules` are the model and the loss, of which the recording depends on what they keep on the host.
-
-        `full_step` counts the samples of a step whose lanes are all full, over all ranks.
+        """`full_step` counts the samples of a step whose lanes are all full, over all ranks.
 
         `has_one_form` says that all such steps are known to have one form, `obstacle` why it cannot work, if that is
         known already; `say` takes the one line about it. All ranks.
         """
-        self.work, self.modules, self.config, self.world, self.clock = work, modules, config, world, clock
+        self.work, self.model, self.config, self.world, self.clock = work, model, config, world, clock
         self.say, self.full_step = say, full_step
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
@@ -183,7 +181,7 @@ class StepGraph:
 
     def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
         """Record a step, or say why it cannot be. Nothing is computed by it."""
-        host = HostState(*self.modules)
+        host = HostState(self.model, self.config.loss_fn)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
@@ -263,10 +261,11 @@ def _host_generators() -> tuple[Any, ...]:
 class HostState:
     """What modules keep on the host: plain values, which tensors they hold, and where these are in memory."""
 
-    def __init__(self, *roots: Any) -> None:
-        """Roots that are no modules, such as a loss function, do not count."""
-        trees = [root for root in roots if isinstance(root, torch.nn.Module)]
-        self._modules = [named for tree in trees for named in tree.named_modules()]
+    def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
+        """`loss` counts if it is a module, too."""
+        self._modules = list(model.named_modules())
+        if isinstance(loss, torch.nn.Module):
+            self._modules += loss.named_modules(prefix="loss_fn")
         self._kept = [self._of(module) for _, module in self._modules]
         held = [(path, *named) for path, module in self._modules for named in _tensors_of(module)]
         self._memory = [(f"{path}.{name}".lstrip("."), tensor, tensor.data) for path, name, tensor in held]
@@ -308,9 +307,10 @@ def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Its own parameters and buffers that have memory."""
+    """Its own parameters and buffers that are plain numbers in memory."""
     own = {**module._parameters, **module._buffers}
-    return [(name, each) for name, each in own.items() if each is not None and each.layout is torch.strided]
+    held = [(name, each) for name, each in own.items() if each is not None]
+    return [(name, each) for name, each in held if type(each.data) is torch.Tensor and each.layout is torch.strided]
 
 
 def _is_same(now: Any, kept: Any) -> bool:

@@ -79,7 +79,7 @@ class Stepper:
             is_in_ddp = self.backward.hook is not None
             full_step = config.batch_size * lanes_per_rank * world.size
             self.graph = StepGraph(
-                self.work, [replica.module, config.loss_fn], config, world, self.clock,
+                self.work, replica.module, config, world, self.clock,
                 full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
                 say=say,
             )  # fmt: skip

@@ -41,13 +41,13 @@ class CollectiveFound(Exception):
     """The forward pass calls a collective that cannot work."""
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first collective that is called inside, and stops there unless it is allowed."""
 
     supports_higher_order_operators = True
 
     def __init__(self, *, is_allowed: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_allowed = is_allowed
         self.first: str | None = None
 
@@ -63,10 +63,10 @@ class Collectives(TorchDispatchMode):
 def try_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, world: World) -> Findings:
     """What all ranks together have found; a ConfigError if lanes cannot keep it. All ranks."""
     is_allowed = _may_send(config, lanes, world)
-    copies = copy_of((model, config.loss_fn))
+    copies = copy_of((model, config.loss_fn, batch))
     mine = Findings()
-    if all(world.gather_objects(copies is not None)) and copies is not None:
-        mine = _try(*copies, config, map_tensors(batch, torch.clone), is_allowed, world.device)
+    if all(world.gather_objects(copies is not None)):
+        mine = _try(copies, config, is_allowed, world.device)
     found = _united(world.gather_objects(mine))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # of the copies
@@ -80,7 +80,7 @@ def try_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, 
     return found
 
 
-def copy_of(value: Any) -> Any | None:
+def copy_of(value: Any) -> Any:
     """None if it cannot be copied, or there is no memory for it."""
     try:
         return copy.deepcopy(value)
@@ -116,12 +116,9 @@ def _refusal(collective: str, config: Config, lanes: int, world: World) -> str:
     )
 
 
-def _try(
-    model: torch.nn.Module, loss_fn: Callable[..., Any], config: Config, batch: Any, is_allowed: bool,
-    device: torch.device,
-) -> Findings:  # fmt: skip
+def _try(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device: torch.device) -> Findings:
     """What this rank finds. An error is left to the first step, unless other ranks may wait in a collective."""
-    model.train()
+    model, loss_fn, batch = copies
     _shift(model)
     frozen = Buffers(model, loss_fn).frozen()
     before = {name: _state_of(parameter) for name, parameter in frozen.items()}

@@ -1,4 +1,4 @@
-"""Models for images of 3 × 8 × 8, whose steps depend on more than weights: dropout, and buffers."""
+"""Models for images of 3 × 8 × 8, whose steps depend on more than weights: dropout, buffers, a teacher; and a loss."""
 
 from __future__ import annotations
 
@@ -28,3 +28,40 @@ class Remembering(nn.Module):
         if self.training:
             self.mean.lerp_(x.detach().nan_to_num().mean(0), 0.1)
         return output
+
+
+class Teacher(nn.Module):
+    """A student, and a frozen teacher that follows it in each forward: in its own memory, or in new memory."""
+
+    def __init__(self, in_new_memory: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Linear(192, 32), nn.BatchNorm1d(32)) for _ in range(2))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.last, self.in_new_memory = nn.Linear(32, 2), in_new_memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        with torch.no_grad():
+            for ours, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self.in_new_memory:
+                    ours.data = 0.9 * ours.data + 0.1 * theirs.data
+                else:
+                    ours.mul_(0.9).add_(theirs, alpha=0.1)
+            goal = self.teacher(x)
+        features = self.student(x)
+        output: torch.Tensor = self.last(features + 0.3 * (goal - features))
+        return output
+
+
+class Scaled(nn.Module):
+    """A loss in units of its own running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(1.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_models import Remembering, conv_net
+from gpu_models import Remembering, Scaled, Teacher, conv_net
 from torch import nn
 
 from paceline import Trainer
@@ -29,8 +29,9 @@ class Images(torch.utils.data.TensorDataset):
 
 def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **changed: Any) -> Any:
     options: dict[str, Any] = {"num_epochs": 2, **changed}
+    options.setdefault("loss_fn", nn.functional.cross_entropy)
     return Trainer(
-        model_fn, dataset_fn, loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=8, lanes=4,
+        model_fn, dataset_fn, metrics=["accuracy"], batch_size=8, lanes=4,
         optimizer={"name": "adamw", "lr": 1e-2}, clip_norm=1.0, device="cuda", procs=procs, ema=0.9,
         **options,
     ).start()  # fmt: skip
@@ -48,6 +49,12 @@ def test_the_hash_is_the_same_twice_and_on_1_2_and_4_ranks_that_share_the_gpu(pr
 
 def test_layers_that_read_what_they_keep_give_the_hash_on_any_number_of_ranks() -> None:
     results = [start(1, Remembering, backend="nccl"), *(start(n, Remembering, backend="gloo") for n in (2, 4))]
+    assert len({(result.weights_sha256, result.ema_sha256) for result in results}) == 1
+
+
+def test_a_teacher_and_a_loss_with_a_buffer_give_the_hash_on_any_number_of_ranks() -> None:
+    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": Scaled()}
+    results = [start(1, backend="nccl", **options), *(start(n, backend="gloo", **options) for n in (2, 4))]
     assert len({(result.weights_sha256, result.ema_sha256) for result in results}) == 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_models import Remembering, conv_net
+from gpu_models import Remembering, Scaled, Teacher, conv_net
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -107,6 +107,21 @@ def test_lanes_begin_with_the_buffers_of_the_steps_beginning_in_graphs_too(start
     replayed, eager = start(model_fn=Remembering), start(model_fn=Remembering, step_mode="eager")
     assert all_of(replayed) == all_of(eager)
     assert warnings_of(replayed) == []
+
+
+def test_a_teacher_that_follows_in_forward_and_a_loss_with_a_buffer_are_recorded(start: Start) -> None:
+    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": Scaled()}
+    replayed, eager = start(**options), start(**options, step_mode="eager")
+    assert all_of(replayed) == all_of(eager)
+    assert warnings_of(replayed) == []
+
+
+def test_a_teacher_in_new_memory_after_each_forward_is_not_recorded(start: Start) -> None:
+    options: dict[str, Any] = {"model_fn": Teacher, "model_args": {"in_new_memory": True}}
+    first, eager = start(**options), start(**options, step_mode="eager")
+    assert all_of(first) == all_of(eager)
+    [warning] = warnings_of(first)
+    assert warning.startswith(f"{NOT_A_GRAPH}the model changes teacher.0.weight on the host")
 
 
 def test_rows_on_the_device_and_a_dataloader_give_the_same_bits(start: Start) -> None:

@@ -46,9 +46,9 @@ def test_it_is_refused_with_its_place_where_it_would_break_a_promise() -> None:
 
 
 def test_it_is_refused_where_ranks_have_several_lanes() -> None:
-    """In the last step, of one sample, rank 0 has a lane and rank 1 none: it would wait for ever."""
+    """The last step has six samples in three lanes: two for rank 0, which would wait for rank 1 in the second."""
     with pytest.raises(RankFailed, match=r"lanes=4 but .* calls allgather .*one lane for each of 2 ranks; leave lanes"):
-        start(lanes=4, exact=False)
+        start(lanes=4, exact=False, dataset_fn=lambda: Images(30))
 
 
 def test_it_is_taken_where_all_ranks_meet_and_the_short_step_is_told() -> None:

@@ -154,7 +154,7 @@ def test_what_a_model_changes_on_the_host_is_named_and_put_back(change: Callable
 def test_memory_that_a_model_replaces_is_named_and_put_back() -> None:
     """A replay would read the old memory and write to the new: `p.data = m * p.data + (1 - m) * q.data`."""
     model, loss = Keeping(), nn.BatchNorm1d(2)
-    host = HostState(model, loss, nn.functional.cross_entropy)
+    host = HostState(model, loss)
     weight, kept = model.net[0].weight, model.net[0].weight.data
     weight.data = 0.5 * weight.data
     assert host.first_change() == "net.0.weight"
@@ -163,7 +163,8 @@ def test_memory_that_a_model_replaces_is_named_and_put_back() -> None:
     assert weight.data_ptr() == kept.data_ptr()
     assert host.first_change() is None
     loss.momentum = 0.3
-    assert host.first_change() == "momentum"
+    assert host.first_change() == "loss_fn.momentum"
+    assert HostState(model, nn.functional.cross_entropy).first_change() is None
 
 
 def test_values_that_are_set_again_and_tensors_that_change_in_place_are_no_change() -> None:
@@ -495,7 +496,7 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     clock = DeviceClock(is_alone=True)
     work, world = Work(clock, device), World(0, 0, 1, torch.device("cuda", 0), "nccl")
     graph = StepGraph(
-        work, [nn.Linear(1, 1)], make_config(batch_size=BATCH), world, clock,
+        work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
         full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, say=said.append,
     )  # fmt: skip
 
