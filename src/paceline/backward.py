@@ -106,7 +106,7 @@ class Backward:
         for name, parameter, version in versions:
             if parameter._version != version:
                 raise ConfigError(
-                    f"{name} is frozen and forward changed it in step {lane.step + 1} but not in its trial before the "
+                    f"{name} is frozen and forward changed it in step {lane.step + 1} but not in the pass before the "
                     "first step; make it a buffer (register_buffer), which may change at any time"
                 )
         if lane.samples:

@@ -23,9 +23,9 @@ from paceline.data.loader import Dealt
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
+from paceline.probe import copy_of
 from paceline.randomness import seed_generators
 from paceline.replica import run_model
-from paceline.trial import copy_of
 from paceline.world import World
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -185,7 +185,8 @@ class Loop:
             self.events.write("digests", step=fit.step, digests=digests)
         if fit.step % plan.check_replicas_every == 0 or fit.step == 1 or turn.ends_run:
             check_frozen(self.frozen, self.world)
-            self.stepper.replica.share_buffers()  # a frozen parameter that moves is rank 0's
+            if self.stepper.replica.forward_state.moving:  # in each lane by itself; rank 0's are the ones that count
+                self.stepper.replica.share_buffers()
             check_replicas(self.stepper.replica.module, self.world, fit.step)
         reason, is_time, is_busy = self.exchange.end()
         fit.owes_evaluation = turn.ends_epoch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from paceline.buffers import Buffers
+from paceline.buffers import Buffers, Name
 from paceline.config import Config
 from paceline.data.feed import Feed, tensors_in
 from paceline.data.sources import is_stream
@@ -57,6 +57,11 @@ class Replica(DistributedDataParallel):
         if self.on_buffers is not None:
             self.on_buffers(False)
 
+    def adopt(self, moving: Iterable[Name]) -> None:
+        """Treat these frozen parameters as buffers. All ranks, with the same ones."""
+        self.forward_state.adopt(moving)
+        self._assign_modules_buffers()  # or DDP would find nothing to send where the model has no buffer
+
     def _assign_modules_buffers(self) -> None:
         """DDP's: what `_sync_buffers` sends."""
         super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
@@ -88,6 +93,10 @@ class Single:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
+
+    def adopt(self, moving: Iterable[Name]) -> None:
+        """Treat these frozen parameters as buffers."""
+        self.forward_state.adopt(moving)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing would be synchronised anyway."""

@@ -20,9 +20,9 @@ from paceline.graph import StepGraph
 from paceline.guard import Guard, found_bad
 from paceline.metrics import number_on
 from paceline.optim import can_skip, lrs_of, set_lr
+from paceline.probe import probe_forward, uneven_warning
 from paceline.randomness import seed_generators
 from paceline.replica import Replica, Single
-from paceline.trial import try_forward, uneven_warning
 from paceline.world import World
 from paceline.zero import Sharding
 
@@ -83,7 +83,7 @@ class Stepper:
                 full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
                 say=say,
             )  # fmt: skip
-        self.say, self._is_tried = say, False
+        self.say, self._is_probed = say, False
 
     def counters(self) -> dict[str, float]:
         """What steps depend on beside weights, optimizer and averages, as plain numbers."""
@@ -111,18 +111,18 @@ class Stepper:
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
         self.lr = self.base_lrs[0] * factor
         inputs = [self.feed.inputs(lane, turn.epoch) for lane in turn.lanes]
-        if not self._is_tried:
-            self._try(inputs[0])
+        if not self._is_probed:
+            self._probe(inputs[0])
         self.clock.enter(FORWARD)
         replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
         return replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly)
 
-    def _try(self, inputs: Inputs) -> None:
+    def _probe(self, inputs: Inputs) -> None:
         """Find out, before the first step, what a forward pass changes and sends. All ranks."""
-        self._is_tried, lanes = True, self.lanes_per_rank * self.world.size
-        seed_generators(self.config.seed, "trial")
-        found = try_forward(self.replica.module, self.config, self.feed.batch(inputs), lanes, self.world)
-        self.replica.forward_state.adopt(found.moving)
+        self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
+        seed_generators(self.config.seed, "probe")
+        found = probe_forward(self.replica.module, self.config, self.feed.batch(inputs), lanes, self.world)
+        self.replica.adopt(found.moving)
         if found.collective is not None and lanes > 1 and not self.config.sync_batchnorm:
             warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.config, lanes)
             if warning is not None:

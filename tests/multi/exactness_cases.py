@@ -206,6 +206,20 @@ class Teacher(nn.Module):
         return output
 
 
+class Centred(nn.Module):
+    """Its only state is a frozen parameter that follows what a lane sees; there is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre, self.last = nn.Parameter(torch.zeros(36), requires_grad=False), nn.Linear(36, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(x.flatten(1) - self.centre)
+        with torch.no_grad():
+            self.centre.lerp_(x.flatten(1).mean(0), 0.1)
+        return output
+
+
 class Scaled(nn.Module):
     """A loss in units of its own running mean."""
 
@@ -286,6 +300,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen parameters that forward moves, summed after backward": {
         "model_fn": Teacher, "dataset_fn": Uneven, "find_unused_parameters": True,
     },
+    "a frozen parameter that forward moves, and no buffer": {"model_fn": Centred},
     "a loss with a buffer": {"loss_fn": Scaled(), "dataset_fn": lambda: NotFinite(ODD)},
     "a single buffer with odd strides": {"model_fn": Positions},
     "recurrence and attention": {"model_fn": Sequences, "optimizer": ADAMW, "clip_norm": 0.5},

@@ -54,7 +54,7 @@ LAYERS = [
     ["past"],
     ["loop", "own_loop", "scaler"],
     ["evaluate", "step"],
-    ["backward", "trial"],
+    ["backward", "probe"],
     ["graph", "guard", "reduce", "replica"],
     ["data.feed"],
     ["data.stream_loader"],

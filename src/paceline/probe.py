@@ -60,13 +60,13 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def try_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, world: World) -> Findings:
+def probe_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, world: World) -> Findings:
     """What all ranks together have found; a ConfigError if lanes cannot keep it. All ranks."""
     is_allowed = _may_send(config, lanes, world)
     copies = copy_of((model, config.loss_fn, batch))
     mine = Findings()
     if all(world.gather_objects(copies is not None)):
-        mine = _try(copies, config, is_allowed, world.device)
+        mine = _probe(copies, config, is_allowed, world.device)
     found = _united(world.gather_objects(mine))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # of the copies
@@ -116,7 +116,7 @@ def _refusal(collective: str, config: Config, lanes: int, world: World) -> str:
     )
 
 
-def _try(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device: torch.device) -> Findings:
+def _probe(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device: torch.device) -> Findings:
     """What this rank finds. An error is left to the first step, unless other ranks may wait in a collective."""
     model, loss_fn, batch = copies
     _shift(model)
@@ -126,7 +126,7 @@ def _try(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device:
     with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
         try:
             with autocast(config.precision, device):
-                seed_generators(config.seed, "trial")
+                seed_generators(config.seed, "probe")
                 output, target = run_model(model, batch)
                 has_hidden_state = _has_hidden_state(loss_fn, output, target, config)
         except CollectiveFound as error:
@@ -160,7 +160,7 @@ def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, con
     before.take(holder.live())
     for _ in range(2):
         before.put_back(holder.live())
-        seed_generators(config.seed, "trial")
+        seed_generators(config.seed, "probe")
         values.append(loss_fn(*(map_tensors(tree, _cloned) for tree in (output, target))))
     first, second = ([number.detach().double() for number in map(torch.as_tensor, _numbers(each))] for each in values)
     near = 0.0 if config.exact else NEAR

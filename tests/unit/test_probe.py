@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from paceline.config import Config
 from paceline.digest import sha256_of
 from paceline.errors import ConfigError
-from paceline.trial import Findings, try_forward, uneven_warning
+from paceline.probe import Findings, probe_forward, uneven_warning
 from paceline.world import World
 
 MakeConfig = Callable[..., Config]
@@ -71,19 +71,19 @@ def test_frozen_parameters_that_move_are_found_and_the_model_is_left_as_it_is(
 ) -> None:
     model = Teacher(follow)
     before = sha256_of(model.state_dict())
-    found = try_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE)
+    found = probe_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE)
     assert found.moving == {("teacher", "weight"), ("teacher", "bias")}
     assert sha256_of(model.state_dict()) == before
 
 
 def test_an_error_is_left_to_the_first_step(make_config: MakeConfig) -> None:
-    assert try_forward(nn.Linear(5, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+    assert probe_forward(nn.Linear(5, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
 
 
 def test_what_cannot_be_copied_is_not_tried(make_config: MakeConfig) -> None:
     model = nn.Linear(3, 2)
     model.lane = (part for part in "not to be copied")
-    assert try_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+    assert probe_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_loss_that_keeps_something_where_it_cannot_be_copied_is_refused(
 ) -> None:
     config = make_config(loss_fn=make_loss(), exact=exact)
     with pytest.raises(ConfigError, match=r"loss_fn gives another value .*; make it a torch.nn.Module and the state a"):
-        try_forward(nn.Linear(3, 2), config, batch(), 1, HERE)
+        probe_forward(nn.Linear(3, 2), config, batch(), 1, HERE)
 
 
 class Running(nn.Module):
@@ -163,7 +163,7 @@ def writing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("loss", [Running(), Noting(), with_noise, writing, nn.CrossEntropyLoss(torch.ones(2))])
 def test_other_losses_are_taken_and_left_as_they_are(make_config: MakeConfig, loss: Any) -> None:
     given = batch()
-    assert try_forward(nn.Linear(3, 2), make_config(loss_fn=loss), given, 2, HERE) == Findings()
+    assert probe_forward(nn.Linear(3, 2), make_config(loss_fn=loss), given, 2, HERE) == Findings()
     assert all(torch.equal(left, right) for left, right in zip(given, batch(), strict=True))
     assert getattr(loss, "mean", 1.0) == 1.0
     assert getattr(loss, "calls", 0) == 0
