@@ -16,7 +16,7 @@ from paceline.errors import DataError
 from paceline.evaluate import Evaluator
 from paceline.progress import Progress
 from paceline.randomness import seed_generators
-from paceline.replica import make_model, place, settle_layout
+from paceline.replica import make_model, place, place_loss, settle_layout
 from paceline.run_folder import RunFolder, write_json
 from paceline.telemetry.events import Events
 from paceline.world import World
@@ -67,6 +67,7 @@ def _apply(
     config = settle_layout(config, model, feed, world)
     feed.by_channels = config.channels_last is True
     model = place(model, config, world.device)
+    config = config.model_copy(update={"loss_fn": place_loss(config.loss_fn, world.device)})
     method: Any = getattr(Evaluator(feed, config, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
     events.write("run_finished")

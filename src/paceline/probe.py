@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +161,7 @@ def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, con
     for _ in range(2):
         before.put_back(holder.live())
         seed_generators(config.seed, "probe")
-        values.append(loss_fn(*(map_tensors(tree, _cloned) for tree in (output, target))))
+        values.append(loss_fn(_cloned(output), _cloned(target)))
     first, second = ([number.detach().double() for number in map(torch.as_tensor, _numbers(each))] for each in values)
     near = 0.0 if config.exact else NEAR
     return not all(
@@ -173,9 +173,11 @@ def _numbers(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A loss may write to what it is given. A parameter stays one: some losses compute the last layer by themselves."""
-    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone()
+def _cloned(tree: Any) -> Any:
+    """A copy, because a loss may write to what it is given; parameters and mappings of a library's own stay."""
+    if isinstance(tree, Mapping) and type(tree) is not dict:
+        return tree
+    return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())
 
 
 def _united(of_ranks: list[Findings]) -> Findings:

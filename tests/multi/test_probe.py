@@ -51,7 +51,7 @@ def test_it_is_refused_where_ranks_have_several_lanes() -> None:
         start(lanes=4, exact=False, dataset_fn=lambda: Images(30))
 
 
-def test_it_is_taken_where_all_ranks_meet_and_the_short_step_is_told() -> None:
+def test_it_is_taken_where_all_ranks_meet_and_the_short_step_is_reported() -> None:
     result = start(exact=False)
     events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     [warning] = [event["text"] for event in events if event["event"] == "warning"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -143,7 +144,7 @@ class Running(nn.Module):
 
 
 class Noting:
-    """Keeps a part of the loss for somebody to look at."""
+    """Keeps a part of the loss, as for a log."""
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.last = output.abs().mean().item()
@@ -169,14 +170,33 @@ def test_other_losses_are_taken_and_left_as_they_are(make_config: MakeConfig, lo
     assert getattr(loss, "calls", 0) == 0
 
 
+class Answer(OrderedDict[str, torch.Tensor]):
+    """What models of a library return: a mapping with attributes."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self["logits"]
+
+
+def test_a_loss_may_take_what_only_its_library_makes(make_config: MakeConfig) -> None:
+    class Answering(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Answer(logits=super().forward(x))
+
+    counting = Counting()
+    config = make_config(loss_fn=lambda output, target: counting(output.logits, target))
+    with pytest.raises(ConfigError, match="loss_fn gives another value"):
+        probe_forward(Answering(3, 2), config, batch(), 2, HERE)
+
+
 # --- collectives ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("samples", "is_told"), [(24, False), (25, True), (23, True), (None, True)])
-def test_a_short_last_step_is_told_where_there_is_one(
-    make_config: MakeConfig, samples: int | None, is_told: bool
+@pytest.mark.parametrize(("samples", "is_reported"), [(24, False), (25, True), (23, True), (None, True)])
+def test_a_short_last_step_is_reported_where_there_is_one(
+    make_config: MakeConfig, samples: int | None, is_reported: bool
 ) -> None:
     text = uneven_warning("allgather (net.py:3)", samples, make_config(batch_size=3), 4)
-    assert (text is not None) is is_told
+    assert (text is not None) is is_reported
     assert text is None or "calls allgather (net.py:3)" in text
     assert text is None or "a number of samples that 12 divides" in text
