@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,6 +16,8 @@ from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
 from paceline.words import outcome_text
 
+RETRY_S = 0.001  # between attempts to lock a file while other processes ask whether it is locked
+PATIENCE_S = 5.0  # with them
 
 class RunFolder:
     """The folder that holds everything about one run."""
@@ -81,16 +84,16 @@ class RunFolder:
             yield
 
     def is_locked(self) -> bool:
-        """Whether a process is training this run now."""
-        if not self.lock.exists():
+        """Whether a process is training this run now. Asking takes a shared lock, which no start fails on."""
+        try:
+            with self.lock.open() as file:
+                return not _lock(file, fcntl.LOCK_SH)
+        except FileNotFoundError:
             return False
-        # A folder that cannot be written to is asked as well as its file system allows.
-        with self.lock.open("a" if os.access(self.lock, os.W_OK) else "r") as file:
-            return not _take_lock(file)
 
     def _open_lock(self) -> IO[str]:
         try:
-            return self.lock.open("w")
+            return self.lock.open("a+")  # NFS wants reading for a shared lock and writing for an exclusive one
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written to: {error.strerror}; go on with a copy of it, or begin a new run from "
@@ -191,9 +194,24 @@ def new_folder(wanted: Path | None, parent: Path) -> Path:
 
 
 def _take_lock(file: IO[str]) -> bool:
-    """Lock an open file until it is closed; False if another process has locked it."""
+    """Lock an open file exclusively until it is closed; False if another process has done so.
+
+    Processes that ask hold a shared lock for a moment. While this one can get a shared lock, too, nothing else is in
+    the way, and it tries again.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not _lock(file, fcntl.LOCK_EX):
+        if not _lock(file, fcntl.LOCK_SH) or time.monotonic() > deadline:
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(RETRY_S)
+    return True
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Lock an open file; False if the lock of another process forbids it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,36 @@ def test_a_run_whose_process_was_killed_can_go_on(make_config: MakeConfig) -> No
         process.kill()
         process.wait(20)
     assert not folder.is_locked()
+
+
+ASKING = """
+import sys, threading
+from pathlib import Path
+from paceline.run_folder import RunFolder
+
+folder, ended = RunFolder(Path(sys.argv[1])), threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+print("up", flush=True)
+print(sum(folder.is_locked() for _ in range(3000)), flush=True)
+while not ended.is_set():
+    folder.is_locked()
+"""
+
+
+def test_processes_that_ask_disturb_neither_each_other_nor_a_start(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    with folder.locked():
+        pass  # from now on there is a file to ask
+    command = [sys.executable, "-c", ASKING, str(folder.path)]
+    with ExitStack() as stack:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        asking = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for text in ("up\n", "0\n"):  # both ask at once, and neither finds the run locked
+            assert [process.stdout.readline() for process in asking if process.stdout is not None] == [text, text]
+        for _ in range(2000):
+            with folder.locked():
+                pass
+    assert [process.returncode for process in asking] == [0, 0]
 
 
 def test_a_child_of_the_training_process_does_not_keep_the_run_locked(make_config: MakeConfig) -> None:
