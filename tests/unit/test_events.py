@@ -170,6 +170,21 @@ def test_a_full_disk_while_rewinding_leaves_the_file_as_it_was(path: Path, open_
     assert path.read_bytes() == before
 
 
+def test_events_that_are_held_leave_the_file_as_it_is_until_they_are_released(path: Path, open_events: Open) -> None:
+    open_events().write("before")
+    held = Events(path, is_held=True)
+    held.write("run_started")
+    held.write_sometimes("progress")
+    assert held.is_held
+    assert [event["event"] for event in read(path)] == ["before"]
+    rewind(path, 3)  # the file is another one now
+    held.release()
+    held.write("after")
+    held.close()
+    assert not held.is_held
+    assert [event["event"] for event in read(path)] == ["before", "run_started", "progress", "after"]
+
+
 # --- rewinding --------------------------------------------------------------------------------------------------------
 
 

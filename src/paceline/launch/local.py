@@ -27,6 +27,7 @@ from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS, handled, heeded
 from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
+from paceline.telemetry.tail import NO_FILE, identity_of
 from paceline.telemetry.trackers import tracking
 from paceline.worker import train
 from paceline.world import pick_backend, pick_device
@@ -82,12 +83,14 @@ def laid_out(packed: Job, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def failure_told(folder: RunFolder) -> Iterator[None]:
-    """Write down that the run has failed, if it does so inside: for whoever watches it from elsewhere."""
+    """Write an event if the run fails inside; not if it was refused before it changed the folder of an earlier one."""
+    before = identity_of(folder.events)
     try:
         yield
     except RankFailed as error:
-        with closing(Events(folder.events)) as events:
-            events.write("run_failed", text=str(error))
+        if identity_of(folder.events) != before or before == NO_FILE:
+            with closing(Events(folder.events)) as events:
+                events.write("run_failed", text=str(error))
         raise
 
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,53 @@ REPEATED = ("step", "epoch", "digests")  # what a run says again when it goes on
 
 
 class Events:
-    """The writer. Ranks other than 0 hold one without a file, so that nobody branches on the rank."""
+    """The writer. Ranks other than 0 have one without a file, so that no code branches on the rank.
 
-    def __init__(self, path: Path | None) -> None:
+    With `is_held` the file is not touched until `release`: a run that is resumed may still be refused.
+    """
+
+    def __init__(self, path: Path | None, *, is_held: bool = False) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0) if path is not None else None
+        self._file: FileIO | None = None
         self._last: dict[str, float] = {}
-        # The last line of a killed writer may have no end.
-        self._waiting = b"" if path is None or _ends_whole(path) else b"\n"
+        self._waiting = b""
+        if not is_held:
+            self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all events wait until they are released."""
+        return self._path is not None and self._file is None
+
+    def release(self) -> None:
+        """Open the file, and write what has waited for that."""
+        if self._path is None:
+            return
+        self._file = self._path.open("ab", buffering=0)
+        held = self._waiting
+        self._waiting = b"" if _ends_whole(self._path) else b"\n"  # the last line of a killed writer may have no end
+        if held:
+            self._add(held)
 
     def write(self, event: str, **fields: Any) -> None:
         """Add one event, at once. While the disk is full, events wait; the run does not."""
-        if self._file is None:
-            return
-        self._follow_path()
-        line = _line(event, fields)
-        if len(self._waiting) + len(line) <= WAITING_LIMIT:
-            self._waiting += line
-        with suppress(OSError):
-            written = self._file.write(self._waiting)
-            self._waiting = self._waiting[written:]
+        if self._path is not None:
+            self._add(_line(event, fields))
+
+    def _add(self, lines: bytes) -> None:
+        if self._file is not None:
+            self._follow_path()
+        if len(self._waiting) + len(lines) <= WAITING_LIMIT:
+            self._waiting += lines
+        if self._file is not None:
+            with suppress(OSError):
+                written = self._file.write(self._waiting)
+                self._waiting = self._waiting[written:]
 
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
         """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
         now = time.monotonic()
-        if self._file is not None and now - self._last.get(event, 0.0) >= every_s:
+        if self._path is not None and now - self._last.get(event, 0.0) >= every_s:
             self._last[event] = now
             self.write(event, **fields)
 
