@@ -19,6 +19,7 @@ from paceline.words import outcome_text
 RETRY_S = 0.001  # between attempts to lock a file while other processes ask whether it is locked
 PATIENCE_S = 5.0  # with them
 
+
 class RunFolder:
     """The folder that holds everything about one run."""
 
@@ -51,7 +52,7 @@ class RunFolder:
         """A new run folder with the config in it: exactly `run_dir`, or `runs/<name>/<date-time>` of its own."""
         folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
         folder.logs.mkdir(exist_ok=True)
-        if folder.config.exists():
+        if folder.config.exists() or folder.has_checkpoints():
             go_on = "" if config.train_fn is not None else "go on with it by --resume auto, "
             raise ConfigError(
                 f"run_dir={config.run_dir} already holds a run; {go_on}choose another folder or remove it"
@@ -67,6 +68,17 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether this is the folder of a run, even if only one that was submitted."""
         return self.config.exists() or self.slurm.exists()
+
+    def has_checkpoints(self) -> bool:
+        """Whether checkpoints have been saved here, valid or not."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def has_result(self) -> bool:
+        """Whether the run has finished and left a result that can be read."""
+        try:
+            return isinstance(json.loads(self.result.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            return False
 
     def forget_last_life(self) -> None:
         """Remove what the ranks wrote about how they ended, before they start again."""
@@ -150,27 +162,42 @@ def opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, and that is seen whole or not at all."""
-    partial = _partial_of(path)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    partial.replace(path)
+    _write(path, content, 0o600)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], *, is_lasting: bool = True) -> None:
     """Write a JSON file that is seen whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    _write(path, (json.dumps(content, indent=2) + "\n").encode(), is_lasting=is_lasting)
 
 
 def write_text(path: Path, content: str) -> None:
     """Write a text file that is seen whole or not at all."""
-    partial = _partial_of(path)
-    partial.write_text(content, encoding="utf-8")
+    _write(path, content.encode())
+
+
+def _write(path: Path, content: bytes, mode: int = 0o666, *, is_lasting: bool = True) -> None:
+    """Write a file and give it its name; a lasting one survives a machine that loses power at any moment.
+
+    Its folder must exist: one that was moved away is looked for, not created again.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(content)
+        if is_lasting:  # or the name could reach the disk before the content, and stand for an empty file
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
+    if is_lasting:
+        sync_folder(path.parent)
 
 
-def _partial_of(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved the folder away meanwhile
-    return path.with_name(f".{path.name}.{os.getpid()}")
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def newest_below(top: Path) -> Path | None:

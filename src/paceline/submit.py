@@ -94,8 +94,8 @@ def submit(text: str, folder: RunFolder) -> str:
     """Hand a batch script to Slurm; the number of the job."""
     if (job := job_of(folder)) is not None and (state := state_of(job)).startswith(ALIVE):
         raise ConfigError(f"{folder.path} is job {job} already, {state}; cancel it first, or choose another run_dir")
+    folder.logs.mkdir(parents=True, exist_ok=True)
     write_text(folder.job_script, text)
-    folder.logs.mkdir(exist_ok=True)
     job = _slurm("sbatch", "--parsable", str(folder.job_script)).partition(";")[0].strip()
     write_json(folder.slurm, {"job": job})
     return job

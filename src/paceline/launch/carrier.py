@@ -19,6 +19,7 @@ from paceline.launch import ranks as processes
 from paceline.launch.ranks import Ranks
 from paceline.launch.restarts import Restarts
 from paceline.nursery import LOOK_S, Birth
+from paceline.relocation import loss_of
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
 
@@ -101,7 +102,8 @@ def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
 
 def is_worth_another_try(folder: RunFolder, first: Failure) -> bool:
     """Whether a failure may not come again; how often is counted by others."""
-    return not folder.hang.exists() and Restarts(1).allow(first, Store(folder.checkpoints).newest_step())
+    saved = Store(folder.checkpoints).newest_step()
+    return loss_of(folder, saved) is None and not folder.hang.exists() and Restarts(1).allow(first, saved)
 
 
 # --- requests to stop ----------------------------------------------------------------------------------------------

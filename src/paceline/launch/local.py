@@ -22,6 +22,7 @@ from paceline.launch.environment import chosen_threads
 from paceline.launch.restarts import Restarts
 from paceline.launch.site import Here, Meeting, Ranks, Site
 from paceline.nursery import LOOK_S, Birth
+from paceline.relocation import FolderKeeper, loss_of
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS, handled, heeded
@@ -55,9 +56,9 @@ def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
     pick_backend(config.backend, pick_device(config.device, 0), site.shares_of(ranks))
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
-    with opened(config, past.run_dir) as folder:
+    with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
         with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
-            _run_to_end(config, site, folder, began, is_managed=task is train and config.train_fn is None)
+            _run_to_end(config, site, folder, keeper, began, is_managed=task is train and config.train_fn is None)
         return result.collect(folder)
 
 
@@ -94,7 +95,9 @@ def failure_told(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, is_managed: bool) -> None:
+def _run_to_end(
+    config: Config, site: Site, folder: RunFolder, keeper: FolderKeeper, began: float, *, is_managed: bool
+) -> None:
     """Start the ranks, and start them again from the last checkpoint as often as the config allows.
 
     The managed loop is asked to save and stop; anything else is ended by a signal at once.
@@ -115,7 +118,10 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, *, 
             break
         if story := hang.explain(folder, ranks, config.hang_timeout_s):
             raise RankFailed(story)
+        keeper.look()
         saved = store.newest_step()
+        if loss := loss_of(folder, saved):
+            raise RankFailed(f"{first.describe()}\n{loss}")
         if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise RankFailed(first.describe())
         news = (

@@ -6,6 +6,7 @@ Trackers add a warning if they must.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -75,16 +76,15 @@ class Events:
             self._file.close()
 
     def _follow_path(self) -> None:
-        """If somebody has moved the run folder away, go on where it was."""
+        """Write to the file that has the path now: the old one may have been deleted with the run folder."""
         assert self._path is not None
         assert self._file is not None
-        if not self._path.exists():
-            with suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                vanished, self._file = self._file, self._path.open("ab", buffering=0)
-                vanished.close()
-                text = f"{self._path.parent} has vanished; the run goes on in a new folder of that name"
-                self._waiting += _line("warning", {"text": text})
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        with suppress(OSError):  # while a folder that was moved is not in its place, its file is the right one
+            old, self._file = self._file, self._path.open("ab", buffering=0)
+            old.close()
 
 
 def _line(event: str, fields: dict[str, Any]) -> bytes:
