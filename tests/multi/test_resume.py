@@ -168,8 +168,12 @@ def test_a_stop_while_samples_are_ranked_loses_nothing(undisturbed: dict) -> Non
     assert result.weights_sha256 != undisturbed["weights"]
 
 
-def test_lanes_and_threads_stay_those_of_the_first_launch() -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_lanes_and_threads_stay_those_of_the_first_launch(is_damaged: bool) -> None:
+    """Also where a machine that lost power has left empty files: the checkpoint holds them, too."""
     start(lanes=None, threads=None, procs=2, num_epochs=1)
+    for name in ("config.yaml", "result.json") if is_damaged else ():
+        Path("run", name).write_text("")
     result = start(lanes=None, threads=None, procs=1, resume="auto", num_epochs=2)
     assert (result.lanes, result.world_size) == (2, 1)
     with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=2"):
