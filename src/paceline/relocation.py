@@ -27,6 +27,7 @@ class FolderKeeper:
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self._folder, self._config = folder, config
         self._handle = _open(folder.path)
+        self._has_config = folder.config.exists()  # a run that is resumed may have lost it before
         self._locks = ExitStack()  # of folders that were created here
         self._is_looking = threading.Lock()
         self._ended = threading.Event()
@@ -50,10 +51,11 @@ class FolderKeeper:
         with self._is_looking, suppress(OSError):  # a disk that cannot be used now is tried again
             if not _leads_to(folder.path, self._handle):
                 text = self._follow()
-            elif not folder.config.exists():
+            elif self._has_config and not folder.config.exists():
                 self._complete()
                 text = f"{folder.config} was deleted; it was written again"
             else:
+                self._has_config = folder.config.exists()
                 return
             with closing(Events(folder.events)) as events:
                 events.write("warning", text=text)

@@ -102,6 +102,17 @@ def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, Folde
         assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
 
 
+def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: MakeConfig) -> None:
+    """They may still refuse to resume the run."""
+    config = make_config(run_dir="run")
+    folder = RunFolder.create(config)
+    folder.config.unlink()
+    with opened(config, folder.path), FolderKeeper(folder, config) as keeper:
+        keeper.look()
+    assert not folder.config.exists()
+    assert not folder.events.exists()
+
+
 def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
     held: tuple[RunFolder, FolderKeeper], tmp_path: Path
 ) -> None:
