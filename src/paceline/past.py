@@ -24,22 +24,20 @@ class Found:
 
     path: Path
     manifest: Manifest
-    damaged: list[str]  # what was wrong with newer ones
+    damaged: list[tuple[Path, str]]  # newer ones, and why they cannot be used
     state: State
 
 
 def find_past(config: Config, folder: RunFolder, world: World, progress: Progress) -> Found | None:
-    """The newest valid checkpoint of the run, or the one that `resume` names, read. All ranks."""
+    """The newest valid checkpoint of the run, or the one that `resume` names, read. Changes nothing. All ranks."""
     progress.phase = "reading the checkpoint"
-    store, damaged = Store(folder.checkpoints), list[str]()
 
-    def choose() -> tuple[Path, Manifest, list[str]] | None:
-        store.clean()
+    def choose() -> tuple[Path, Manifest, list[tuple[Path, str]]] | None:
+        damaged: list[tuple[Path, str]] = []
         named = checkpoint_in(config.resume)
-        found = store.newest_valid(damaged.append)
+        found = Store(folder.checkpoints).newest_valid(lambda path, reason: damaged.append((path, reason)))
         if found is None and named is not None:
             found = named, verify(named)
-        rewind(folder.events, found[1].step if found is not None else -1)
         return (*found, damaged) if found is not None else None
 
     chosen = world.decide(choose)
@@ -47,10 +45,8 @@ def find_past(config: Config, folder: RunFolder, world: World, progress: Progres
 
 
 def tell_past(past: Found, identity: dict[str, Any], world: World, events: Events) -> None:
-    """Check that the checkpoint belongs to this config, and say what goes on. All ranks."""
+    """Check that the checkpoint belongs to this config, and write an event about it. All ranks."""
     changes = world.decide(lambda: check_fit(past.manifest.identity, identity, past.path))
-    for text in past.damaged:
-        events.write("warning", text=text)
     events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
 
 
@@ -69,3 +65,21 @@ def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
     counters = past.state.rest["counters"]
     stepper.set_counters(counters["stepper"])
     return Fit.from_dict(counters["loop"])
+
+
+def take_up(past: Found | None, config: Config, folder: RunFolder, world: World, events: Events) -> None:
+    """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
+    world.gather_objects(None)  # or rank 0 could begin while another one refuses
+
+    def begin() -> None:
+        store = Store(folder.checkpoints)
+        store.clean()
+        folder.reopen(config)
+        if events.is_held:
+            rewind(folder.events, past.manifest.step if past is not None else -1)
+            events.release()
+        for path, reason in past.damaged if past is not None else []:
+            text = f"checkpoint {path.name} cannot be used: {reason}; it is now {store.set_aside(path).name}"
+            events.write("warning", text=text)
+
+    world.decide(begin)

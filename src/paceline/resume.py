@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from paceline.checkpoint.store import MANIFEST, Damaged, read_manifest
+from paceline.checkpoint.store import MANIFEST, Damaged, Store, read_manifest
 from paceline.config import Config, to_plain
 from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder
@@ -57,18 +58,19 @@ def find(config: Config) -> Past:
         return _named(Path(config.resume), config)
     if config.run_dir is not None:
         folder = RunFolder(config.run_dir.resolve())
-        if config.train_fn is not None and folder.result.exists():  # a second attempt would overwrite the result
+        if config.train_fn is not None and folder.has_result():  # a second attempt would overwrite the result
             raise ConfigError(
                 f"run_dir={config.run_dir} holds a finished run, and train_fn can only start from the beginning; "
                 "choose another folder or remove it"
             )
-        return _past_of(folder) if folder.config.exists() else Past()
+        return _past_of(folder) if _is_run(folder) else Past()
     if config.train_fn is not None:  # an earlier attempt has nothing to continue from
         return Past()
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:
         folder = RunFolder(path)
-        if folder.config.exists() and not folder.result.exists() and not folder.is_locked():
+        is_unfinished = _is_run(folder) and not folder.has_result() and not folder.is_locked()
+        if is_unfinished and _settled_in(folder) is not None:
             return _past_of(folder)
     return Past()
 
@@ -83,7 +85,7 @@ def _named(path: Path, config: Config) -> Past:
     if not path.exists():
         raise ConfigError(f"resume={path} does not exist; give a run folder, a checkpoint in it, auto or never")
     folder = RunFolder(path.resolve())
-    if folder.config.exists():
+    if _is_run(folder):
         if config.run_dir is not None and config.run_dir.resolve() != folder.path:
             raise ConfigError(f"resume={path} and run_dir={config.run_dir} are two folders; keep one of them")
         return _past_of(folder)
@@ -96,14 +98,30 @@ def _named(path: Path, config: Config) -> Past:
     return Past(settled=identity)
 
 
+def _is_run(folder: RunFolder) -> bool:
+    """Whether a run has begun here, even if its config is missing now."""
+    return folder.config.exists() or folder.has_checkpoints()
+
+
 def _past_of(folder: RunFolder) -> Past:
-    try:
+    settled = _settled_in(folder)
+    if settled is None:
+        raise ConfigError(
+            f"{folder.config} cannot be read, and no checkpoint says what it held; give another run folder"
+        )
+    return Past(folder.path, {key: settled.get(key) for key in ("lanes", "threads")})
+
+
+def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
+    """What the first launch has settled, by the config or by the newest checkpoint; None if neither can be read."""
+    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
         written = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        written = None
-    if not isinstance(written, dict):
-        raise ConfigError(f"{folder.config} cannot be read; give another run folder")
-    return Past(folder.path, {key: written.get(key) for key in ("lanes", "threads")})
+        if isinstance(written, dict):
+            return written
+    for path in Store(folder.checkpoints).paths():
+        with suppress(Damaged):
+            return read_manifest(path).identity
+    return None
 
 
 # --- identity ------------------------------------------------------------------------------------------------------

@@ -28,15 +28,16 @@ def is_of_full_disk(text: str) -> bool:
 
 
 def write_patiently(write: Callable[[], None], progress: Progress) -> None:
-    """Write something that must not be lost. While the disk is full, wait: somebody may make room."""
+    """Write something that must not be lost. Wait while the disk is full, or the run folder is not in its place."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             write()
         except Exception as error:
-            if not is_of_full_disk(str(error)) or time.monotonic() > deadline:
+            is_gone = isinstance(error, FileNotFoundError)  # the launcher puts it back
+            if not (is_gone or is_of_full_disk(str(error))) or time.monotonic() > deadline:
                 raise
-            progress.phase = "waiting for room on the disk"
+            progress.phase = "waiting for the run folder" if is_gone else "waiting for room on the disk"
             progress.batch = (progress.batch or 0) + 1  # this rank lives
             time.sleep(LOOK_S)
         else:

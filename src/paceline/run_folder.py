@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,6 +16,9 @@ from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
 from paceline.result_file import read_result
 from paceline.words import outcome_text
+
+RETRY_S = 0.001  # between attempts to lock a file while other processes ask whether it is locked
+PATIENCE_S = 5.0  # with them
 
 
 class RunFolder:
@@ -50,8 +54,8 @@ class RunFolder:
         """A new run folder with the config in it: exactly `run_dir`, or `runs/<name>/<date-time>` of its own."""
         folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
         folder.logs.mkdir(exist_ok=True)
-        if folder.config.exists():
-            is_final = config.train_fn is not None and folder.result.exists()
+        if folder.config.exists() or folder.has_checkpoints():
+            is_final = config.train_fn is not None and folder.has_result()
             again = "start it again" if config.train_fn is not None else "continue it"
             way_out = "" if is_final else f"{again} by --resume auto, "
             raise ConfigError(
@@ -69,6 +73,17 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether this is the folder of a run, even if only one that was submitted."""
         return self.config.exists() or self.slurm.exists()
+
+    def has_checkpoints(self) -> bool:
+        """Whether checkpoints have been saved here, valid or not."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def has_result(self) -> bool:
+        """Whether the run has finished and left a result that can be read."""
+        try:
+            return isinstance(json.loads(self.result.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            return False
 
     def forget_last_life(self) -> None:
         """Remove what the ranks wrote about how they ended, before they start again; hangs are kept.
@@ -102,16 +117,16 @@ class RunFolder:
             yield
 
     def is_locked(self) -> bool:
-        """Whether a process is training this run now."""
-        if not self.lock.exists():
+        """Whether a process is training this run now. Asking takes a shared lock, which no start fails on."""
+        try:
+            with self.lock.open() as file:
+                return not _lock(file, fcntl.LOCK_SH)
+        except FileNotFoundError:
             return False
-        # A folder that cannot be written to is asked as well as its file system allows.
-        with self.lock.open("a" if os.access(self.lock, os.W_OK) else "r") as file:
-            return not _take_lock(file)
 
     def _open_lock(self) -> IO[str]:
         try:
-            return self.lock.open("w")
+            return self.lock.open("a+")  # NFS wants reading for a shared lock and writing for an exclusive one
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written to: {error.strerror}; go on with a copy of it, or begin a new run from "
@@ -165,27 +180,42 @@ def opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, and that is seen whole or not at all."""
-    partial = _partial_of(path)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    partial.replace(path)
+    _write(path, content, 0o600)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], *, is_lasting: bool = True) -> None:
     """Write a JSON file that is seen whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    _write(path, (json.dumps(content, indent=2) + "\n").encode(), is_lasting=is_lasting)
 
 
 def write_text(path: Path, content: str) -> None:
     """Write a text file that is seen whole or not at all."""
-    partial = _partial_of(path)
-    partial.write_text(content, encoding="utf-8")
+    _write(path, content.encode())
+
+
+def _write(path: Path, content: bytes, mode: int = 0o666, *, is_lasting: bool = True) -> None:
+    """Write a file and give it its name; a lasting one survives a machine that loses power at any moment.
+
+    Its folder must exist: one that was moved away is looked for, not created again.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(content)
+        if is_lasting:  # or the name could reach the disk before the content, and stand for an empty file
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
+    if is_lasting:
+        sync_folder(path.parent)
 
 
-def _partial_of(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved the folder away meanwhile
-    return path.with_name(f".{path.name}.{os.getpid()}")
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def newest_below(top: Path) -> Path | None:
@@ -209,9 +239,24 @@ def new_folder(wanted: Path | None, parent: Path) -> Path:
 
 
 def _take_lock(file: IO[str]) -> bool:
-    """Lock an open file until it is closed; False if another process has locked it."""
+    """Lock an open file exclusively until it is closed; False if another process has done so.
+
+    Processes that ask hold a shared lock for a moment. While this one can get a shared lock, too, nothing else is in
+    the way, and it tries again.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not _lock(file, fcntl.LOCK_EX):
+        if not _lock(file, fcntl.LOCK_SH) or time.monotonic() > deadline:
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(RETRY_S)
+    return True
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Lock an open file; False if the lock of another process forbids it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

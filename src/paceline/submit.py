@@ -104,8 +104,8 @@ def submit(text: str, folder: RunFolder) -> str:
     """Hand a batch script to Slurm; the number of the job."""
     if (job := job_of(folder)) is not None and (state := state_of(job)).startswith(ALIVE):
         raise ConfigError(f"{folder.path} is job {job} already, {state}; cancel it first, or choose another run_dir")
+    folder.logs.mkdir(parents=True, exist_ok=True)
     write_text(folder.job_script, text)
-    folder.logs.mkdir(exist_ok=True)
     job = _slurm("sbatch", "--parsable", str(folder.job_script)).partition(";")[0].strip()
     write_json(folder.slurm, {"job": job})
     return job
@@ -170,8 +170,7 @@ def describe(folder: RunFolder) -> list[str]:
         return [*lines, f"finished: {outcome}"]
     if events[-1]["event"] == "run_failed" and not folder.is_locked():
         return [*lines, f"failed: {events[-1]['text']}"]
-    is_stopped = folder.stopped.exists() and "run_stopped" in last
-    stopped = f", stopped by {last['run_stopped']['reason']}" if is_stopped else ""
+    stopped = f", stopped by {events[-1]['reason']}" if events[-1]["event"] == "run_stopped" else ""
     return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
 
 

@@ -150,7 +150,7 @@ class Heart:
         now: dict[str, Any] = {"phase": at.phase, "step": at.step, "batch": at.batch, "place": at.describe()}
         self._me = replace(self._me, **now, **changes)
         with suppress(OSError):  # a full disk is no reason to end a run
-            write_json(self.folder.place(self.rank), asdict(self._me))
+            write_json(self.folder.place(self.rank), asdict(self._me), is_lasting=False)  # a disk may be slow
 
     def _has_moved(self, now: float) -> bool:
         at = self.progress

@@ -39,7 +39,7 @@ from paceline.nursery import DONE
 from paceline.optim import lr_at, make_optimizer
 from paceline.origin import origin_of
 from paceline.own_loop import compare_ranks, run_own_loop
-from paceline.past import find_past, restore, tell_past
+from paceline.past import find_past, restore, take_up, tell_past
 from paceline.precision import resolve
 from paceline.progress import Progress
 from paceline.randomness import keyed_generators, seed_generators
@@ -135,7 +135,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     lanes = config.lanes or world.size
     asked, config = config, settle_device(config, world)
     past = find_past(config, folder, world, progress)
-    events = open_events(config, folder, world)
+    # Until all checks have passed, the folder of an earlier run stays as it is.
+    events = open_events(config, folder, world, is_held=folder.events.exists())
     say_if_bits_differ(config, world, events)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
@@ -153,9 +154,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         fit = restore(past, config, stepper)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, events, stepper.sharding)
     check_space(folder, stepper, world)
-    if world.is_main:
-        folder.reopen(asked)
     loop = build_loop(config, stepper, evaluation, plan, saver, stop, fit, world, events, progress)
+    take_up(past, asked, folder, world, events)
     del past, model
 
     reason = loop.run()
@@ -181,9 +181,9 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
 # --- what every run begins with --------------------------------------------------------------------------------------
 
 
-def open_events(config: Config, folder: RunFolder, world: World) -> Events:
+def open_events(config: Config, folder: RunFolder, world: World, *, is_held: bool = False) -> Events:
     """The events of the run, which begin with who is there."""
-    events = Events(folder.events if world.is_main else None)
+    events = Events(folder.events if world.is_main else None, is_held=is_held)
     if world.is_main:
         events.write(
             "run_started", version=VERSION, name=config.name, run_dir=str(folder.path), seed=config.seed,
@@ -227,7 +227,8 @@ def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
         size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
 
     def check() -> None:
-        free = shutil.disk_usage(folder.path).free
+        leftovers = [file for path in Store(folder.checkpoints).leftovers() for file in path.rglob("*")]
+        free = shutil.disk_usage(folder.path).free + sum(file.stat().st_size for file in leftovers)
         if free < 2 * size:
             raise ConfigError(
                 f"run_dir={folder.path} has {free / 1e6:,.0f} MB free, two checkpoints need {2 * size / 1e6:,.0f} MB; "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,17 +155,6 @@ def test_a_model_with_an_odd_state_ends_and_goes_on_as_any_other() -> None:
     assert model.calls > 0
 
 
-def test_a_config_that_is_refused_changes_nothing_of_a_finished_run() -> None:
-    start(num_epochs=1)
-    before = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
-    with pytest.raises(ConfigError, match=r"seed=5 but .* was made with seed=0"):
-        start(num_epochs=1, seed=5, resume="auto")
-    after = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed <= {"events.jsonl"}
-    assert json.loads(after["result.json"])["step"] == 7
-
-
 def test_a_ranking_by_loss_is_measured_once_and_goes_along() -> None:
     by_loss = {"curriculum": {"by": "loss", "start": 0.2, "epochs": 2}}
     whole = start(**by_loss, checkpoint={"every_steps": 1, "keep": 30, "async": False})
@@ -185,8 +177,12 @@ def test_a_stop_while_samples_are_ranked_loses_nothing(undisturbed: dict) -> Non
     assert result.weights_sha256 != undisturbed["weights"]
 
 
-def test_lanes_and_threads_stay_those_of_the_first_launch() -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_lanes_and_threads_stay_those_of_the_first_launch(is_damaged: bool) -> None:
+    """Also where a machine that lost power has left empty files: the checkpoint holds them, too."""
     start(lanes=None, threads=None, procs=2, num_epochs=1)
+    for name in ("config.yaml", "result.json") if is_damaged else ():
+        Path("run", name).write_text("")
     result = start(lanes=None, threads=None, procs=1, resume="auto", num_epochs=2)
     assert (result.lanes, result.world_size) == (2, 1)
     with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=2"):
@@ -245,21 +241,57 @@ def test_a_run_without_a_valid_checkpoint_never_begins_again_by_itself() -> None
     assert max(event["step"] for event in events("step")) == 7
 
 
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose events are ahead of its newest valid checkpoint, with leftovers of a killed save."""
+    path = tmp_path_factory.mktemp("behind") / "run"
+    start(num_epochs=1, checkpoint={"every_steps": 4}, run_dir=str(path))
+    with (path / "checkpoints/step-00000007/state.pt").open("ab") as file:
+        file.write(b"x")
+    (path / "checkpoints/.step-00000009.partial").mkdir()
+    return path
+
+
+def listing() -> dict[str, tuple[int, str]]:
+    """Every file and folder of the run, when it was changed and what it holds; not the logs of the last attempt."""
+    found = {}
+    for path in sorted(Path("run").rglob("*")):
+        if path.is_relative_to("run/logs") or path.name == ".lock":
+            continue
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = path.stat().st_mtime_ns, digest
+    return found
+
+
+def data_on_a_full_disk() -> Images:
+    """Only for the rank that calls it: the disk of the tests has space."""
+    shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
+    return Images(ODD, augment=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"lanes": 8}, "lanes=8 but the run began with lanes=4"),
-        ({"batch_size": 5}, r"batch_size=5 but .*step-00000007 was made with batch_size=3"),
-        ({"model_fn": layer_net}, r"does not fit the model"),
+        ({"batch_size": 5, "procs": 2}, r"batch_size=5 but .*step-00000004 was made with batch_size=3"),
+        ({"seed": 5}, "seed=5 but .* was made with seed=0"),
+        ({"model_fn": layer_net, "procs": 2}, "does not fit the model"),
         ({"model_fn": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))}, "does not fit"),
         ({"ema": None}, "ema=None but .* was made with ema=0.8"),
-        ({"optimizer": {"name": "sgd", "lr": 0.1}}, "holds an optimizer with .*betas"),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}, "procs": 2}, "holds an optimizer with .*betas"),
+        ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, two checkpoints need"),
     ],
 )
-def test_what_does_not_fit_is_said_with_both_values(changes: dict[str, Any], said: str) -> None:
-    start(num_epochs=1)
+def test_what_does_not_fit_is_said_with_both_values_and_changes_nothing(
+    behind: Path, changes: dict[str, Any], said: str
+) -> None:
+    shutil.copytree(behind, "run")
+    before = listing()
+    assert {"run/result.json", "run/events.jsonl", "run/checkpoints/.step-00000009.partial"} <= before.keys()
+    assert any(name.startswith("run/tensorboard/") for name in before)
     with pytest.raises(ConfigError, match=said):
         start(**changes, resume="auto")
+    assert listing() == before
 
 
 def test_other_shapes_are_said_with_both_values() -> None:

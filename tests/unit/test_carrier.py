@@ -112,7 +112,10 @@ def test_ranks_start_again_unless_the_failure_would_come_again(
 ) -> None:
     if saved_step is not None:
         save(folder, saved_step)
+    folder.job.touch()
     assert carrier.is_worth_another_try(folder, first) == is_worth
+    folder.job.unlink()  # with the run folder, which was deleted
+    assert not carrier.is_worth_another_try(folder, first)
 
 
 def test_a_new_life_says_what_has_ended_the_last_one_and_forgets_it(folder: RunFolder) -> None:

@@ -41,6 +41,7 @@ class FullDisk:
 
     def __init__(self, file: Any, room: int) -> None:
         self._file, self._room = file, room
+        self.fileno = file.fileno
 
     def write(self, line: bytes) -> int:
         if not self._room:
@@ -249,6 +250,21 @@ def test_a_full_disk_while_rewinding_leaves_the_file_as_it_was(path: Path, open_
     assert path.read_bytes() == before
 
 
+def test_events_that_are_held_leave_the_file_as_it_is_until_they_are_released(path: Path, open_events: Open) -> None:
+    open_events().write("before")
+    held = Events(path, is_held=True)
+    held.write("run_started")
+    held.write_sometimes("progress")
+    assert held.is_held
+    assert [event["event"] for event in read(path)] == ["before"]
+    rewind(path, 3)  # the file is another one now
+    held.release()
+    held.write("after")
+    held.close()
+    assert not held.is_held
+    assert [event["event"] for event in read(path)] == ["before", "run_started", "progress", "after"]
+
+
 # --- rewinding --------------------------------------------------------------------------------------------------------
 
 
@@ -286,15 +302,19 @@ def test_a_run_without_events_has_nothing_to_rewind(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_run_folder_that_vanishes_is_said_once_and_the_events_go_on(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "events.jsonl"
+def test_events_stay_in_a_run_folder_that_is_moved_and_follow_one_that_is_created_again(tmp_path: Path) -> None:
+    path, moved = tmp_path / "run" / "events.jsonl", tmp_path / "moved"
     path.parent.mkdir()
     events = Events(path)
-    events.write("before")
-    path.parent.rename(tmp_path / "moved")
-    events.write("after", n=1)
-    events.write("after", n=2)
+    events.write("first")
+    path.parent.rename(moved)
+    events.write("second")
+    assert kinds(moved / path.name) == ["first", "second"]
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    events.write("third")
+    path.unlink()
+    events.write("fourth")
     events.close()
-    told = list(read(path))
-    assert [event["event"] for event in told] == ["warning", "after", "after"]
-    assert told[0]["text"] == f"{path.parent} has vanished; the run goes on in a new folder of that name"
+    assert kinds(path) == ["fourth"]
+    assert kinds(moved / path.name) == ["first", "second"]

@@ -71,7 +71,7 @@ LAYERS = [
     ["cache", "checkpoint.store", "report.page"],
     ["report.read", "telemetry.mlflow_run", "telemetry.wandb_run"],
     ["telemetry.board", "telemetry.server", "telemetry.tracker", "telemetry.trackers", "zero"],
-    ["telemetry.sink"],
+    ["relocation", "telemetry.sink"],
     ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
     ["tune.folder", "world"],
     ["run_folder", "tune.goal", "tune.space"],

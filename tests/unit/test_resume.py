@@ -156,8 +156,38 @@ def test_two_folders_for_one_run_conflict(make_config: MakeConfig) -> None:
 def test_a_run_whose_config_cannot_be_read_is_named(content: str | bytes, make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old")
     folder.config.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=r"old/config\.yaml cannot be read; give another run folder"):
+    said = r"old/config\.yaml cannot be read, and no checkpoint says what it held; give another run folder"
+    with pytest.raises(ConfigError, match=said):
         find(make_config(resume="old"))
+
+
+@pytest.mark.parametrize("content", ["", "lanes: [4", None])
+def test_a_run_whose_config_is_damaged_is_known_by_its_newest_checkpoint(
+    content: str | None, make_config: MakeConfig
+) -> None:
+    folder = make_run(make_config(name="mine"), "runs/mine/2024-01-01_00-00-00")
+    save(folder, 3, {"lanes": 2, "threads": 3})
+    save(folder, 5, {"lanes": 4, "threads": 1})
+    (save(folder, 7, {}) / "manifest.json").write_text("")
+    folder.config.unlink()
+    if content is not None:
+        folder.config.write_text(content)
+    past = Past(folder.path, {"lanes": 4, "threads": 1})
+    assert find(make_config(resume=str(folder.path))) == past
+    assert find(make_config(resume="auto", run_dir=str(folder.path))) == past
+    assert find(make_config(resume="auto", name="mine")) == past
+
+
+def test_auto_passes_over_a_run_of_which_nothing_can_be_read(make_config: MakeConfig) -> None:
+    good = make_run(make_config(), "runs/mine/2024-01-01_00-00-00", lanes=4)
+    make_run(make_config(), "runs/mine/2024-01-02_00-00-00").config.write_text("")
+    assert find(make_config(resume="auto", name="mine")).run_dir == good.path
+
+
+def test_a_run_with_an_empty_result_has_not_finished(make_config: MakeConfig) -> None:
+    folder = make_run(make_config(), "runs/mine/2024-01-01_00-00-00", lanes=4)
+    folder.result.touch()
+    assert find(make_config(resume="auto", name="mine")).run_dir == folder.path
 
 
 # --- lanes and threads ------------------------------------------------------------------------------------------------

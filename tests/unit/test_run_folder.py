@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,36 @@ def test_a_run_whose_process_was_killed_can_go_on(make_config: MakeConfig) -> No
     assert not folder.is_locked()
 
 
+ASKING = """
+import sys, threading
+from pathlib import Path
+from paceline.run_folder import RunFolder
+
+folder, ended = RunFolder(Path(sys.argv[1])), threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+print("up", flush=True)
+print(sum(folder.is_locked() for _ in range(3000)), flush=True)
+while not ended.is_set():
+    folder.is_locked()
+"""
+
+
+def test_processes_that_ask_disturb_neither_each_other_nor_a_start(make_config: MakeConfig) -> None:
+    folder = RunFolder.create(make_config(run_dir="run"))
+    with folder.locked():
+        pass  # from now on there is a file to ask
+    command = [sys.executable, "-c", ASKING, str(folder.path)]
+    with ExitStack() as stack:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        asking = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for text in ("up\n", "0\n"):  # both ask at once, and neither finds the run locked
+            assert [process.stdout.readline() for process in asking if process.stdout is not None] == [text, text]
+        for _ in range(2000):
+            with folder.locked():
+                pass
+    assert [process.returncode for process in asking] == [0, 0]
+
+
 def test_a_child_of_the_training_process_does_not_keep_the_run_locked(make_config: MakeConfig) -> None:
     folder = RunFolder.create(make_config(run_dir="run"))
     with folder.locked():
@@ -260,3 +291,44 @@ def test_text_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
     write_text(path, "größe")
     assert path.read_text(encoding="utf-8") == "größe"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [lambda path: write_text(path, "x"), lambda path: write_private(path, b"x")])
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power must not leave an empty file with a name."""
+    fsync, replace, calls = os.fsync, Path.replace, list[str]()
+
+    def note_fsync(handle: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else f"{os.fstat(handle).st_size} byte")
+        fsync(handle)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        calls.append("name")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    write(tmp_path / "file")
+    assert calls == ["1 byte", "name", "folder"]
+
+
+def test_a_folder_that_was_moved_away_is_not_created_again_by_a_file_in_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "gone" / "file", "x")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize(("content", "is_result"), [(None, False), ("", False), ('{"step', False), ("{}", True)])
+def test_a_run_has_finished_when_its_result_can_be_read(tmp_path: Path, content: str | None, is_result: bool) -> None:
+    folder = RunFolder(tmp_path)
+    if content is not None:
+        folder.result.write_text(content)
+    assert folder.has_result() == is_result
+
+
+def test_a_folder_with_checkpoints_and_no_config_is_not_taken_for_a_new_run(make_config: MakeConfig) -> None:
+    Path("run/checkpoints/step-00000003").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="run_dir=run already holds a run"):
+        RunFolder.create(make_config(run_dir="run"))

@@ -54,6 +54,8 @@ def trial(folder: StudyFolder, hands: Any) -> TrialRun:
 
 
 def test_a_folder_has_a_name_of_its_own_that_moves_with_it(folder: StudyFolder, tmp_path: Path) -> None:
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
     name = StudyFolder(tmp_path / "a").name()
     assert StudyFolder(tmp_path / "b").name() != name
     (tmp_path / "a").rename(tmp_path / "c")

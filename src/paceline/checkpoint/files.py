@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from paceline.run_folder import sync_folder as sync_folder
+
 CHUNK = 1 << 22
 # The names that the safetensors format has for them.
 DTYPES = {
@@ -81,15 +83,6 @@ def sha256_of_file(path: Path) -> str:
         while length := file.readinto(buffer):
             digest.update(view[:length])
     return digest.hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -141,7 +141,8 @@ class Saver:
         """In the writer's thread: this rank's files."""
         share = copied()  # first: other ranks may wait for what this one passes on
         folder = self._store.partial(step)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         written = [files.write_tensors(folder / file, tensors) for file, tensors in share.items()]
         return [*written, write_rest(folder, state)] if self._world.is_main else written
 

@@ -146,21 +146,22 @@ class Store:
         """The step of the newest checkpoint, by its name; -1 if there is none."""
         return max((step_of(path) for path in self.paths()), default=-1)
 
-    def newest_valid(self, on_damaged: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that can be used; those that cannot are set aside and told.
+    def newest_valid(self, on_damaged: Callable[[Path, str], None]) -> tuple[Path, Manifest] | None:
+        """The newest checkpoint that can be used; `on_damaged` gets newer ones, and why they cannot. Changes nothing.
 
         Raises CheckpointsDamaged if there are checkpoints and all of them are damaged: a run must not lose its past.
         """
+        damaged = []
         for path in self.paths():
             try:
                 return path, verify(path)
             except Damaged as reason:
-                aside = self._set_aside(path)
-                on_damaged(f"checkpoint {path.name} cannot be used: {reason}; it is now {aside.name}")
-        if damaged := self.damaged_paths():
+                damaged.append(f"{path.name} ({reason})")
+                on_damaged(path, str(reason))
+        if damaged := [*damaged, *(path.name for path in self.damaged_paths())]:
             raise CheckpointsDamaged(
-                f"none of the checkpoints in {self.folder} can be used: {', '.join(path.name for path in damaged)}; "
-                "begin a new run with --resume never, or go on from another checkpoint with --resume PATH"
+                f"none of the checkpoints in {self.folder} can be used: {', '.join(damaged)}; "
+                "begin a new run with --resume never, or resume from another checkpoint with --resume PATH"
             )
         return None
 
@@ -178,7 +179,7 @@ class Store:
             try:
                 found = verify(path)
             except Damaged:
-                self._set_aside(path)
+                self.set_aside(path)
             else:
                 self.discard(step)
                 if measured and not found.metrics:
@@ -211,11 +212,14 @@ class Store:
         """Remove what there is of a checkpoint that could not be written."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
+    def leftovers(self) -> list[Path]:
+        """The checkpoints that killed runs were writing or removing. Only while no process writes here."""
+        return [path for path in self._entries() if path.name.endswith(".partial")]
+
     def clean(self) -> None:
-        """Remove what killed runs were writing. Only while nobody else writes here."""
-        for path in self._entries():
-            if path.name.endswith(".partial"):
-                shutil.rmtree(path, ignore_errors=True)
+        """Remove the leftovers."""
+        for path in self.leftovers():
+            shutil.rmtree(path, ignore_errors=True)
 
     def retain(self, keep: int, best: tuple[str, str] | None) -> None:
         """Remove checkpoints that are neither among the newest nor the best; after a newer one has been verified."""
@@ -242,7 +246,8 @@ class Store:
             return None
         return (min if mode == "min" else max)(values, key=lambda path: values[path])
 
-    def _set_aside(self, path: Path) -> Path:
+    def set_aside(self, path: Path) -> Path:
+        """Give a damaged checkpoint a name under which it is kept and not used; its new path."""
         stem = f"{DAMAGED}{path.name}"
         aside = next(
             path.with_name(name)

@@ -41,6 +41,7 @@ def bench(
     )  # fmt: skip
     report = run_bench(plan, say=lambda text: typer.echo(text, err=True))
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, report)
     _show(report)
 

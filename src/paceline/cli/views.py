@@ -48,6 +48,7 @@ def report(
         raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")
     page = page_of(facts_of_all(_runs_among(runs or [newest_run()])))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, page)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; choose another file") from None

@@ -20,6 +20,7 @@ from paceline.launch.ranks import Ranks
 from paceline.launch.restarts import Restarts, restarted_line
 from paceline.launch.silence import Silence
 from paceline.nursery import LOOK_S, Birth
+from paceline.relocation import loss_of
 from paceline.run_folder import RunFolder
 from paceline.telemetry.events import Events
 
@@ -104,7 +105,8 @@ def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
 
 def is_worth_another_try(folder: RunFolder, first: Failure) -> bool:
     """Whether a failure may not come again; how often is counted by others."""
-    return Restarts(1).allow(first, Store(folder.checkpoints).newest_step())
+    saved = Store(folder.checkpoints).newest_step()
+    return loss_of(folder, saved) is None and Restarts(1).allow(first, saved)
 
 
 # --- requests to stop ----------------------------------------------------------------------------------------------

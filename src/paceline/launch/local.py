@@ -23,11 +23,13 @@ from paceline.launch.restarts import Restarts, restarted_line
 from paceline.launch.silence import Silence
 from paceline.launch.site import Here, Meeting, Ranks, Site
 from paceline.nursery import LOOK_S, Birth
+from paceline.relocation import FolderKeeper, loss_of
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.stop import SIGNALS, handled, heeded
 from paceline.telemetry.events import Events
 from paceline.telemetry.follow import Follower
+from paceline.telemetry.tail import NO_FILE, identity_of
 from paceline.telemetry.trackers import tracking
 from paceline.worker import train
 from paceline.world import pick_backend, pick_device
@@ -61,12 +63,12 @@ def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
     pick_backend(config.backend, pick_device(config.device, 0), site.shares_of(ranks))
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
-    with opened(config, past.run_dir) as folder:
+    with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
         with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
             if request.signal:
                 raise request.stopped(BEFORE)
             is_managed = task is train and config.train_fn is None
-            _run_to_end(config, site, folder, began, request if is_managed else None)
+            _run_to_end(config, site, folder, keeper, began, request if is_managed else None)
         return result.collect(folder)
 
 
@@ -92,16 +94,20 @@ def laid_out(packed: Job, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def failure_told(folder: RunFolder) -> Iterator[None]:
-    """Write down that the run has failed, if it does so inside: for whoever watches it from elsewhere."""
+    """Write an event if the run fails inside; not if it was refused before it changed the folder of an earlier one."""
+    before = identity_of(folder.events)
     try:
         yield
     except (ConfigError, RankFailed) as error:
-        with closing(Events(folder.events)) as events:
-            events.write("run_failed", text=str(error))
+        if identity_of(folder.events) != before or before == NO_FILE:
+            with closing(Events(folder.events)) as events:
+                events.write("run_failed", text=str(error))
         raise
 
 
-def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, request: Request | None) -> None:
+def _run_to_end(
+    config: Config, site: Site, folder: RunFolder, keeper: FolderKeeper, began: float, request: Request | None
+) -> None:
     """Start the ranks, and start them again from the last checkpoint as often as the config allows.
 
     The managed loop is asked to save and stop; anything else has no `request` and is ended by a signal at once.
@@ -120,7 +126,10 @@ def _run_to_end(config: Config, site: Site, folder: RunFolder, began: float, req
                 continue
         if first is None:
             break
+        keeper.look()
         first, saved = hang.explain(first, folder, ranks), store.newest_step()
+        if loss := loss_of(folder, saved):
+            raise RankFailed(f"{first.describe()}\n{loss}")
         if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise first.to_error()
         news = f"{restarted_line(first, saved)} (restart {restarts.used} of {restarts.limit})"

@@ -27,6 +27,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
 from paceline import hang, job, result, resume, worker
+from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, RankFailed
@@ -37,6 +38,7 @@ from paceline.launch.environment import chosen_threads
 from paceline.launch.local import BEFORE, Request, failure_told, hearing, laid_out, limit_of
 from paceline.launch.site import fitting, room_among, serve_store, variables_of
 from paceline.nursery import LOOK_S
+from paceline.relocation import FolderKeeper, loss_of
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.telemetry.follow import Follower
@@ -88,7 +90,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
             config = config.model_copy(update={"lanes": lanes or ranks})
         batches.lanes_of(0, ranks, config.lanes or ranks)
         packed = job.pack(config, task)
-        with opened(config, past.run_dir) as folder:
+        with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
             is_managed = task is worker.train and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)
@@ -96,7 +98,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
                 if request.signal:
                     raise request.stopped(BEFORE)
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
-                _run_to_end(config, folder, trainer, ranks, there, request if is_managed else None)
+                _run_to_end(config, folder, keeper, trainer, ranks, there, request if is_managed else None)
             return result.collect(folder)
 
 
@@ -157,8 +159,9 @@ def _trainer(config: Config, folder: RunFolder, orders: Orders, ranks: int, shar
 
 
 def _run_to_end(
-    config: Config, folder: RunFolder, trainer: TorchTrainer, ranks: int, there: Cluster, request: Request | None
-) -> None:
+    config: Config, folder: RunFolder, keeper: FolderKeeper, trainer: TorchTrainer, ranks: int, there: Cluster,
+    request: Request | None,
+) -> None:  # fmt: skip
     """Train, and show it; pass a request to stop on. Raises RankFailed if Ray has given up, or the ranks have."""
     with (
         Follower(folder, ranks, from_now=True, board=config.log.tensorboard) as shown,
@@ -178,9 +181,13 @@ def _run_to_end(
                 carrier.ask(folder, request.signal)
     error, first = done.exception(), carrier.first_failure(folder, ranks)
     if error is not None or first is not None:
+        keeper.look()
         if first is None:
             raise RankFailed(f"Ray has given up: {error}")
-        raise hang.explain(first, folder, ranks).to_error()
+        first = hang.explain(first, folder, ranks)
+        if loss := loss_of(folder, Store(folder.checkpoints).newest_step()):
+            raise RankFailed(f"{first.describe()}\n{loss}")
+        raise first.to_error()
     if not folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 

@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, RankFailed
 from paceline.job import Task
 from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
 from paceline.progress import Progress
+from paceline.relocation import FolderKeeper
 from paceline.result import Outcome
 from paceline.run_folder import RunFolder, opened
 from paceline.telemetry.follow import Follower
@@ -72,6 +73,8 @@ def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[
     lanes = past.lanes(config)
     threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
     settled = {"threads": threads, "lanes": lanes or world_size if config.train_fn is None else None}
-    folder = held.enter_context(opened(config.model_copy(update=settled), past.run_dir))
+    config = config.model_copy(update=settled)
+    folder = held.enter_context(opened(config, past.run_dir))
+    held.enter_context(FolderKeeper(folder, config))
     folder.forget_last_life()
     return folder.path, settled

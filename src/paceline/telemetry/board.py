@@ -94,7 +94,7 @@ class Board:
             from tensorboard.compat.proto.event_pb2 import Event as Record
             from tensorboard.summary.writer.record_writer import RecordWriter
 
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.paceline"
             self._writer = RecordWriter((self._folder / name).open("wb"))
             self._writer.write(Record(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())

@@ -6,9 +6,11 @@ Trackers add a warning if they must.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,39 @@ REPEATED = ("step", "pace", "epoch", "digests")  # removed where a run resumes f
 
 
 class Events:
-    """The writer. Ranks other than 0 hold one without a file, so that nobody branches on the rank."""
+    """The writer. Ranks other than 0 have one without a file, so that no code branches on the rank.
 
-    def __init__(self, path: Path | None) -> None:
+    With `is_held` the file is not touched until `release`: a run that is resumed may still be refused.
+    """
+
+    def __init__(self, path: Path | None, *, is_held: bool = False) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0) if path is not None else None
+        self._file: FileIO | None = None
         self._last: dict[str, float] = {}
-        # The last line of a killed writer may have no end.
-        self._waiting = bytearray(b"" if path is None or _ends_whole(path) else b"\n")
+        self._waiting = bytearray()
         self._is_batch = False
+        if not is_held:
+            self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all events wait until they are released."""
+        return self._path is not None and self._file is None
+
+    def release(self) -> None:
+        """Open the file, and write what has waited for that."""
+        if self._path is None:
+            return
+        self._file = self._path.open("ab", buffering=0)
+        is_any_held = bool(self._waiting)
+        if not _ends_whole(self._path):  # the last line of a killed writer may have no end
+            self._waiting[:0] = b"\n"
+        if is_any_held:
+            self._flush()
 
     def write(self, event: str, **fields: Any) -> None:
         """Add one event, at once; a field `time` replaces the present time. While the disk is full, events wait."""
-        if self._file is None:
+        if self._path is None:
             return
         line = _line(event, fields)
         if len(self._waiting) + len(line) <= WAITING_LIMIT:
@@ -55,7 +77,7 @@ class Events:
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
         """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
         now = time.monotonic()
-        if self._file is not None and now - self._last.get(event, 0.0) >= every_s:
+        if self._path is not None and now - self._last.get(event, 0.0) >= every_s:
             self._last[event] = now
             self.write(event, **fields)
 
@@ -65,23 +87,23 @@ class Events:
             self._file.close()
 
     def _flush(self) -> None:
+        if self._file is None:
+            return
         self._follow_path()
-        assert self._file is not None
         with suppress(OSError):
             written = self._file.write(self._waiting)
             del self._waiting[:written]
 
     def _follow_path(self) -> None:
-        """If somebody has moved the run folder away, go on where it was."""
+        """Write to the file that has the path now: the old one may have been deleted with the run folder."""
         assert self._path is not None
         assert self._file is not None
-        if not self._path.exists():
-            with suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                vanished, self._file = self._file, self._path.open("ab", buffering=0)
-                vanished.close()
-                text = f"{self._path.parent} has vanished; the run goes on in a new folder of that name"
-                self._waiting[:0] = _line("warning", {"text": text})
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        with suppress(OSError):  # while a folder that was moved is not in its place, its file is the right one
+            old, self._file = self._file, self._path.open("ab", buffering=0)
+            old.close()
 
 
 def _line(event: str, fields: dict[str, Any]) -> bytes:

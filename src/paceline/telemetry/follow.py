@@ -17,7 +17,7 @@ from paceline.telemetry.event_types import parse
 from paceline.telemetry.events import read
 from paceline.telemetry.lines import FAILED, RECOVERED, WARNING
 from paceline.telemetry.sink import Channel
-from paceline.telemetry.tail import Tail
+from paceline.telemetry.tail import NO_FILE, Tail, identity_of
 
 INTERVAL_S = 0.1
 DISK_S = 2.0  # between two looks at the disk
@@ -36,6 +36,7 @@ class Follower:
         self.screen = Screen()
         self._board = Channel(folder.events, Board(folder.tensorboard)) if board else None
         self._events = Tail(folder.events, from_end=from_now)
+        self._before = identity_of(folder.events) if from_now else NO_FILE
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
         # Older events come by again when the file is rewound. Their times are rounded, so this one is too.
         self._since = round(time.time(), 3) if from_now else 0.0
@@ -82,7 +83,8 @@ class Follower:
             self._plot()
 
     def _plot(self) -> None:
-        if self._board is not None:
+        """Write for TensorBoard; nothing until there are new events, for the run may be refused."""
+        if self._board is not None and identity_of(self._folder.events) != self._before:
             try:
                 self._board.look()
             except OSError:  # a disk that is full costs the file, which is made again later
