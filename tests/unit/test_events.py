@@ -137,7 +137,7 @@ def test_text_that_is_not_utf_8_is_readable_all_the_same(path: Path, open_events
 
 def test_the_examples_of_the_documentation_are_read_as_they_are() -> None:
     examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
-    assert len(examples) == 15
+    assert len(examples) == 16
     assert [parse(line) for line in examples] == [json.loads(line) for line in examples]
 
 
@@ -318,3 +318,15 @@ def test_events_stay_in_a_run_folder_that_is_moved_and_follow_one_that_is_create
     events.close()
     assert kinds(path) == ["fourth"]
     assert kinds(moved / path.name) == ["first", "second"]
+
+
+def test_epochs_count_from_1_in_files_of_version_1_and_after_a_resume_by_version_2(path: Path) -> None:
+    path.write_text(
+        '{"event": "run_started", "time": 1, "version": 1}\n'
+        '{"event": "step", "time": 2, "step": 5, "epoch": 0, "epochs": 2}\n'
+        '{"event": "epoch", "time": 3, "step": 5, "epoch": 0}\n'
+        '{"event": "run_started", "time": 4, "version": 2}\n'
+        '{"event": "epoch", "time": 5, "step": 10, "epoch": 2}\n'
+        '{"event": "run_finished", "time": 6, "step": 10, "epoch": null}\n'
+    )
+    assert [event.get("epoch") for event in read(path)] == [None, 1, 1, None, 2, None]

@@ -116,7 +116,7 @@ def test_all_events_of_one_step_are_sent_each_once(folder: RunFolder) -> None:
     say(folder, *steps(3), pace(3))
     assert [entry[0] for entry in tell_all(folder)[1:-1]] == [3, 3]
     say(folder, pace(3), EPOCH)
-    assert tell_all(folder)[1:-1] == [(3, {"epoch": 0, "val_loss": 0.25})]
+    assert tell_all(folder)[1:-1] == [(3, {"epoch": 1, "val_loss": 0.25})]
 
 
 def test_a_tracker_of_version_1_knows_what_it_has_sent(folder: RunFolder) -> None:

@@ -1,7 +1,7 @@
 """What a line of `events.jsonl` may hold, by the kind of event; docs/events.md has the meaning of each field.
 
-Whatever reads events takes them from `parse`: a field that is there has its type, and a damaged line is no event.
-`complete` adds the fields that are missing, for readers that show all of them.
+Whatever reads events takes them from `parse`, or from a `Parser` where epochs count: a field that is there has its
+type, and a damaged line is no event. `complete` adds the fields that are missing, for readers that show all of them.
 """
 
 from __future__ import annotations
@@ -263,6 +263,22 @@ def parse(line: bytes | str) -> Event | None:
     except ValidationError as error:
         return _later_event(line) if error.errors()[0]["type"] == "union_tag_invalid" else None
     return event
+
+
+class Parser:
+    """Parses the lines of one file in their order; epochs count from 1, also in version 1, where they began at 0."""
+
+    def __init__(self) -> None:
+        self._is_version_1 = False
+
+    def parse(self, line: bytes | str) -> Event | None:
+        """The event in the next line, or None, as `parse` gives them."""
+        event = parse(line)
+        if event is not None and event["event"] == "run_started":
+            self._is_version_1 = event.get("version") == 1
+        if event is not None and self._is_version_1 and event.get("epoch") is not None:
+            event["epoch"] += 1
+        return event
 
 
 def _later_event(line: bytes | str) -> Event | None:

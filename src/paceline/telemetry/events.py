@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.event_types import Event, parse
+from paceline.telemetry.event_types import Event, Parser, parse
 
 VERSION = 2  # of the events and their fields, which docs/events.md lists
 WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
@@ -116,9 +116,10 @@ def _line(event: str, fields: dict[str, Any]) -> bytes:
 
 def read(path: Path, damaged: list[int] | None = None) -> Iterator[Event]:
     """The events in a file; the numbers of damaged lines, which are left out, are added to `damaged`."""
+    parser = Parser()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            event = parse(line)
+            event = parser.parse(line)
             if event is not None:
                 yield event
             elif damaged is not None and line.strip() and line.endswith(b"\n"):  # else it is still being written

@@ -13,7 +13,7 @@ from paceline.room import is_full
 from paceline.run_folder import RunFolder
 from paceline.telemetry.board import Board
 from paceline.telemetry.console import Screen
-from paceline.telemetry.event_types import parse
+from paceline.telemetry.event_types import Parser
 from paceline.telemetry.events import read
 from paceline.telemetry.lines import FAILED, RECOVERED, WARNING
 from paceline.telemetry.sink import Channel
@@ -35,7 +35,7 @@ class Follower:
     def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False, board: bool = False) -> None:
         self.screen = Screen()
         self._board = Channel(folder.events, Board(folder.tensorboard)) if board else None
-        self._events = Tail(folder.events, from_end=from_now)
+        self._events, self._parser = Tail(folder.events, from_end=from_now), Parser()
         self._before = identity_of(folder.events) if from_now else NO_FILE
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
         # Older events come by again when the file is rewound. Their times are rounded, so this one is too.
@@ -118,7 +118,7 @@ class Follower:
                 if rank == 0 and not warning and not self._failed:
                     self.screen.line(line)
         for line in self._events.lines():
-            event = parse(line)
+            event = self._parser.parse(line)
             if event is None and line.strip() and not self._has_damage:
                 self._has_damage = True
                 self.screen.note("warning: damaged lines of events.jsonl are left out", style="yellow")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.telemetry.event_types import Event, parse
+from paceline.telemetry.event_types import Event, Parser
 from paceline.telemetry.tail import Tail
 
 PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which they follow each other at one step
@@ -39,7 +39,7 @@ class Channel:
 
     def start_over(self) -> None:
         """Bring everything again, from the first event on."""
-        self._tail = Tail(self._events)
+        self._tail, self._parser = Tail(self._events), Parser()
 
     def look(self) -> None:
         """Bring what is new."""
@@ -47,7 +47,7 @@ class Channel:
         if self._tail.is_anew:
             self.sink.restart()
         for line in lines:
-            event = parse(line)
+            event = self._parser.parse(line)
             if event is not None:
                 self.sink.take(event)
         if lines:
