@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.buffers import Copies
+from paceline.buffers import LOSS, Copies, Name
 from paceline.clock import BACKWARD, FORWARD, REDUCTION, Clock
 from paceline.config import Config
 from paceline.data.feed import Feed, Inputs
@@ -53,10 +53,10 @@ class Backward:
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # somebody may make more of them trainable
-        self._names = [name for name, _ in replica.module.named_parameters()]
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.reduction = Reduction(world, config.exact, config.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Copies(), Copies()
+        self._watched = self._buffers.parameters()
         self._goes_back = False  # to a copy of the buffers
         self._votes = guard is not None and world.size > 1  # or the losses of a single rank speak for themselves
         self.hook: BucketHook | None = None
@@ -105,9 +105,10 @@ class Backward:
             total, count = self._forward_backward(lane, inputs, self.model)
         for name, parameter, version in versions:
             if parameter._version != version:
+                text = ".".join(filter(None, name)).replace(LOSS, "loss_fn")
                 raise ConfigError(
-                    f"{name} is frozen and forward changed it in step {lane.step + 1} but not in the pass before the "
-                    "first step; make it a buffer (register_buffer), which may change at any time"
+                    f"{text} is frozen and was changed in step {lane.step + 1}, which the forward pass before the "
+                    "first step did not show; make it a buffer (register_buffer), which may change at any time"
                 )
         if lane.samples:
             self._totals[place] = total, count
@@ -174,15 +175,14 @@ class Backward:
         is_whole = self.config.step_mode != "compile" or len(lane.indices) == self.config.batch_size
         return nullcontext() if is_whole else torch.compiler.set_stance("force_eager")
 
-    def _versions(self) -> list[tuple[str, torch.Tensor, int]]:
+    def _versions(self) -> list[tuple[Name, torch.Tensor, int]]:
         """How often each frozen parameter was written to, of those that are not copied for each lane."""
         if self.lanes_per_rank * self.world.size == 1:
             return []
-        copied = {".".join(filter(None, name)) for name in self._buffers.moving}
         return [
             (name, parameter, parameter._version)
-            for name, parameter in zip(self._names, self._all, strict=True)
-            if not parameter.requires_grad and name not in copied and not parameter.is_inference()
+            for name, parameter in self._watched.items()
+            if not parameter.requires_grad and name not in self._buffers.moving and not parameter.is_inference()
         ]
 
     def _on_buffers(self, is_begun: bool) -> None:

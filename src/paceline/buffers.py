@@ -60,15 +60,24 @@ class Buffers:
             if is_saved and path.startswith(LOSS)
         }
 
-    def frozen(self) -> dict[Name, torch.nn.Parameter]:
-        """The frozen parameters of model and loss, each once, whether they move or not."""
+    def parameters(self) -> dict[Name, torch.nn.Parameter]:
+        """The parameters of model and loss, each once."""
         found: dict[int, tuple[Name, torch.nn.Parameter]] = {}
         for path, module in self._modules():
             for name in module._parameters.keys():  # noqa: SIM118
-                parameter = module._parameters[name]
-                if parameter is not None and not parameter.requires_grad and type(parameter.data) is torch.Tensor:
+                if (parameter := module._parameters[name]) is not None:
                     found.setdefault(id(parameter), ((path, name), parameter))
-        return {name: parameter for name, parameter in found.values() if parameter.layout is torch.strided}
+        return dict(found.values())
+
+    def frozen(self) -> dict[Name, torch.nn.Parameter]:
+        """The frozen parameters of model and loss, each once, whether they move or not."""
+        return {
+            name: parameter
+            for name, parameter in self.parameters().items()
+            if not parameter.requires_grad
+            and type(parameter.data) is torch.Tensor
+            and parameter.layout is torch.strided
+        }
 
     def _look(self) -> Iterable[tuple[Place, Any]]:
         for path, module in self._modules():

@@ -23,7 +23,7 @@ from paceline.data.loader import Dealt
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import make_metrics, sum_and_count
 from paceline.precision import autocast
-from paceline.probe import copy_of
+from paceline.probe import CollectiveFound, Collectives, copy_of
 from paceline.randomness import seed_generators
 from paceline.replica import run_model
 from paceline.world import World
@@ -121,9 +121,12 @@ class Evaluator:
         trial = copy_of(model)
         if dealt is None or trial is None:
             return
-        with self._at_rest(trial) as outcome_of:
-            output, target, samples = outcome_of(dealt)
-            self._row(output, target, samples)
+        try:
+            with self._at_rest(trial) as outcome_of, Collectives(is_allowed=False):
+                output, target, samples = outcome_of(dealt)
+                self._row(output, target, samples)
+        except CollectiveFound:  # ranks may have batches of other sizes here; the first step's own trial reports it
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one batch that has not all classes, for example
             for name, metric in self.stateful.items():
@@ -184,7 +187,8 @@ class Evaluator:
                 raise DataError(
                     f"the samples have no labels, and {name} needs them ({error}); use paceline predict"
                 ) from error
-            row[place, 0], row[place, 1] = sum_and_count(value, samples, name)
+            source = "loss_fn" if name == "val_loss" else name
+            row[place, 0], row[place, 1] = sum_and_count(value, samples, source)
         return row
 
     def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:

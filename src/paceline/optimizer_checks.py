@@ -34,6 +34,9 @@ def check_optimizer(optimizer: Optimizer, *, is_sharded: bool) -> None:
     one = f"return one optimizer with a group for each set of parameters, {OWN_LOOP}"
     if not _shares_groups(optimizer, inner):
         raise ConfigError(f"{holds} with param_groups of its own, so schedule would not set its learning rate; {one}")
+    if lacking := {"state", "param_groups"} - optimizer.state_dict().keys():
+        keys = " and ".join(sorted(lacking))
+        raise ConfigError(f"{holds}, and its state_dict lacks {keys}; add what is missing, {OWN_LOOP}")
     if not _restores_state(optimizer, inner):
         raise ConfigError(f"{holds}, whose state its state_dict and load_state_dict leave out; {one}")
 
@@ -85,7 +88,7 @@ def _restores_state(outer: Optimizer, inner: Sequence[Optimizer]) -> bool:
     except Exception:  # noqa: BLE001 - these methods may be the user's; what they raise now, they raise in a resume
         return False
     is_loaded = all(each.state is not state for each, state in zip(inner, before, strict=True))
-    return is_saved and is_loaded and {"state", "param_groups"} <= saved.keys() and _shares_groups(outer, inner)
+    return is_saved and is_loaded and _shares_groups(outer, inner)
 
 
 def _saves_state(outer: Optimizer, inner: Optimizer) -> bool:

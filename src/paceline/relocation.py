@@ -2,6 +2,7 @@
 
 All processes of a run know its folder by its path. When it was moved, a link in the old place leads them to the new
 one, so the run stays in one folder. When it was deleted, a new folder is created, in which the run can be saved.
+When something else has taken its place, the run must end: its ranks would write there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class FolderKeeper:
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self._folder, self._config = folder, config
         self._handle = _open(folder.path)
+        self._links: set[str] = set()  # their targets, as they were written here
+        self.conflict: str | None = None  # why the run must end
         self._has_config = folder.config.exists()  # a run that is resumed may have lost it before
         self._locks = ExitStack()  # of folders that were created here
         self._is_looking = threading.Lock()
@@ -46,11 +49,15 @@ class FolderKeeper:
         os.close(self._handle)
 
     def look(self) -> None:
-        """Make the path valid if it is not, and write a warning."""
+        """Make the path valid if it is not, and write a warning; or note why it cannot be."""
         folder = self._folder
+        if self.conflict is not None:
+            return
         with self._is_looking, suppress(OSError):  # a disk that cannot be used now is tried again
             if not _leads_to(folder.path, self._handle):
                 text = self._follow()
+                if text is None:
+                    return
             elif self._has_config and not folder.config.exists():
                 self._complete()
                 text = f"{folder.config} was deleted; it was written again"
@@ -64,17 +71,40 @@ class FolderKeeper:
         while not self._ended.wait(INTERVAL_S):
             self.look()
 
-    def _follow(self) -> str:
-        """Have a folder under the path again, the same one where it can be found; what to report about it."""
+    def _follow(self) -> str | None:
+        """Have a folder under the path again, the same one where it can be found; what to report about it, if it is."""
         path, moved_to = self._folder.path, _path_of(self._handle)
-        if moved_to is not None and _link(path, moved_to):
+        if moved_to is not None and self._link(path, moved_to):
             return f"{path} was moved to {moved_to}; the run continues there, by a link in the old place"
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            is_empty = path.is_dir() and not any(path.iterdir())
+        else:
+            is_empty = True
+        if not is_empty:
+            fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
+            rest = "" if moved_to is None else f"; resume with --resume {quote(str(moved_to))}"
+            self.conflict = f"{path} {fate} while its run was training, and something else is in its place{rest}"
+            return None
         old, self._handle = self._handle, _open(path)
         os.close(old)
         self._complete()
         fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
         return f"{path} {fate}; the run continues in a new folder, without the earlier checkpoints and events"
+
+    def _link(self, path: Path, target: Path) -> bool:
+        """Make a path lead to a folder; False if something else has the path, or the file system has no links."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink() and str(path.readlink()) in self._links:  # the folder was moved once more
+                path.unlink()
+            link = os.path.relpath(target, path.parent)
+            path.symlink_to(link)
+        except OSError:
+            return False
+        self._links.add(link)
+        return True
 
     def _complete(self) -> None:
         """Give the folder what a run cannot do without."""
@@ -118,15 +148,3 @@ def _path_of(handle: int) -> Path | None:
         if _leads_to(path, handle):
             return path
     return None
-
-
-def _link(path: Path, target: Path) -> bool:
-    """Make a path lead to a folder; False if something else has the path, or the file system has no links."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():  # to where the folder was before it was moved once more
-            path.unlink()
-        path.symlink_to(os.path.relpath(target, path.parent))
-    except OSError:
-        return False
-    return True

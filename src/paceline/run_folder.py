@@ -53,16 +53,24 @@ class RunFolder:
     def create(cls, config: Config) -> RunFolder:
         """A new run folder with the config in it: exactly `run_dir`, or `runs/<name>/<date-time>` of its own."""
         folder = cls(new_folder(config.run_dir, Path("runs") / config.name))
-        folder.logs.mkdir(exist_ok=True)
-        if folder.config.exists() or folder.has_checkpoints():
-            is_final = config.train_fn is not None and folder.has_result()
+        folder.begin(config)
+        return folder
+
+    def begin(self, config: Config) -> None:
+        """Give a folder that holds no run yet the config of one."""
+        self.check_is_free(config)
+        self.logs.mkdir(exist_ok=True)
+        write_text(self.config, config.to_yaml())
+
+    def check_is_free(self, config: Config) -> None:
+        """A ConfigError if the folder holds a run already."""
+        if self.config.exists() or self.has_checkpoints():
+            is_final = config.train_fn is not None and self.has_result()
             again = "start it again" if config.train_fn is not None else "continue it"
             way_out = "" if is_final else f"{again} by --resume auto, "
             raise ConfigError(
                 f"run_dir={config.run_dir} already holds a run; {way_out}choose another folder or remove it"
             )
-        write_text(folder.config, config.to_yaml())
-        return folder
 
     def reopen(self, config: Config) -> None:
         """Take up a run that goes on, with the config as it is now; only once it is sure that the two fit."""
@@ -121,7 +129,7 @@ class RunFolder:
         try:
             with self.lock.open() as file:
                 return not _lock(file, fcntl.LOCK_SH)
-        except FileNotFoundError:
+        except OSError:  # there is none, or another user's cannot be read
             return False
 
     def _open_lock(self) -> IO[str]:
@@ -172,8 +180,12 @@ class RunFolder:
 @contextmanager
 def opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
     """A new run folder, or that of a run that goes on, for this process alone until it is done."""
-    folder = RunFolder(run_dir) if run_dir is not None else RunFolder.create(config)
+    folder = RunFolder(run_dir or new_folder(config.run_dir, Path("runs") / config.name))
+    if run_dir is None:
+        folder.check_is_free(config)  # also before the lock, which leaves a file there
     with folder.locked():
+        if run_dir is None:
+            folder.begin(config)  # inside, or of two runs that start at once, the refused one could leave its config
         folder.logs.mkdir(exist_ok=True)
         yield folder
 

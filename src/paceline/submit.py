@@ -170,7 +170,7 @@ def describe(folder: RunFolder) -> list[str]:
         return [*lines, f"finished: {outcome}"]
     if events[-1]["event"] == "run_failed" and not folder.is_locked():
         return [*lines, f"failed: {events[-1]['text']}"]
-    stopped = f", stopped by {events[-1]['reason']}" if events[-1]["event"] == "run_stopped" else ""
+    stopped = f", stopped by {complete(events[-1])['reason']}" if events[-1]["event"] == "run_stopped" else ""
     return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
 
 

@@ -37,11 +37,8 @@ def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
     trained_in = _recorded_place(folder, raw)
     if trained_in is None:
         return "does not record where it was trained"
-    try:
-        is_here = folder.path.samefile(trained_in)
-    except (OSError, ValueError):
-        is_here = False
-    return None if is_here else f"was moved or copied from {trained_in}"
+    # Compared as text: a relative path, or one below /proc, would lead to whatever folder is used now.
+    return None if trained_in == str(folder.path.resolve()) else f"was moved or copied from {trained_in}"
 
 
 def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) -> Iterator[str]:

@@ -216,6 +216,12 @@ def say_if_bits_differ(config: Config, world: World, events: Events) -> None:
             text=f"{world.size} ranks add up in an order of their own: the weights agree with other numbers of ranks "
             "to rounding, not to the last bit; a power of two keeps the bits",
         )
+    if config.exact and config.step_mode == "compile":
+        events.write(
+            "warning",
+            text="step_mode=compile: the compiler rounds differently for one process and for several, so the weights "
+            "agree with other numbers of processes to rounding, not to the last bit",
+        )
 
 
 def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:

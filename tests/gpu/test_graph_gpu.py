@@ -398,4 +398,5 @@ def test_fp16_and_optimizers_of_the_host_say_why_there_is_no_graph(start: Start)
 def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
     compiled = start(step_mode="compile")
     assert all_of(compiled) == all_of(start(step_mode="compile"))
-    assert warnings_of(compiled) == []
+    [warning] = warnings_of(compiled)
+    assert warning.startswith("step_mode=compile: the compiler rounds differently")

@@ -201,7 +201,7 @@ def test_frozen_parameters_that_move_follow_the_first_lane_and_others_must_not_m
     backward.replica.forward_state.adopt({("", "near")})
     ridden(backward, lanes_of(batches))
     torch.testing.assert_close(model.near.data, 0.1 * batches[0][0].mean(0))
-    with pytest.raises(ConfigError, match=r"far is frozen and forward changed it in step 1 .*; make it a buffer"):
+    with pytest.raises(ConfigError, match=r"far is frozen and was changed in step 1, .*; make it a buffer"):
         ridden(backward, lanes_of(batches))
 
 

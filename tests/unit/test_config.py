@@ -824,3 +824,11 @@ def test_a_value_that_an_optimizer_fails_on_is_one_sentence() -> None:
 def test_windows_drives_and_colons_are_no_urls(tmp_path: Path) -> None:
     for name in ("C:/runs", "lr=1e-3:x/y", str(tmp_path / "a:b")):
         assert build({**MANAGED, "run_dir": name}).run_dir == Path(name)
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused_at_once(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="has more than 100,000 values"):
+        read_yaml(tmp_path / "config.yaml")

@@ -40,6 +40,38 @@ def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderKeeper
     assert warnings_in(folder) == []
 
 
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
+    held: tuple[RunFolder, FolderKeeper], tmp_path: Path, is_moved: bool
+) -> None:
+    folder, keeper = held
+    folder.path.rename("moved")
+    if not is_moved:
+        shutil.rmtree("moved")
+    folder.path.mkdir()
+    (folder.path / "config.yaml").write_text("of another run")
+    keeper.look()
+    fate, rest = "deleted", ""
+    if is_moved:
+        fate, rest = f"moved to {tmp_path}/moved", f"; resume with --resume {tmp_path}/moved"
+    assert keeper.conflict == (
+        f"{folder.path} was {fate} while its run was training, and something else is in its place{rest}"
+    )
+    assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
+    assert folder.config.read_text() == "of another run"
+
+
+def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder, FolderKeeper]) -> None:
+    folder, keeper = held
+    folder.path.rename("moved")
+    Path("other").mkdir()
+    (Path("other") / "data").touch()
+    folder.path.symlink_to(Path("other").resolve())
+    keeper.look()
+    assert keeper.conflict is not None
+    assert folder.path.resolve() == Path("other").resolve()
+
+
 @pytest.mark.parametrize(
     ("source", "target", "place"),
     [("runs/mine", "runs/yours", "runs/yours"), ("runs/mine", "elsewhere", "elsewhere"), ("runs", "old", "old/mine")],

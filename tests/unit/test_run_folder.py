@@ -332,3 +332,12 @@ def test_a_folder_with_checkpoints_and_no_config_is_not_taken_for_a_new_run(make
     Path("run/checkpoints/step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="run_dir=run already holds a run"):
         RunFolder.create(make_config(run_dir="run"))
+
+
+def test_a_start_that_is_refused_does_not_leave_its_config(make_config: MakeConfig) -> None:
+    with opened(make_config(run_dir="run", seed=1), None) as folder:
+        folder.config.unlink()  # as if the other start had not written it yet
+        other = opened(make_config(run_dir="run", seed=2), None)
+        with pytest.raises(ConfigError, match="is being trained by another process"), other:
+            pass
+        assert not folder.config.exists()

@@ -395,6 +395,18 @@ def test_a_run_that_was_moved_is_used_only_with_trust(make_run, tmp_path: Path) 
     assert value_of(paceline.load(moved, trust=True)) == 1.0
 
 
+@pytest.mark.parametrize("place", ["runs/mine", "/proc/self/cwd/runs/mine"])
+def test_a_recorded_place_that_depends_on_the_process_is_not_trusted(make_run, tmp_path: Path, place: str) -> None:
+    folder = make_run()
+    finish(folder, 1.0)
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    moved = folder.path.rename(tmp_path / "runs" / "mine")
+    with closing(Events(RunFolder(moved).events)) as events:
+        events.write("run_started", run_dir=place)
+    with pytest.raises(ConfigError, match=f"was moved or copied from {place}"):
+        paceline.load(Path("runs/mine"))
+
+
 def test_a_run_that_was_moved_and_resumed_there_is_trusted(make_run, tmp_path: Path) -> None:
     folder = make_run()
     finish(folder, 1.0)

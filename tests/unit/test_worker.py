@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.buffers import Buffers
 from paceline.errors import ConfigError
 from paceline.run_folder import RunFolder
 from paceline.worker import check_space, surprises
@@ -25,7 +26,7 @@ def stepper(*, has_stepped: bool) -> Any:
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
     return SimpleNamespace(
-        replica=SimpleNamespace(module=model),
+        replica=SimpleNamespace(module=model, forward_state=Buffers(model)),
         optimizer=optimizer,
         ema=None,
         sharding=None,

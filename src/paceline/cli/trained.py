@@ -137,12 +137,13 @@ def checkpoints(run_dir: Run) -> None:
         try:
             manifest = verify(path)
         except Damaged as reason:
-            table.add_row(path.name, "", "", "", Text(printable(f"cannot be used: {reason}")))
+            table.add_row(Text(printable(path.name)), "", "", "", Text(printable(f"cannot be used: {reason}")))
             continue
         saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")
         metrics = manifest.metrics or measured.get(manifest.step, {})
         facts = printable("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None))
-        table.add_row(path.name, size_text(manifest.size), saved, Text(facts or "not evaluated at this step"), "valid")
+        measured_text = Text(facts or "not evaluated at this step")
+        table.add_row(Text(printable(path.name)), size_text(manifest.size), saved, measured_text, "valid")
     if not table.row_count:
         typer.echo(printable(f"{run_dir} has no checkpoints"))
         return

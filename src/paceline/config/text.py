@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -15,12 +14,14 @@ from pydantic import BaseModel
 from paceline.errors import ConfigError
 from paceline.functions import name_of
 
+MOST_VALUES = 100_000  # in a config; a few aliases can stand for billions
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, with `1e-4` a number and no key given twice."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-        json.dumps(loaded, default=str, skipkeys=True)  # fails if a value contains itself, by way of an alias
+        _check_size(loaded)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-99-99, for one
@@ -28,6 +29,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
     return loaded
+
+
+def _check_size(tree: Any) -> None:
+    """ValueError if the values, with all aliases written out, are more than any config has, or contain themselves."""
+    waiting, seen = [tree], 0
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, (dict, list, tuple, set)):
+            seen += len(each)
+            if seen > MOST_VALUES:
+                raise ValueError(f"it has more than {MOST_VALUES:,} values, or one that contains itself by an alias")
+            waiting += each.values() if isinstance(each, dict) else each
 
 
 def parse(text: str) -> Any:

@@ -118,7 +118,7 @@ def _run_to_end(
     while True:
         _gather(site, request, f"while no rank was there; go on with --resume {quote(str(folder.path))}")
         ranks = site.ranks_for(config.lanes)
-        first = _live(config, site, folder, ranks, began, request, news)
+        first = _live(config, site, folder, keeper, ranks, began, request, news)
         if request is not None and request.is_for_growth:
             request.signal, request.is_for_growth = 0, False
             if first is None and folder.stopped.exists():
@@ -148,8 +148,9 @@ def _gather(site: Site, request: Request | None, when: str) -> None:
 
 
 def _live(
-    config: Config, site: Site, folder: RunFolder, ranks: int, began: float, request: Request | None, news: str
-) -> Failure | None:
+    config: Config, site: Site, folder: RunFolder, keeper: FolderKeeper, ranks: int, began: float,
+    request: Request | None, news: str,
+) -> Failure | None:  # fmt: skip
     """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
     folder.forget_last_life()
     shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
@@ -163,7 +164,7 @@ def _live(
         with site.ranks() as started, hearing(request, f"the run folder is {folder.path}"):
             started.start(births)
             silence = Silence(folder, ranks, config.hang_timeout_s)
-            codes = _watch(started, request, silence, is_outgrown=lambda: site.is_outgrown(ranks, config.lanes))
+            codes = _watch(started, request, silence, keeper, lambda: site.is_outgrown(ranks, config.lanes))
         has_failed = any(codes.values()) or folder.hang.exists()
         return failure.first(folder, codes, meeting.spare) if has_failed else None
 
@@ -200,12 +201,16 @@ def _births(folder: RunFolder, meeting: Meeting, began: float, *, is_deaf: bool)
     ]
 
 
-def _watch(ranks: Ranks, request: Request | None, silence: Silence, is_outgrown: Callable[[], bool]) -> dict[int, int]:
+def _watch(
+    ranks: Ranks, request: Request | None, silence: Silence, keeper: FolderKeeper, is_outgrown: Callable[[], bool]
+) -> dict[int, int]:
     """Wait for the ranks. When one fails, end the others. The exit codes, 0 for those that were ended here."""
     passed_on = 0.0
     try:
         while ranks.pids and not any(ranks.codes.values()):
             ranks.look(LOOK_S)
+            if keeper.conflict is not None:  # no event is written: the path leads to another folder
+                raise Interrupted(keeper.conflict)
             if silence.is_hang():
                 silence.report(ranks)
                 break

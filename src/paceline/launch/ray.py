@@ -30,7 +30,7 @@ from paceline import hang, job, result, resume, worker
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
-from paceline.errors import ConfigError, RankFailed
+from paceline.errors import ConfigError, Interrupted, RankFailed
 from paceline.job import Task
 from paceline.launch import carrier, network
 from paceline.launch.carrier import Orders
@@ -173,6 +173,8 @@ def _run_to_end(
         is_passed_on = False
         while not done.done():
             time.sleep(LOOK_S)
+            if keeper.conflict is not None:
+                raise Interrupted(keeper.conflict)
             if request is not None and request.signal and not is_passed_on:
                 if not any(folder.logs.glob(folder.place("*").name)):
                     raise request.stopped(f"while no rank was there; go on with --resume {quote(str(folder.path))}")

@@ -211,7 +211,14 @@ class Listener:
                     )
                     self._close_oldest()
                 self._unproved[raw] = None
-            threading.Thread(target=self._greet, args=(raw,), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(raw,), daemon=True).start()
+            except RuntimeError as error:  # as many threads as the system allows
+                with self._lock:
+                    self._unproved.pop(raw, None)
+                raw.close()
+                self._report_once(f"a connection to {address} was not accepted: {error}; trying again")
+                self._is_closed.wait(RETRY_S)
 
     def _close_oldest(self) -> None:
         oldest = next(iter(self._unproved))

@@ -103,7 +103,7 @@ def facts_of(folder: RunFolder, label: str, points: int = POINTS, cells: int = C
     result = read_result(folder.result)
     settings = dict(hparams_in(read_yaml(folder.config))) if folder.config.exists() else {}
     state = story.ending or ("running" if _is_running(folder) else "ended early" if story.lives else "not started")
-    ranks = max((len(times.ms) for times in story.times), default=1)
+    ranks = max((1, *(len(times.ms) for times in story.times)))
     speeds = story.points.get("samples_per_s", [])
     memory = story.points.get("memory_mb", [])
     return Facts(
