@@ -162,8 +162,8 @@ def test_one_batch_more_on_one_rank_is_named_with_the_end_that_the_other_has_com
     """)
     assert ended.returncode == 1
     assert re.search(
-        rf"rank 0 in all_gather \(writing the result.*\), rank 1 in the gradient reduction of batch 7 at "
-        rf"{line_of('backward', tmp_path)}; their collectives do not match",
+        r"rank 0 in all_gather_object \(comparing the weights of the ranks.*\), rank 1 in the gradient reduction of "
+        rf"batch 7 at {line_of('backward', tmp_path)}; their collectives do not match",
         ended.stderr,
     )
 

@@ -116,7 +116,7 @@ def _run_to_end(
     restarts, store = Restarts(limit), Store(folder.checkpoints)
     news = ""
     while True:
-        _gather(site, request, f"while no rank was there; go on with --resume {quote(str(folder.path))}")
+        _gather(site, request, f"while no rank was there; resume with --resume {quote(str(folder.path))}")
         ranks = site.ranks_for(config.lanes)
         first = _live(config, site, folder, keeper, ranks, began, request, news)
         if request is not None and request.is_for_growth:

@@ -177,7 +177,7 @@ def _run_to_end(
                 raise Interrupted(keeper.conflict)
             if request is not None and request.signal and not is_passed_on:
                 if not any(folder.logs.glob(folder.place("*").name)):
-                    raise request.stopped(f"while no rank was there; go on with --resume {quote(str(folder.path))}")
+                    raise request.stopped(f"while no rank was there; resume with --resume {quote(str(folder.path))}")
                 is_passed_on, request.say = True, shown.screen.note
                 request.answer()
                 carrier.ask(folder, request.signal)
