@@ -85,6 +85,7 @@ def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch:
     step = folder.checkpoints / "step-12"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text(json.dumps({f"x{HOSTILE}": 1}))
+    (folder.checkpoints / f"damaged-step-9{HOSTILE}").mkdir()
     for command in ("status", "logs", "checkpoints", "cancel"):
         shown = terminal_output(monkeypatch, command, str(folder.path))
         assert "\x1b]" not in shown, command

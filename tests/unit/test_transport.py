@@ -335,3 +335,19 @@ def test_a_listener_survives_that_no_file_can_be_opened(listening: Listening) ->
     listening.admitted.get(timeout=10).close()
     connection.close()
     assert listening.reports.empty()
+
+
+def test_a_listener_survives_that_no_thread_can_start(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_connection(("127.0.0.1", listening.port)) as refused:
+        report = listening.reports.get(timeout=10)
+        refused.settimeout(10)
+        assert refused.recv(1) == b""
+    assert report.endswith("was not accepted: can't start new thread; trying again")
+    connection = connect("127.0.0.1", listening.port, KEY)
+    listening.admitted.get(timeout=10).close()
+    connection.close()
