@@ -54,7 +54,9 @@ def backward_of(model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": loss_fn, **keys})
     feed = Feed([], config, HERE)
     clock = Clock()
-    return Backward(Single(model), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False)
+    return Backward(
+        Single(model, loss_fn), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False
+    )
 
 
 def ridden(backward: Backward, lanes: list[Lane]) -> list[torch.Tensor]:
@@ -202,6 +204,29 @@ def test_frozen_parameters_that_move_follow_the_first_lane_and_others_must_not_m
     ridden(backward, lanes_of(batches))
     torch.testing.assert_close(model.near.data, 0.1 * batches[0][0].mean(0))
     with pytest.raises(ConfigError, match=r"far is frozen and was changed in step 1, .*; make it a buffer"):
+        ridden(backward, lanes_of(batches))
+
+
+class Drifting(nn.Module):
+    """A loss that moves a frozen parameter from its third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.center = 0, nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            with torch.no_grad():
+                self.center.add_(1)
+        return nn.functional.cross_entropy(output - self.center, target)
+
+
+def test_a_frozen_parameter_of_the_loss_that_begins_to_move_is_named() -> None:
+    loss, batches = Drifting(), data(2)
+    backward = backward_of(net(), 2, loss)
+    ridden(backward, lanes_of(batches))
+    with pytest.raises(ConfigError, match=r"loss_fn.center is frozen and was changed in step 1, .*; make it a buffer"):
         ridden(backward, lanes_of(batches))
 
 

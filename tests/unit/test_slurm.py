@@ -77,6 +77,9 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
         events.write("step", step=10, steps=None, epoch=1, loss=None)  # no sample of it was finite
     assert describe(folder)[1:] == ["step 10 of ?, epoch 1, loss -", "not running; --resume auto goes on with it"]
     with closing(Events(folder.events)) as events:
+        events.write("run_stopped", step=10)  # by another version, or damaged
+    assert describe(folder)[-1] == "not running, stopped by ?; --resume auto goes on with it"
+    with closing(Events(folder.events)) as events:
         events.write("epoch", epoch=1, step=12, train_loss=0.5, accuracy=0.75)
         events.write("restarted", text="rank 1 failed")
     folder.result.write_text(
