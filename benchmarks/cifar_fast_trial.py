@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.config import Augmentation
 from paceline.data.augment import Augment
-from paceline.muon import QUINTIC, Muon
+from paceline.engine.muon import QUINTIC, Muon
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src" / "paceline" / "recipes" / "cifar10"))
 import cifar10 as files

@@ -43,9 +43,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_collate
 
 from paceline import Trainer, linear_cross_entropy
-from paceline.bench.bench import version_of, window_of
-from paceline.bench.contenders import Clock
-from paceline.lifeline import die_with_parent
+from paceline.system.parent import die_with_parent
+from paceline.tools.bench.bench import version_of, window_of
+from paceline.tools.bench.contenders import Clock
 
 WARM_UP = 2  # windows that are not counted
 LIMIT_S = 900.0  # for one contender

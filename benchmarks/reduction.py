@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 def measure(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[dict[str, Any]]:
     """Runs on every rank; rank 0's rows are the result."""
-    from paceline.reduce import BucketHook, Reduction, reduce_bucket
+    from paceline.engine.reduce import BucketHook, Reduction, reduce_bucket
     from paceline.world import World
 
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device, dist.get_backend())

@@ -28,7 +28,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import Staging, capture, shards_of
 from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
-from paceline.telemetry.events import Events
+from paceline.observe.events import Events
 from paceline.world import World
 
 Wait = Callable[[], Any]

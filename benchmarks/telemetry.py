@@ -27,9 +27,9 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Trainer
-from paceline.clock import Clock, DeviceClock
-from paceline.loop import Loop, LossRecord
-from paceline.telemetry.events import Events
+from paceline.observe.clock import Clock, DeviceClock
+from paceline.observe.events import Events
+from paceline.worker.loop import Loop, LossRecord
 
 NEVER = 10**9
 TRIAL = 2_000  # steps, to see how many make a second

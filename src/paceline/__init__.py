@@ -11,38 +11,45 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from paceline import datasets, errors, models
-    from paceline.cache import cached_tensors
+    from paceline import errors
     from paceline.data.order import indices_at
+    from paceline.data.scaler import StandardScaler
     from paceline.data.shard import shard
-    from paceline.fused_loss import linear_cross_entropy
-    from paceline.metrics import Sum
-    from paceline.muon import Muon
-    from paceline.result import Result
-    from paceline.scaler import StandardScaler
-    from paceline.trained import load
+    from paceline.engine.fused_loss import linear_cross_entropy
+    from paceline.engine.losses import Sum
+    from paceline.engine.muon import Muon
+    from paceline.hub import datasets, models
+    from paceline.hub.cache import cached_tensors
+    from paceline.results.load import load
+    from paceline.results.result import Result
     from paceline.trainer import Trainer
 
 _HOMES = {
     "Trainer": "paceline.trainer",
-    "Result": "paceline.result",
-    "Muon": "paceline.muon",
-    "StandardScaler": "paceline.scaler",
-    "Sum": "paceline.metrics",
-    "cached_tensors": "paceline.cache",
+    "Result": "paceline.results.result",
+    "Muon": "paceline.engine.muon",
+    "StandardScaler": "paceline.data.scaler",
+    "Sum": "paceline.engine.losses",
+    "cached_tensors": "paceline.hub.cache",
     "indices_at": "paceline.data.order",
-    "linear_cross_entropy": "paceline.fused_loss",
-    "load": "paceline.trained",
+    "linear_cross_entropy": "paceline.engine.fused_loss",
+    "load": "paceline.results.load",
     "shard": "paceline.data.shard",
 }
+
+_MODULES = {"datasets": "paceline.hub.datasets", "errors": "paceline.errors", "models": "paceline.hub.models"}
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     # Names are loaded when they are used: `paceline --help` must not wait for torch.
     import importlib
 
-    if name in ("datasets", "errors", "models"):
-        return importlib.import_module(f"paceline.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.startup import note_requests
+from paceline.system.startup import note_requests
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.telemetry.board import Board
-from paceline.telemetry.events import Events
-from paceline.telemetry.sink import Channel
+from paceline.observe.events import Events
+from paceline.observe.sinks.sink import Channel
+from paceline.observe.sinks.tensorboard import Board
 
 PACELINE = Path(sys.executable).with_name("paceline")
 TABLE = {"allowedStatuses": ["STATUS_SUCCESS"], "colParams": [], "startIndex": 0, "sliceSize": 10}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import files
 from paceline.checkpoint.store import Store
 from paceline.cli.trained import checkpoints
-from paceline.run_folder import RunFolder
-from paceline.telemetry.events import Events
+from paceline.observe.events import Events
+from paceline.run import tensor_files
+from paceline.run.folder import RunFolder
 
 SCRIPT = """
 import os, signal, sys
@@ -102,7 +102,7 @@ def test_a_checkpoint_saved_at_a_stop_shows_what_was_measured_later_or_that_noth
     store = Store(folder.checkpoints)
     for step in (10, 15):
         store.partial(step).mkdir(parents=True)
-        store.publish(step, [files.write(store.partial(step) / "state.pt", [bytes(2_900)])], {}, {})
+        store.publish(step, [tensor_files.write(store.partial(step) / "state.pt", [bytes(2_900)])], {}, {})
     with closing(Events(folder.events)) as events:  # stopped after an epoch's last step, evaluated by the next attempt
         events.write("epoch", epoch=1, step=10, train_loss=0.5, val_loss=0.25)
     checkpoints(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from lab import PACELINE, Lab, go_on, outcome, rank_of, until
 
-from paceline.telemetry.events import read
+from paceline.observe.events import read
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
 

@@ -122,7 +122,7 @@ def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
 
 def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None:
     def reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> bool:
-        from paceline.reduce import Ladder
+        from paceline.engine.reduce import Ladder
 
         # A single rank has no levels; give it two of its own, to run what several GPUs would run.
         ladder = Ladder(World(0, 0, 1, device, "nccl"), [dist.new_group([0]), dist.new_group([0])])

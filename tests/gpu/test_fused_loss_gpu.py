@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from paceline import fused_loss
-from paceline.fused_loss import linear_cross_entropy, settle_by_torch
+from paceline.engine import fused_loss
+from paceline.engine.fused_loss import linear_cross_entropy, settle_by_torch
 
 CLASSES, FEATURES, TOKENS = 50_257, 64, 300
 

@@ -16,8 +16,9 @@ from gpu_models import Remembering, Scaled, Teacher, conv_net
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, reduce, step
-from paceline.graph import Recording, StepGraph
+from paceline import Trainer
+from paceline.engine import reduce, step
+from paceline.engine.cuda_graph import Recording, StepGraph
 
 Start = Callable[..., Any]
 NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
@@ -280,8 +281,8 @@ def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = start(num_epochs=6)
-    monkeypatch.setattr("paceline.loop.LOOK_S", 0.0)
-    monkeypatch.setattr("paceline.graph.CHEAP", 0)
+    monkeypatch.setattr("paceline.worker.loop.LOOK_S", 0.0)
+    monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
     timed = start(num_epochs=6)
     assert all_of(timed) == all_of(wanted)
     events = [json.loads(line) for line in (timed.run_dir / "events.jsonl").read_text().splitlines()]

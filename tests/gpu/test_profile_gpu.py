@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.config import build
-from paceline.profile.profile import profile
+from paceline.tools.profile.profile import profile
 
 
 def images() -> TensorDataset:

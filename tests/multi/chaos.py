@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.telemetry.events import read
+from paceline.observe.events import read
 
 HANG_TIMEOUT_S = 10
 RUN = """
@@ -315,7 +315,7 @@ def run_chaos(folder: Path, hits: int, seed: int) -> dict[str, object]:
         result = chaos.check_result()
         chaos.check_records()
         running = psutil.process_iter(["cmdline", "cwd"])
-        ours = [p for p in running if "paceline.nursery" in " ".join(p.info["cmdline"] or [])]
+        ours = [p for p in running if "paceline.launch.fork_server" in " ".join(p.info["cmdline"] or [])]
         left = [p for p in ours if p.info["cwd"] == str(chaos.script.parent)]
         assert not left, left
         return result

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Trainer, reduce
+from paceline import Trainer
+from paceline.engine import reduce
 
 
 class Lines(torch.utils.data.TensorDataset):

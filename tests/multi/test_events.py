@@ -14,9 +14,9 @@ import torch.distributed as dist
 from exactness_cases import Images, conv_net
 from faults import Disturbed, events, send, send_self, start, stop_step
 
-from paceline.report.read import facts_of
-from paceline.run_folder import RunFolder
-from paceline.telemetry.events import read
+from paceline.observe.events import read
+from paceline.run.folder import RunFolder
+from paceline.tools.report.read import facts_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 OPTIONAL = {"warning": {"step"}}

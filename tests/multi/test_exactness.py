@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from paceline import Trainer, indices_at
+from paceline.data.seeding import seed_generators
 from paceline.errors import RankFailed
-from paceline.randomness import seed_generators
 
 Outcomes = dict[str, dict[str, Any]]
 

@@ -92,7 +92,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     """Every rank and DataLoader worker of the runs that were started in `folder`."""
     found = []
     for process in psutil.process_iter(["cmdline", "cwd", "status"]):
-        is_ours = "paceline.nursery" in " ".join(process.info["cmdline"] or []) and process.info["cwd"] == str(folder)
+        is_ours = "paceline.launch.fork_server" in " ".join(process.info["cmdline"] or []) and process.info[
+            "cwd"
+        ] == str(folder)
         if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found

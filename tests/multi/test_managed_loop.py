@@ -40,7 +40,7 @@ def start(**options: Any) -> Any:
 
 def plain_training(epochs: int, **clip: float) -> nn.Module:
     """One process, no DDP, no lanes: each step takes the next LANES × BATCH samples of the epoch's order at once."""
-    from paceline.randomness import seed_generators
+    from paceline.data.seeding import seed_generators
 
     seed_generators(0, "model")
     model = small_net()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.doctor.checks import Finding
-from paceline.doctor.doctor import examine
+from paceline.tools.doctor.checks import Finding
+from paceline.tools.doctor.doctor import examine
 
 LAB = """import torch
 

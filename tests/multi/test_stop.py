@@ -146,7 +146,7 @@ def test_the_programs_own_handlers_are_back_after_a_run() -> None:
 
 
 def test_a_folder_in_use_is_not_trained_twice() -> None:
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
     start(num_epochs=1, model_fn=layer_net)
     with RunFolder(Path("run")).locked(), pytest.raises(ConfigError, match="is being trained by another process"):

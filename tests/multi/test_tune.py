@@ -21,8 +21,8 @@ optuna = pytest.importorskip("optuna")
 
 from paceline.config import build, override, read_yaml  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
-from paceline.tune.space import parse  # noqa: E402
-from paceline.tune.tune import Plan, tune  # noqa: E402
+from paceline.tools.tune.space import parse  # noqa: E402
+from paceline.tools.tune.tune import Plan, tune  # noqa: E402
 
 PACELINE = str(Path(sys.executable).parent / "paceline")
 STUDY = Path("runs/lab-tune")

@@ -28,18 +28,19 @@ from rich.console import Console
 from torch import nn
 
 import paceline
-from paceline import compare, result
-from paceline.checkpoint import files
 from paceline.checkpoint.state import capture, shards_of, write_rest
 from paceline.checkpoint.store import MANIFEST, Store, _seal
 from paceline.cli import slurm, trained, views
 from paceline.config import build
 from paceline.errors import ConfigError, PacelineError
-from paceline.run_folder import RunFolder
-from paceline.telemetry import follow
-from paceline.telemetry.event_types import complete
-from paceline.telemetry.events import read
-from paceline.telemetry.live import Facts, after, view
+from paceline.observe import follow
+from paceline.observe.event_types import complete
+from paceline.observe.events import read
+from paceline.observe.live import Facts, after, view
+from paceline.run import tensor_files
+from paceline.run.folder import RunFolder
+from paceline.tools import compare
+from paceline.worker.result import write_result
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 LAB = (
@@ -72,11 +73,11 @@ def make_run(top: Path, name: str) -> RunFolder:
         partial = store.partial(step)
         partial.mkdir(parents=True)
         tensors = {shard.file: {n: state.groups[shard.group][n] for n in shard.names} for shard in shards_of(state)}
-        written = [files.write_tensors(partial / name, those) for name, those in tensors.items()]
+        written = [tensor_files.write_tensors(partial / name, those) for name, those in tensors.items()]
         identity = {"config": {"seed": 0, "batch_size": 4}, "lanes": 2, "samples": 4, "threads": 1, "device": "cpu"}
         store.publish(step, [*written, write_rest(partial, state)], identity, {"val_loss": 0.5 / step, "accuracy": 0.5})
     row = {"epoch": 0, "step": 6, "train_loss": 0.5, "val_loss": 0.25, "accuracy": 0.5}
-    result.write(
+    write_result(
         folder, model, None, None, optimizer_sha256=None, metrics={"val_loss": 0.25, "accuracy": 0.5}, history=[row],
         step=6, epoch=1, world_size=2, lanes=2, seconds=1.5, samples=24,
     )  # fmt: skip

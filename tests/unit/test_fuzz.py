@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.telemetry import follow
+from paceline.observe import follow
 
 from .fuzz import findings
 

@@ -18,145 +18,25 @@ import paceline
 
 PACKAGE = Path(paceline.__file__).parent
 
-# Top to bottom: a module imports only modules of lower rows. The package itself is called "paceline".
-LAYERS = [
-    ["__main__"],
-    ["cli"],
-    [
-        "cli.bench",
-        "cli.compare",
-        "cli.doctor",
-        "cli.profile",
-        "cli.project",
-        "cli.slurm",
-        "cli.train",
-        "cli.trained",
-        "cli.tune",
-        "cli.views",
-    ],
-    ["cli.arguments", "cli.output"],
-    ["bench.bench", "compare", "doctor.doctor", "profile.profile", "trained", "tune.tune"],
-    ["bench.worker", "doctor.bandwidth", "doctor.rehearsal", "profile.advice", "profile.task", "tune.ray"],
-    ["tune.search", "tune.trial"],
-    ["bench.contenders", "doctor.checks", "profile.facts", "profile.trace", "tune.study", "tune.worker"],
-    ["doctor.facts", "trainer"],
-    ["launch"],
-    ["launch.nodes", "launch.ray"],
-    ["launch.carrier", "launch.guest", "launch.local", "launch.torchrun"],
-    ["launch.hosts", "launch.key", "launch.restarts", "launch.silence"],
-    ["launch.site"],
-    ["launch.ranks"],
-    ["launch.environment", "launch.transport"],
-    ["launch.messages", "launch.network", "launch.slurm"],
-    ["apply", "export.export", "worker"],
-    ["export.hf", "export.traced", "export.weights", "watch"],
-    ["export.task", "hang"],
-    ["past"],
-    ["loop", "own_loop", "scaler"],
-    ["evaluate", "step"],
-    ["backward", "probe"],
-    ["graph", "guard", "reduce", "replica"],
-    ["data.feed"],
-    ["data.stream_loader"],
-    ["data.stream"],
-    ["data.loader"],
-    ["data.rows"],
-    ["data.curriculum"],
-    ["data.sources"],
-    ["data.augment", "metrics", "optim"],
-    ["result"],
-    ["checkpoint.saver", "checkpoint.weights"],
-    ["checkpoint.state", "resume", "tune.report"],
-    ["export.card", "submit", "trust", "failure", "job", "telemetry.follow", "telemetry.track"],
-    ["cache", "checkpoint.store", "report.page"],
-    ["report.read", "telemetry.mlflow_run", "telemetry.wandb_run"],
-    ["telemetry.board", "telemetry.server", "telemetry.tracker", "telemetry.trackers", "zero"],
-    ["relocation", "telemetry.sink"],
-    ["checkpoint.files", "digest", "ema", "precision", "telemetry.console", "telemetry.events", "telemetry.lines"],
-    ["tune.folder", "world"],
-    ["run_folder", "tune.goal", "tune.space"],
-    ["config"],
-    ["config.builder"],
-    ["config.mistakes"],
-    ["config.schema"],
-    ["config.text", "datasets"],
-    ["datasets.download", "datasets.reader"],
-    ["datasets.catalog"],
-    [
-        "bench.models",
-        "data.batches",
-        "data.claims",
-        "data.workers",
-        "functions",
-        "fused_loss",
-        "models",
-        "nursery",
-        "optimizer_checks",
-        "predictions",
-        "result_file",
-        "startup",
-        "telemetry.live",
-        "room",
-        "telemetry.stragglers",
-        "travel",
-    ],
-    [
-        "buffers",
-        "child",
-        "clock",
-        "cpu",
-        "data.order",
-        "data.shard",
-        "errors",
-        "home",
-        "lifeline",
-        "memory",
-        "muon",
-        "origin",
-        "paths",
-        "progress",
-        "randomness",
-        "report.phases",
-        "report.thin",
-        "softmax_kernel",
-        "stop",
-        "telemetry.event_types",
-        "telemetry.pace",
-        "telemetry.tail",
-        "tune.shares",
-        "words",
-    ],
-    # Packages, which import nothing.
-    [
-        "paceline",
-        "bench",
-        "checkpoint",
-        "data",
-        "doctor",
-        "export",
-        "profile",
-        "recipes",
-        "report",
-        "telemetry",
-        "tune",
-    ],
-]
+# Rooms, top to bottom: a module imports modules of its own room and of lower ones. A module at the package's root is a
+# room of its own; the package itself is called "paceline".
+ROOMS = [
+    "__main__", "cli", "tools", "trainer", "results", "launch", "worker", "checkpoint", "engine", "data", "observe",
+    "hub", "run", "world", "config", "system", "formatting", "errors", "paceline",
+]  # fmt: skip
 
-# Imports inside functions that go up, each for a reason that is told where it stands.
-LAZY_UPWARDS = {
-    # Names of metrics and optimizers are checked with the rest, but only torch knows them.
-    ("config.mistakes", "metrics"),
-    ("config.mistakes", "optim"),
+# Imports that go up, each inside a function and for a reason.
+UPWARDS = {
+    # Names of metrics and optimizers are checked with the rest of a config, and torch knows the optimizers.
+    ("config.checks", "engine.losses"),
+    ("config.checks", "engine.optimizers"),
+    # The method of a loaded run that people look for; the tool itself uses what anybody can.
+    ("results.load", "tools.export.export"),
 }
 
 # Files of the user's kind: they are run or copied, never imported as a part of the package.
+RECIPES = PACKAGE / "recipes" / "__init__.py"
 EXAMPLES = sorted([*PACKAGE.glob("recipes/*/*.py"), *PACKAGE.glob("templates/**/*.py")])
-
-
-class Import(NamedTuple):
-    module: str
-    name: str | None  # of `from module import name`
-    is_lazy: bool
 
 
 def name_of(path: Path) -> str:
@@ -164,7 +44,9 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "paceline"
 
 
-MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py") if path not in EXAMPLES}
+MODULES = {
+    name_of(path): path for path in PACKAGE.rglob("*.py") if path not in EXAMPLES and "recipes" not in path.parts
+}
 
 
 @cache
@@ -172,74 +54,99 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports_in(node: ast.AST, is_lazy: bool = False) -> Iterator[Import]:
-    """Every import below a node; not those for type checkers, which never run."""
+class Import(NamedTuple):
+    module: str
+    name: str | None  # of `from module import name`
+    is_loaded: bool  # with the module that has it: not inside a function, by a string or for type checkers
+
+
+def imports_in(node: ast.AST, is_loaded: bool = True) -> Iterator[Import]:
+    """Every import below a node, also those inside functions, for type checkers, and by a string."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
         if isinstance(child, ast.Import):
-            yield from (Import(alias.name, None, is_lazy) for alias in child.names)
+            yield from (Import(alias.name, None, is_loaded) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "relative imports are not used here"
-            yield from (Import(child.module or "", alias.name, is_lazy) for alias in child.names)
+            yield from (Import(child.module or "", alias.name, is_loaded) for alias in child.names)
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            if child.value.startswith("paceline.") and child.value.partition(".")[2] in MODULES:
+                yield Import(child.value, None, is_loaded=False)
         else:
-            inside = is_lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from imports_in(child, inside)
+            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            is_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from imports_in(child, is_loaded and not is_for_types and not is_later)
 
 
-def imported(module: str, *, lazy: bool) -> set[str]:
-    """The modules of the package that a module imports, at its top or inside its functions."""
+@cache
+def imported(module: str, *, is_loaded: bool | None = None) -> set[str]:
+    """The modules of the package that a module imports: all, or only those that are loaded with it or later."""
     found = set()
     for entry in imports_in(tree_of(MODULES[module])):
         head, _, rest = entry.module.partition(".")
-        if head != "paceline" or entry.is_lazy != lazy:
-            continue
-        inner = ".".join(filter(None, (rest, entry.name)))
-        found.add(inner if inner in MODULES else rest or "paceline")
+        if head == "paceline" and is_loaded in (None, entry.is_loaded):
+            inner = ".".join(filter(None, (rest, entry.name)))
+            found.add(inner if inner in MODULES else rest or "paceline")
     return found
 
 
 def row(module: str) -> int:
-    return next(n for n, layer in enumerate(LAYERS) if module in layer)
+    return ROOMS.index(module.partition(".")[0])
 
 
 # --- the flow -----------------------------------------------------------------------------------------------
 
 
 def test_the_imports_are_seen() -> None:
-    assert {"failure", "job", "result", "data.batches", "data.loader", "world"} <= imported("worker", lazy=False)
-    lazily = {"apply", "data.sources", "launch", "launch.environment", "replica", "worker", "world"}
-    assert imported("trainer", lazy=True) == {*lazily, "telemetry.trackers"}
-    # `Result` is for type checkers only.
-    assert imported("trainer", lazy=False) == {"config", "errors", "functions", "run_folder", "startup"}
+    assert {"observe.failures", "data.batches", "world"} <= imported("worker.main", is_loaded=True)
+    assert {"launch", "worker.main"} <= imported("trainer", is_loaded=False)  # inside a function
+    assert "results.result" not in imported("trainer", is_loaded=True)
+    assert "run.outcome" in imported("launch", is_loaded=False)  # for type checkers
+    assert "worker.main" in imported("launch.fork_server", is_loaded=False)  # by a string
+    assert "engine.muon" in imported("paceline")
 
 
-def test_every_module_has_its_place_in_the_layers() -> None:
-    assert sorted(module for layer in LAYERS for module in layer) == sorted(MODULES)
+def test_every_room_has_its_row() -> None:
+    assert {module.partition(".")[0] for module in MODULES} == set(ROOMS)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_imports_only_from_lower_layers(module: str) -> None:
-    assert {other for other in imported(module, lazy=False) if row(other) <= row(module)} == set()
+def test_few_modules_are_at_the_root() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
-def test_imports_inside_functions_go_up_only_where_it_is_meant() -> None:
-    upwards = {
-        (module, other) for module in MODULES for other in imported(module, lazy=True) if row(other) <= row(module)
-    }
-    assert upwards == LAZY_UPWARDS
+@pytest.mark.parametrize("room", [room for room in ROOMS if (PACKAGE / room).is_dir()])
+def test_a_room_says_what_it_owns(room: str) -> None:
+    about = ast.get_docstring(tree_of(PACKAGE / room / "__init__.py"))
+    assert about is not None
+    assert len(about.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"paceline"}))
+def test_a_module_imports_only_from_its_room_and_lower_ones(module: str) -> None:
+    upwards = {other for other in imported(module) if row(other) < row(module)}
+    assert {(module, other) for other in upwards} <= UPWARDS
+
+
+def test_no_exception_is_left_over() -> None:
+    assert {(module, other) for module, other in UPWARDS if other in imported(module, is_loaded=False)} == UPWARDS
+
+
+def test_modules_that_begin_with_an_underscore_stay_in_their_room() -> None:
+    for module in MODULES:
+        for other in imported(module):
+            is_private = other.rpartition(".")[2].startswith("_") and other != "__main__"
+            assert row(other) == row(module) or not is_private
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {module: imported(module, lazy=False) for module in MODULES}
+    graph = {module: imported(module, is_loaded=True) for module in MODULES}
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # CycleError names the circle
 
 
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
-    "home", "launch", "launch.environment", "launch.local", "launch.network", "launch.ranks", "launch.ray",
-    "launch.torchrun", "nursery", "tune.shares", "world",
+    "launch", "launch.environment", "launch.fork_server", "launch.local", "launch.network", "launch.processes",
+    "launch.ray", "launch.torchrun", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -260,8 +167,8 @@ def uses_of_environment(module: str) -> list[str]:
 def test_the_environment_is_read_only_by_launchers_and_the_world() -> None:
     readers = {module: uses for module in MODULES if (uses := uses_of_environment(module))}
     assert "world" in readers  # else this test has gone blind
-    assert readers.pop("worker") == ["os.environ['RANK']"]
-    assert readers.pop("profile.task") == ["os.environ.setdefault"]
+    assert readers.pop("worker.main") == ["os.environ['RANK']"]
+    assert readers.pop("tools.profile.task") == ["os.environ.setdefault"]
     assert set(readers) <= MAY_READ_THE_ENVIRONMENT
 
 

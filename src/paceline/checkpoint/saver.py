@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import files
-from paceline.checkpoint.files import Written
 from paceline.checkpoint.state import Shard, Staging, State, Tensors, shards_of, share_of, write_rest
 from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
-from paceline.telemetry.events import Events
+from paceline.engine.sharding import Sharding
+from paceline.observe.events import Events
+from paceline.run import tensor_files
+from paceline.run.tensor_files import Written
 from paceline.world import World
-from paceline.zero import Sharding
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Saver:
         folder = self._store.partial(step)
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
-        written = [files.write_tensors(folder / file, tensors) for file, tensors in share.items()]
+        written = [tensor_files.write_tensors(folder / file, tensors) for file, tensors in share.items()]
         return [*written, write_rest(folder, state)] if self._world.is_main else written
 
     def _publish(self, flight: Flight, written: list[Written]) -> Path:

@@ -15,11 +15,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from paceline.checkpoint import files
-from paceline.checkpoint.files import Written
-from paceline.ema import Ema
+from paceline.engine.ema import Ema
+from paceline.engine.sharding import Move, Sharding, dealt
 from paceline.errors import ConfigError
-from paceline.zero import Move, Sharding, dealt
+from paceline.run import tensor_files
+from paceline.run.tensor_files import Written
 
 SHARD_BYTES = 128 << 20  # small enough to be shared out among ranks, large enough for a disk
 REST = "state.pt"
@@ -179,7 +179,7 @@ def write_rest(folder: Path, state: State) -> Written:
     torch.save(state.rest, buffer)
     buffer.seek(0)
     torch.load(buffer, weights_only=True)
-    return files.write(folder / REST, [buffer.getbuffer()])
+    return tensor_files.write(folder / REST, [buffer.getbuffer()])
 
 
 # --- out of a checkpoint -------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _take_out(tree: Any, path: str, tensors: Tensors) -> Any:
     """The tree with a mark where each tensor was; the tensors go to `tensors` under their path."""
     if isinstance(tree, torch.Tensor):
-        if not files.can_hold(tree):
+        if not tensor_files.can_hold(tree):
             return tree.detach().cpu().clone()
         while path in tensors:  # {"a": {"b": x}, "a.b": y}
             path += "'"

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from paceline.checkpoint import files
-from paceline.checkpoint.files import Written
 from paceline.errors import CheckpointsDamaged
+from paceline.run import tensor_files
+from paceline.run.tensor_files import Written
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -112,7 +112,7 @@ def verify(path: Path) -> Manifest:
             size = (path / file.name).stat().st_size
             if size != file.size:
                 raise Damaged(f"{file.name} has {size} bytes instead of {file.size}")
-            if files.sha256_of_file(path / file.name) != file.sha256:
+            if tensor_files.sha256_of_file(path / file.name) != file.sha256:
                 raise Damaged(f"{file.name} has another checksum than when it was written")
         except OSError as error:
             raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
@@ -195,18 +195,18 @@ class Store:
             metrics=measured,
             time=round(time.time(), 3),
         )
-        files.write(partial / MANIFEST, [manifest.to_json().encode()])
-        files.sync_folder(partial)
+        tensor_files.write(partial / MANIFEST, [manifest.to_json().encode()])
+        tensor_files.sync_folder(partial)
         partial.rename(path)
-        files.sync_folder(self.folder)
+        tensor_files.sync_folder(self.folder)
         return path
 
     def _replace_manifest(self, path: Path, manifest: Manifest) -> None:
         """At every moment there is a whole one, the old or the new."""
         new = path / f".{MANIFEST}"
-        files.write(new, [manifest.to_json().encode()])
+        tensor_files.write(new, [manifest.to_json().encode()])
         new.rename(path / MANIFEST)
-        files.sync_folder(path)
+        tensor_files.sync_folder(path)
 
     def discard(self, step: int) -> None:
         """Remove what there is of a checkpoint that could not be written."""

@@ -14,9 +14,9 @@ from typing import Any
 import safetensors
 import torch
 
-from paceline.checkpoint import files
 from paceline.checkpoint.state import put_trained, put_values, unshared
-from paceline.digest import sha256_of
+from paceline.engine.digest import sha256_of
+from paceline.run import tensor_files
 
 REST = "paceline.rest"  # pickled by torch, in base64: extra states, and tensors of other types
 
@@ -24,13 +24,13 @@ REST = "paceline.rest"  # pickled by torch, in base64: extra states, and tensors
 def save_weights(model: torch.nn.Module, path: Path) -> str:
     """Write a file of weights that is seen whole or not at all; returns their fingerprint."""
     kept, metadata = unshared(model.state_dict())
-    tensors = {name: value for name, value in kept.items() if files.can_hold(value)}
+    tensors = {name: value for name, value in kept.items() if tensor_files.can_hold(value)}
     if rest := {name: value for name, value in kept.items() if name not in tensors}:
         metadata |= _pickled(rest)
     partial = path.with_name(f".{path.name}")
-    files.write_tensors(partial, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    tensor_files.write_tensors(partial, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
     partial.replace(path)
-    files.sync_folder(path.parent)
+    tensor_files.sync_folder(path.parent)
     return sha256_of(model.state_dict())
 
 

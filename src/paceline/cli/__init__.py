@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
 from paceline.cli.output import print_error
 from paceline.errors import ConfigError, Interrupted, PacelineError
-from paceline.paths import problem_with
+from paceline.system.paths import problem_with
 
 Command = Callable[..., None]
 

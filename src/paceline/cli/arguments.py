@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.errors import ConfigError
-from paceline.words import printable
+from paceline.formatting import printable
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
 PACKAGE = Path(__file__).parents[1]
 RECIPES = PACKAGE / "recipes"
@@ -63,7 +63,7 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
 
 def newest_run() -> Path:
     """The run below `runs` that was started last; told, because nobody has named it."""
-    from paceline.run_folder import newest_below
+    from paceline.run.folder import newest_below
 
     found = newest_below(Path("runs"))
     if found is None:
@@ -74,7 +74,7 @@ def newest_run() -> Path:
 
 def find_run(path: Path) -> RunFolder:
     """A folder that holds a run, or will."""
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
     folder = RunFolder(path.resolve())
     if not folder.holds_run():

@@ -30,9 +30,9 @@ def bench(
 
     Times small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed.
     """
-    from paceline.bench.bench import Plan
-    from paceline.bench.bench import bench as run_bench
-    from paceline.run_folder import write_json
+    from paceline.run.folder import write_json
+    from paceline.tools.bench.bench import Plan
+    from paceline.tools.bench.bench import bench as run_bench
 
     plan = Plan(
         models=_names(models), contenders=_names(only), procs=procs,

@@ -24,7 +24,7 @@ def compare(
     """
     numbers = parse_numbers("procs", procs)
     built, home = build_config(target, overrides, run_dir=run_dir)
-    from paceline.compare import compare as run_comparison
+    from paceline.tools.compare import compare as run_comparison
 
     comparison = run_comparison(built, numbers, home, say=lambda text: typer.echo(text, err=True))
     names = list(comparison.rows[0].metrics)

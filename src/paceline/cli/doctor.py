@@ -14,7 +14,7 @@ from paceline.cli.arguments import CONFIG, Overrides, find_config
 from paceline.cli.output import is_main
 
 if TYPE_CHECKING:
-    from paceline.doctor.checks import Finding
+    from paceline.tools.doctor.checks import Finding
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
 
     The exit code is 1 if a run would fail.
     """
-    from paceline.doctor.doctor import examine
+    from paceline.tools.doctor.doctor import examine
 
     path = find_config(target) if target is not None else None
     if not is_main():

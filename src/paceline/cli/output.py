@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from paceline.words import printable
+from paceline.formatting import printable
 
 
 def is_main() -> bool:

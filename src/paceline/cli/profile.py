@@ -16,10 +16,10 @@ from rich.table import Table
 
 from paceline.cli.arguments import Overrides, Target, build_config
 from paceline.cli.output import is_main, show_table
-from paceline.words import ranks_text
+from paceline.formatting import ranks_text
 
 if TYPE_CHECKING:
-    from paceline.profile.facts import Profile
+    from paceline.tools.profile.facts import Profile
 
 Measure = Callable[[Iterable[float]], float]
 NAME_WIDTH = 60  # of an operator; kernels have names of hundreds of characters
@@ -42,8 +42,8 @@ def profile(
     Also writes traces for Perfetto. Example: paceline profile config.yaml --procs 4 --steps 10
     """
     built, folder = build_config(target, overrides, procs=procs, run_dir=run_dir)
-    from paceline.profile.profile import profile as run_profile
-    from paceline.profile.profile import report_of
+    from paceline.tools.profile.profile import profile as run_profile
+    from paceline.tools.profile.profile import report_of
 
     with redirect_stdout(sys.stderr):  # what the user's functions print
         found = run_profile(built, steps, folder)

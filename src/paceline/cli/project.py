@@ -42,7 +42,7 @@ def init(
 
 def _rename(folder: Path) -> None:
     """Replace the template's name by that of the folder, in the two files that name the run."""
-    from paceline.config.text import dump_yaml
+    from paceline.config.yaml import dump_yaml
 
     name = re.sub(r"[^\w.-]+", "-", folder.resolve().name)
     for file, old, new in (
@@ -73,7 +73,7 @@ def get_data(
 
     Files that are complete are kept.
     """
-    from paceline.datasets import download
+    from paceline.hub import download
 
     folder = download.get(name, to, say=typer.echo)
     typer.echo(f"{name} is complete in {folder.resolve()}")

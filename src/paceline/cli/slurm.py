@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.arguments import Overrides, Run, Target, find_config, find_run, newest_run
 from paceline.errors import ConfigError, Interrupted
-from paceline.words import printable
+from paceline.formatting import printable
 
 NOT_AFFECTED = "stopped watching; the run itself is not affected"
 
@@ -37,9 +37,9 @@ def submit(
     It saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
     from paceline import config
-    from paceline.run_folder import RunFolder, new_folder
-    from paceline.submit import Plan, script
-    from paceline.submit import submit as hand_over
+    from paceline.run.folder import RunFolder, new_folder
+    from paceline.tools.submit import Plan, script
+    from paceline.tools.submit import submit as hand_over
 
     path = find_config(target)
     raw = config.read_yaml(path)
@@ -63,7 +63,7 @@ def submit(
 
 def status(run: Run = None) -> None:
     """Show the status of a run and of its Slurm job."""
-    from paceline.submit import describe
+    from paceline.tools.submit import describe
 
     for line in describe(find_run(run or newest_run())):
         typer.echo(printable(line))
@@ -74,7 +74,7 @@ def watch(run: Run = None) -> None:
 
     It may run in another terminal, on another host, or as a Slurm job.
     """
-    from paceline.telemetry.follow import show
+    from paceline.observe.follow import show
 
     folder = find_run(run or newest_run())
     try:
@@ -89,8 +89,8 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
 ) -> None:
     """Print the output of a run."""
-    from paceline.submit import find_log
-    from paceline.telemetry.follow import replay
+    from paceline.observe.follow import replay
+    from paceline.tools.submit import find_log
 
     folder = find_run(run or newest_run())
     path = find_log(folder, rank)
@@ -118,8 +118,8 @@ def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder o
 
     `paceline submit … --run-dir RUN` continues it.
     """
-    from paceline.submit import cancel as end_job
-    from paceline.submit import job_of
+    from paceline.tools.submit import cancel as end_job
+    from paceline.tools.submit import job_of
 
     job = job_of(find_run(run))
     if job is None:

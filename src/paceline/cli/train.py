@@ -11,10 +11,10 @@ import typer
 
 from paceline.cli.arguments import RECIPE_CONFIGS, Target, build_config, find_config
 from paceline.cli.output import is_main
-from paceline.startup import requests_noted
+from paceline.system.startup import requests_noted
 
 if TYPE_CHECKING:
-    from paceline.result import Result
+    from paceline.results.result import Result
 
 # What the command that is suggested after a run says otherwise, or must not say again.
 SAID_ANEW = ("num_epochs", "procs", "nodes", "rendezvous", "run_dir", "resume")
@@ -56,7 +56,7 @@ def train(
 def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
     if not is_main():
         return
-    from paceline.words import outcome_text
+    from paceline.formatting import outcome_text
 
     typer.echo(f"done: {outcome_text(result.step, result.metrics, result.weights_sha256)}")
     typer.echo(f"run folder: {result.run_dir}")
@@ -67,7 +67,7 @@ def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
 
 def next_steps(result: Result, target: str, overrides: Sequence[str]) -> list[str]:
     """Commands that are worth a try after a run, as lines for a shell."""
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
     words = [target, *(word for word in overrides if word.partition("=")[0] not in SAID_ANEW)]
     folder = quote(str(result.run_dir))

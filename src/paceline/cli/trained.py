@@ -17,10 +17,10 @@ from rich.text import Text
 
 from paceline.cli.output import is_main, show_table
 from paceline.errors import ConfigError
-from paceline.words import printable
+from paceline.formatting import printable
 
 if TYPE_CHECKING:
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Weights = Annotated[
@@ -81,14 +81,14 @@ def predict(
 
     Rows are in the order of the samples. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
     """
-    from paceline import predictions
+    from paceline.results import tables
 
-    predictions.check_file(out)
+    tables.check_file(out)
     run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
     predicted = run.predictions(data, procs)
     if is_main():
         classes = run.config.dataset_args.get("classes")
-        predictions.write(out, predictions.columns_of(predicted, run.config.loss_fn, classes))
+        tables.write(out, tables.columns_of(predicted, run.config.loss_fn, classes))
         typer.echo(f"{out}: {len(predicted.outputs):,} predictions, weights: {run.origin}")
 
 
@@ -108,8 +108,8 @@ def export(
 
     Example: paceline export runs/NAME/DATE-TIME --format torch --to FOLDER
     """
-    from paceline.export.export import export as write_export
-    from paceline.trained import load
+    from paceline.results.load import load
+    from paceline.tools.export.export import export as write_export
 
     _check_data(data)
     with redirect_stdout(sys.stderr):  # what the user's functions and torch print
@@ -125,8 +125,8 @@ def checkpoints(run_dir: Run) -> None:
     Shows the step, size and metrics of each, and whether it can be used.
     """
     from paceline.checkpoint.store import Damaged, Store, verify
-    from paceline.run_folder import RunFolder
-    from paceline.words import size_text
+    from paceline.formatting import size_text
+    from paceline.run.folder import RunFolder
 
     folder = RunFolder(run_dir)
     if not folder.config.exists():
@@ -152,7 +152,7 @@ def checkpoints(run_dir: Run) -> None:
 
 def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
     """The metrics of each step that ended an epoch: a checkpoint saved at a stop is older than its evaluation."""
-    from paceline.telemetry.events import read
+    from paceline.observe.events import read
 
     epochs = (event for event in read(folder.events) if event["event"] == "epoch") if folder.events.exists() else ()
     return {
@@ -167,7 +167,7 @@ def _load(
     """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
     from paceline import launch
     from paceline.config import read_yaml
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
     _check_data(data)
     _check_trust(run_dir, config, trust=trust)
@@ -175,7 +175,7 @@ def _load(
     if written.exists():
         raw = read_yaml(written)
         launch.prepare({"procs": procs or raw.get("procs")}, Path(str(raw.get("folder") or run_dir)))
-    from paceline.trained import load
+    from paceline.results.load import load
 
     return load(run_dir, checkpoint, config, trust=True)
 
@@ -183,8 +183,8 @@ def _load(
 def _check_trust(run_dir: Path, config: Path | None, *, trust: bool) -> None:
     """A ConfigError with the command to repeat if the run is not trusted; before anything of it is executed."""
     from paceline.config import read_yaml
-    from paceline.run_folder import RunFolder
-    from paceline.trust import check
+    from paceline.results.trust import check
+    from paceline.run.folder import RunFolder
 
     folder = RunFolder(run_dir.resolve())
     if not trust and folder.config.exists():

@@ -18,7 +18,7 @@ from paceline.cli.output import show_table
 from paceline.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from paceline.tune.tune import Found
+    from paceline.tools.tune.tune import Found
 
 TRIALS_SHOWN = 20
 
@@ -55,7 +55,7 @@ def tune(
     Example: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1
     """
     from paceline import config
-    from paceline.tune import space
+    from paceline.tools.tune import space
 
     if find_spec("optuna") is None:
         raise MissingExtra("optuna", "tune", "paceline tune")
@@ -67,8 +67,8 @@ def tune(
     config.override(raw, fixed)
     if procs is not None:
         raw["procs"] = procs
-    from paceline.tune.tune import Plan
-    from paceline.tune.tune import tune as run_search
+    from paceline.tools.tune.tune import Plan
+    from paceline.tools.tune.tune import tune as run_search
 
     plan = Plan(
         raw, path.parent.resolve(), searched, trials=trials, parallel=parallel, metric=metric, mode=mode, study=study,
@@ -85,7 +85,7 @@ def tune(
 
 
 def _show(found: Found) -> None:
-    from paceline.tune.report import shown
+    from paceline.tools.tune.report import shown
 
     table = Table("trial", "state", found.goal.metric, "epochs", "seconds", *found.best.values, box=None)
     for row in found.rows[:TRIALS_SHOWN]:

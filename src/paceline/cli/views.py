@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli.arguments import find_run, newest_run
 from paceline.errors import ConfigError
-from paceline.words import printable
+from paceline.formatting import printable
 
 
 def board(
@@ -24,7 +24,7 @@ def board(
 
     Only this machine can connect to it. Example: paceline board runs/mnist runs/tabular
     """
-    from paceline.telemetry.server import serve
+    from paceline.tools.board import serve
 
     serve(runs or [Path("runs")], port, say=typer.echo)
 
@@ -40,9 +40,9 @@ def report(
 
     The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
-    from paceline.report.page import page_of
-    from paceline.report.read import facts_of_all
-    from paceline.run_folder import write_text
+    from paceline.run.folder import write_text
+    from paceline.tools.report.page import page_of
+    from paceline.tools.report.read import facts_of_all
 
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")
@@ -57,7 +57,7 @@ def report(
 
 def _runs_among(paths: list[Path]) -> list[Path]:
     """Those of several folders that hold runs. `runs/NAME/*` has others, too; they are told, and left out."""
-    from paceline.run_folder import RunFolder
+    from paceline.run.folder import RunFolder
 
     others = [path for path in paths if path.exists() and not RunFolder(path).holds_run()]
     if len(others) == len(paths):

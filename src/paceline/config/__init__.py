@@ -3,8 +3,8 @@
 Nothing here knows about devices, processes or the environment.
 """
 
-from paceline.config.builder import build, override, resolve_tables
-from paceline.config.mistakes import describe, unknown_names
+from paceline.config.build import build, override, resolve_tables
+from paceline.config.checks import describe, unknown_names
 from paceline.config.schema import (
     FUNCTION_KEYS,
     Augmentation,
@@ -15,7 +15,7 @@ from paceline.config.schema import (
     Pacing,
     Schedule,
 )
-from paceline.config.text import dump_yaml, read_yaml, to_plain
+from paceline.config.yaml import dump_yaml, read_yaml, to_plain
 
 __all__ = [
     "FUNCTION_KEYS",

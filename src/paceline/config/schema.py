@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from paceline.config.text import dump_yaml, to_plain
-from paceline.paths import problem_with
+from paceline.config.yaml import dump_yaml, to_plain
+from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")

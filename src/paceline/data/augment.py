@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import Augmentation
+from paceline.data.seeding import seed_for
 from paceline.errors import DataError
-from paceline.randomness import seed_for
 
 # SplitMix64: the step between states, its finaliser's factors. The step between epochs is another odd number, so that
 # an index and an epoch never stand in for each other.

@@ -12,9 +12,9 @@ import numpy as np
 
 from paceline.config import Config, Pacing
 from paceline.data.order import Indices
+from paceline.data.seeding import seed_generators
 from paceline.data.sources import Part, is_stream, original_indices, table_of
 from paceline.errors import DataError
-from paceline.randomness import seed_generators
 
 
 class Curriculum:

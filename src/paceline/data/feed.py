@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from paceline.config import Config
 from paceline.data.augment import Augment
@@ -26,7 +25,7 @@ from paceline.data.loader import (
 )
 from paceline.data.rows import Rows, rows_of
 from paceline.data.sources import Part, is_stream, original_indices
-from paceline.precision import to_channels_last
+from paceline.data.trees import map_tensors, tensors_in, to_channels_last
 from paceline.world import World
 
 ROUND = 64  # bytes; where torch lets its own tensors begin
@@ -140,22 +139,6 @@ def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return there.clone() if is_plain and there.data_ptr() % ROUND else there
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tree of tuples, lists and dicts with every tensor changed."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    if isinstance(tree, PackedSequence):  # whose batch_sizes belong to the host
-        moved = (change(each) if each is not None else None for each in (tree.sorted_indices, tree.unsorted_indices))
-        return PackedSequence(change(tree.data), tree.batch_sizes, *moved)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, change) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(value, change) for value in tree)
-    return tree
-
-
 def one_ahead(lanes: Iterable[Lane], device: torch.device) -> Iterator[Lane]:
     """The lanes with their data on the GPU; the next one's is copied on a stream of its own while one is ridden."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -178,15 +161,6 @@ def _arrived(lane: Lane, copied: torch.cuda.Event) -> Lane:
         if tensor.device.type == "cuda":  # the lengths of packed sequences are not
             tensor.record_stream(present)  # whose memory must not be used again before this stream has read it
     return lane
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in a batch of tuples, lists and dicts, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [tensor for value in tree if value is not None for tensor in tensors_in(value)]
-    return tensors_in(list(tree.values())) if isinstance(tree, Mapping) else []
 
 
 def with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -15,10 +15,10 @@ from paceline.data import batches
 from paceline.data.curriculum import Curriculum
 from paceline.data.order import Indices, indices_of
 from paceline.data.rows import gathered
+from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.sources import Part, fetch
 from paceline.data.workers import Workers, start_worker
 from paceline.errors import DataError
-from paceline.randomness import seed_for, seed_generators
 from paceline.world import World
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from paceline.data import batches
 from paceline.data.claims import claim_of, compare_claims
 from paceline.data.loader import Lane, Turn, collate_of, loader_options
+from paceline.data.seeding import seed_generators
 from paceline.data.shard import Share
 from paceline.data.workers import start_worker
 from paceline.errors import DataError
-from paceline.progress import Progress
-from paceline.randomness import seed_generators
+from paceline.observe.progress import Progress
 from paceline.world import Exchange, World
 
 Tell = Callable[[str], None]

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 
-from paceline.lifeline import die_with_parent
-from paceline.stop import ignore_signals
+from paceline.system.parent import die_with_parent
+from paceline.system.signals import ignore_signals
 
 PATIENCE_S = 2.0  # at first; a child that is only slow has done nothing yet and is made anew, too
 

@@ -1,4 +1,8 @@
-"""Who starts the ranks and watches them. Knows nothing of models or data."""
+"""Starts the ranks of a run and watches them: local processes, torchrun, Slurm, Ray, several hosts.
+
+Owns processes, signals, restarts and what the environment says about them. Promises that no process outlives its run,
+and that the first failure is the one that is reported. Must not know models or data.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config
 from paceline.errors import Interrupted, MissingExtra, PacelineError, Stopped
-from paceline.launch import ranks
+from paceline.launch import processes
 from paceline.launch.environment import join_step, load_dotenv, pick_launcher, shares_cores
-from paceline.startup import requests_noted
+from paceline.system.startup import requests_noted
 
 if TYPE_CHECKING:
-    from paceline.job import Task
-    from paceline.result import Outcome
+    from paceline.run.job import Task
+    from paceline.run.outcome import Outcome
 
 
 def prepare(raw: Mapping[str, Any], folder: Path) -> None:
@@ -31,11 +35,15 @@ def prepare(raw: Mapping[str, Any], folder: Path) -> None:
     if pick_launcher(raw.get("launcher", "auto"), has_rendezvous=raw.get("rendezvous") is not None) == "local":
         load_dotenv(folder)
         is_passive = shares_cores(raw.get("ddp", True), raw.get("procs")) or raw.get("nodes") is not None
-        ranks.prepare(is_passive=is_passive)
+        processes.prepare(is_passive=is_passive)
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:
     """Do a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
+    from paceline.world import is_joined
+
+    if is_joined():
+        raise PacelineError("start() was called inside a rank; call it in the script that starts the run")
     launcher = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
     load_dotenv(folder)
     if launcher == "slurm":
@@ -48,7 +56,7 @@ def start(config: Config, task: Task, folder: Path) -> Outcome:
                 raise MissingExtra("ray", "ray", "launcher=ray")
             from paceline.launch import ray as chosen  # type: ignore[no-redef]
         elif config.rendezvous is not None:
-            from paceline.launch import nodes as chosen  # type: ignore[no-redef]
+            from paceline.launch.cluster import roles as chosen  # type: ignore[no-redef]
         else:
             from paceline.launch import local as chosen  # type: ignore[no-redef]
     outcome: Outcome = chosen.start(config, task)

@@ -11,27 +11,29 @@ from pathlib import Path
 from shlex import quote
 from types import FrameType
 
-from paceline import failure, hang, job, result, resume
+from paceline.checkpoint import resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
-from paceline.failure import Failure
-from paceline.job import Job, Task
 from paceline.launch.environment import chosen_threads
+from paceline.launch.fork_server import LOOK_S, Birth
+from paceline.launch.machines import Here, Meeting, Ranks, Site
+from paceline.launch.relocation import FolderKeeper, loss_of
 from paceline.launch.restarts import Restarts, restarted_line
-from paceline.launch.silence import Silence
-from paceline.launch.site import Here, Meeting, Ranks, Site
-from paceline.nursery import LOOK_S, Birth
-from paceline.relocation import FolderKeeper, loss_of
-from paceline.result import Outcome
-from paceline.run_folder import RunFolder, opened
-from paceline.stop import SIGNALS, handled, heeded
-from paceline.telemetry.events import Events
-from paceline.telemetry.follow import Follower
-from paceline.telemetry.tail import NO_FILE, identity_of
-from paceline.telemetry.trackers import tracking
-from paceline.worker import train
+from paceline.launch.stalls import Silence
+from paceline.observe import failures, hangs
+from paceline.observe.events import Events
+from paceline.observe.failures import Failure
+from paceline.observe.follow import Follower
+from paceline.observe.sinks.trackers import tracking
+from paceline.observe.tail import NO_FILE, identity_of
+from paceline.run import job, outcome
+from paceline.run.folder import RunFolder, opened
+from paceline.run.job import Job, Task
+from paceline.run.outcome import Outcome
+from paceline.system.signals import SIGNALS, handled, heeded
+from paceline.worker.main import train
 from paceline.world import pick_backend, pick_device
 
 MAX_RESTARTS = 3  # of the managed loop; your own loop goes on from nothing
@@ -69,7 +71,7 @@ def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
                 raise request.stopped(BEFORE)
             is_managed = task is train and config.train_fn is None
             _run_to_end(config, site, folder, keeper, began, request if is_managed else None)
-        return result.collect(folder)
+        return outcome.collect(folder)
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def _run_to_end(
         if first is None:
             break
         keeper.look()
-        first, saved = hang.explain(first, folder, ranks), store.newest_step()
+        first, saved = hangs.explain(first, folder, ranks), store.newest_step()
         if loss := loss_of(folder, saved):
             raise RankFailed(f"{first.describe()}\n{loss}")
         if (request is not None and request.signal) or not restarts.allow(first, saved):
@@ -166,7 +168,7 @@ def _live(
             silence = Silence(folder, ranks, config.hang_timeout_s)
             codes = _watch(started, request, silence, keeper, lambda: site.is_outgrown(ranks, config.lanes))
         has_failed = any(codes.values()) or folder.hang.exists()
-        return failure.first(folder, codes, meeting.spare) if has_failed else None
+        return failures.first(folder, codes, meeting.spare) if has_failed else None
 
 
 def limit_of(config: Config, is_managed: bool) -> int:

@@ -26,23 +26,26 @@ from ray.train.backend import BackendConfig
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
-from paceline import hang, job, result, resume, worker
+from paceline.checkpoint import resume
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed
-from paceline.job import Task
-from paceline.launch import carrier, network
-from paceline.launch.carrier import Orders
+from paceline.launch import network, ray_worker
 from paceline.launch.environment import chosen_threads
+from paceline.launch.fork_server import LOOK_S
 from paceline.launch.local import BEFORE, Request, failure_told, hearing, laid_out, limit_of
-from paceline.launch.site import fitting, room_among, serve_store, variables_of
-from paceline.nursery import LOOK_S
-from paceline.relocation import FolderKeeper, loss_of
-from paceline.result import Outcome
-from paceline.run_folder import RunFolder, opened
-from paceline.telemetry.follow import Follower
-from paceline.telemetry.trackers import tracking
+from paceline.launch.machines import fitting, room_among, serve_store, variables_of
+from paceline.launch.ray_worker import Orders
+from paceline.launch.relocation import FolderKeeper, loss_of
+from paceline.observe import hangs
+from paceline.observe.follow import Follower
+from paceline.observe.sinks.trackers import tracking
+from paceline.run import job, outcome
+from paceline.run.folder import RunFolder, opened
+from paceline.run.job import Task
+from paceline.run.outcome import Outcome
+from paceline.worker.main import train as training
 
 LOOPBACK = "127.0.0.1"
 
@@ -91,7 +94,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
         batches.lanes_of(0, ranks, config.lanes or ranks)
         packed = job.pack(config, task)
         with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
-            is_managed = task is worker.train and config.train_fn is None
+            is_managed = task is training and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)
             with laid_out(packed, folder), tracking(config.log.trackers, folder), told, _fresh(folder):
@@ -99,7 +102,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
                     raise request.stopped(BEFORE)
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
                 _run_to_end(config, folder, keeper, trainer, ranks, there, request if is_managed else None)
-            return result.collect(folder)
+            return outcome.collect(folder)
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def cluster(device: str) -> Iterator[Cluster]:
 @contextmanager
 def _fresh(folder: RunFolder) -> Iterator[None]:
     """Nobody has asked for anything yet; what is only for the time of the run goes with it."""
-    carrier.ask(folder, 0)
+    ray_worker.ask(folder, 0)
     try:
         yield
     finally:
@@ -180,13 +183,13 @@ def _run_to_end(
                     raise request.stopped(f"while no rank was there; resume with --resume {quote(str(folder.path))}")
                 is_passed_on, request.say = True, shown.screen.note
                 request.answer()
-                carrier.ask(folder, request.signal)
-    error, first = done.exception(), carrier.first_failure(folder, ranks)
+                ray_worker.ask(folder, request.signal)
+    error, first = done.exception(), ray_worker.first_failure(folder, ranks)
     if error is not None or first is not None:
         keeper.look()
         if first is None:
             raise RankFailed(f"Ray has given up: {error}")
-        first = hang.explain(first, folder, ranks)
+        first = hangs.explain(first, folder, ranks)
         if loss := loss_of(folder, Store(folder.checkpoints).newest_step()):
             raise RankFailed(f"{first.describe()}\n{loss}")
         raise first.to_error()
@@ -222,7 +225,7 @@ def _work(given: dict[str, Any]) -> None:
     rank, ranks, near = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
     meeting = None
     if rank == 0:
-        carrier.begin_life(RunFolder(Path(orders.run_dir)), ranks)
+        ray_worker.begin_life(RunFolder(Path(orders.run_dir)), ranks)
         store, meeting = serve_store(LOOPBACK if near == ranks else ray.util.get_node_ip_address())
         _served.append(store)
     meeting = broadcast_from_rank_zero(meeting)
@@ -230,4 +233,4 @@ def _work(given: dict[str, Any]) -> None:
     place = (0, 1) if ray.get_gpu_ids() else (context.get_local_rank(), near)
     interface = network.variables_towards(meeting["MASTER_ADDR"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch complains of hosts without a name
-    carrier.carry(orders, rank, ranks, {**variables_of(rank, ranks, *place), **meeting, **interface})
+    ray_worker.carry(orders, rank, ranks, {**variables_of(rank, ranks, *place), **meeting, **interface})

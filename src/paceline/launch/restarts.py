@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline import errors
-from paceline.failure import HANG, MISMATCH, Failure
-from paceline.room import is_of_full_disk
+from paceline.observe.failures import HANG, MISMATCH, Failure
+from paceline.system.disk import is_of_full_disk
 
 WORTH_ANOTHER_TRY = "ReplicasDiffer"  # among our own errors: all others would come again
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline import failure, result, resume
+from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed
-from paceline.job import Task
 from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
-from paceline.progress import Progress
-from paceline.relocation import FolderKeeper
-from paceline.result import Outcome
-from paceline.run_folder import RunFolder, opened
-from paceline.telemetry.follow import Follower
-from paceline.telemetry.trackers import tracking
-from paceline.watch import watching
+from paceline.launch.relocation import FolderKeeper
+from paceline.observe import failures
+from paceline.observe.follow import Follower
+from paceline.observe.progress import Progress
+from paceline.observe.sinks.trackers import tracking
+from paceline.observe.watchdog import watching
+from paceline.run import outcome
+from paceline.run.folder import RunFolder, opened
+from paceline.run.job import Task
+from paceline.run.outcome import Outcome
 from paceline.world import join, use_threads
 
 PATIENCE_S = 60.0  # with a rank 0 that writes the result
@@ -46,13 +48,13 @@ def start(config: Config, task: Task) -> Outcome:
             with tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
         except Exception as error:
-            captured = failure.capture(error, rank=world.rank, progress=progress, folder=folder)
+            captured = failures.capture(error, rank=world.rank, progress=progress, folder=folder)
             with folder.log(world.rank).open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             if isinstance(error, ConfigError):
                 raise
             raise RankFailed(captured.describe()) from error
-        outcome = world.decide(lambda: result.collect(folder)) if dist.is_initialized() else _found(folder)
+        outcome = world.decide(lambda: outcome.collect(folder)) if dist.is_initialized() else _found(folder)
     # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the
     # interpreter, the process aborts; a script may end right after this.
     time.sleep(0.1)
@@ -64,7 +66,7 @@ def _found(folder: RunFolder) -> Outcome:
     patience = time.monotonic() + PATIENCE_S
     while not folder.result.exists() and time.monotonic() < patience:
         time.sleep(0.05)
-    return result.collect(folder)
+    return outcome.collect(folder)
 
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:

@@ -1,8 +1,0 @@
-"""Well-known data sets by name: `read` gives one as tensors, `folder_of` says where its files are kept."""
-
-from __future__ import annotations
-
-from paceline.datasets.catalog import folder_of
-from paceline.datasets.reader import read
-
-__all__ = ["folder_of", "read"]

@@ -1,0 +1,222 @@
+"""The cross entropy of a linear layer over many classes, such as a vocabulary, without ever holding all logits.
+
+Tokens go through in chunks. Forward computes the gradients, too, while the logits of a chunk are there; backward
+only scales them. What one chunk needs between its products is `softmax_kernel.py`'s on a GPU, torch's elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+ALIGNMENT = 128  # classes; products whose sides are odd, such as GPT-2's 50,257, miss the fast kernels
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk: int = 8192,
+) -> torch.Tensor:
+    """`cross_entropy(hidden @ weight.T, target)` with the logits of `chunk` tokens at a time.
+
+    Shapes: hidden (…, features), weight (classes, features), target (…). Products are in autocast's format where it is
+    on, else in that of hidden; softmax, loss and the sum of the weight's gradient in fp32 or more. The loss is NaN if a
+    target is no class.
+    """
+    _check(hidden, weight, target, reduction, chunk)
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    total: torch.Tensor = _op(flat, weight, target.reshape(-1), ignore_index, chunk, _format_of(hidden), *wanted)[0]
+    if reduction == "sum":
+        return total
+    count = (target != ignore_index).sum()
+    # Without a token that counts the mean is NaN and all gradients are zero, as torch has it.
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, reduction: str, chunk: int) -> None:
+    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} do not fit; "
+            "use (…, features), (classes, features) and (…)"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is not known; use 'mean' or 'sum'")
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} is too few; use 1 or more tokens")
+
+
+def _format_of(hidden: torch.Tensor) -> torch.dtype:
+    """The number format of the products, by the rules of autocast, which leaves fp64 alone."""
+    kind = hidden.device.type
+    is_cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
+
+
+# --- as an operator of torch, which torch.compile takes as a whole ---------------------------------------------------
+
+
+@torch.library.custom_op(
+    "paceline::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor target, int ignore_index, int chunk, ScalarType dtype, "
+    "bool for_hidden, bool for_weight) -> (Tensor, Tensor, Tensor)",
+)
+def _op(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    chunk: int,
+    dtype: torch.dtype,
+    for_hidden: bool,
+    for_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the losses, and its gradients by hidden and by weight, empty where they are not wanted."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, by_hidden, by_weight = _in_chunks(
+            hidden.to(dtype), _padded(weight, dtype), target,
+            classes=len(weight), ignore_index=ignore_index, chunk=chunk, wanted=(for_hidden, for_weight),
+        )  # fmt: skip
+    return total, by_hidden, by_weight
+
+
+@_op.register_fake
+def _(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, ignore_index: int, chunk: int,
+    dtype: torch.dtype, for_hidden: bool, for_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    exact, (classes, features) = torch.promote_types(dtype, torch.float32), weight.shape
+    return (
+        hidden.new_empty((), dtype=exact),
+        hidden.new_empty(hidden.shape if for_hidden else (0, features), dtype=dtype),
+        weight.new_empty((_aligned(classes) if for_weight else 0, features), dtype=exact),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+    ctx.classes = len(inputs[1])
+
+
+def _scale(ctx: Any, incoming: torch.Tensor, *by_gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    if any(one is not None for one in by_gradients):
+        raise RuntimeError("linear_cross_entropy has no second derivative; use cross_entropy on the logits")
+    by_hidden, by_weight = ctx.saved_tensors
+    scale = incoming.view(1)  # a vector, if only of one: then 16 bits times 32 are 32, in one kernel
+    # Not in place: a graph that is retained may be asked again. Autograd casts to the formats of the inputs.
+    return (
+        by_hidden * scale if ctx.needs_input_grad[0] else None,
+        by_weight[: ctx.classes] * scale if ctx.needs_input_grad[1] else None,
+        *[None] * 6,
+    )
+
+
+_op.register_autograd(_scale, setup_context=_keep)
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in this format, with rows of zeros up to a multiple of ALIGNMENT."""
+    classes, features = weight.shape
+    if classes == _aligned(classes):
+        return weight.to(dtype)
+    padded = torch.empty(_aligned(classes), features, dtype=dtype, device=weight.device)
+    padded[:classes].copy_(weight)
+    padded[classes:].zero_()
+    return padded
+
+
+def _aligned(classes: int) -> int:
+    return -(-classes // ALIGNMENT) * ALIGNMENT
+
+
+def _in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    classes: int,
+    ignore_index: int,
+    chunk: int,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the losses, and its gradients by hidden and by the weight with its padding."""
+    tokens, exact = len(hidden), torch.promote_types(hidden.dtype, torch.float32)
+    losses = torch.empty(tokens, dtype=exact, device=hidden.device)
+    logits = torch.empty(min(chunk, tokens), len(weight), dtype=hidden.dtype, device=hidden.device)
+    by_hidden = torch.empty_like(hidden if wanted[0] else hidden[:0])
+    by_weight = torch.zeros_like(weight if wanted[1] else weight[:0], dtype=exact)
+    settle = _kernel() if hidden.is_cuda and exact == torch.float32 and _has_triton() else settle_by_torch
+    for start in range(0, tokens, chunk):
+        here = slice(start, start + chunk)
+        part = logits[: len(hidden[here])]
+        torch.mm(hidden[here], weight.T, out=part)
+        settle(part, target[here], losses[here], classes, ignore_index, any(wanted))  # now it holds their gradients
+        if wanted[0]:
+            torch.mm(part, weight, out=by_hidden[here])
+        if wanted[1]:
+            _add_product(by_weight, part.T, hidden[here])
+    return losses.sum(), by_hidden, by_weight
+
+
+def settle_by_torch(
+    logits: torch.Tensor, target: torch.Tensor, losses: torch.Tensor, classes: int, ignore_index: int, wanted: bool
+) -> None:
+    """Write each row's loss, and if `wanted` its gradient over its logits; those beyond `classes` are padding."""
+    counts = target != ignore_index
+    known = counts & (target >= 0) & (target < classes)
+    label = target.where(known, 0).long().unsqueeze(1)
+    logits[:, classes:] = -torch.inf
+    scores = logits.log_softmax(1, dtype=losses.dtype)
+    loss = -scores.gather(1, label).squeeze(1)
+    losses.copy_(loss.where(known, torch.nan).where(counts, 0.0))
+    if wanted:
+        gradient = scores.exp_()
+        gradient.scatter_(1, label, gradient.gather(1, label) - known.to(gradient.dtype).unsqueeze(1))
+        logits.copy_(gradient.masked_fill_(~counts.unsqueeze(1), 0.0))
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`, where total has at least 32 bits.
+
+    cuBLAS adds into the total itself: one kernel, nothing rounded to bf16. Elsewhere a chunk's product is rounded once.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif _adds_in_32_bits(total.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total.add_(left @ right)
+
+
+@cache
+def _adds_in_32_bits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch has, on this device, products of 16 bits that are added to a sum of 32."""
+    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernel() -> Any:
+    from paceline.engine.softmax_kernel import settle_by_kernel  # needs Triton, which torch brings along with CUDA only
+
+    return settle_by_kernel

@@ -1,0 +1,188 @@
+"""One forward pass on copies of the model and the loss, before the first step: what they change and what they send.
+
+Lanes are kept apart by copies of what a forward pass changes. Which frozen parameters it moves can only be seen by
+running it; a collective in it, and a loss with state that cannot be copied, are refused here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.config import Config
+from paceline.data.seeding import seed_generators
+from paceline.data.trees import map_tensors
+from paceline.engine.buffers import Buffers, Copies, Name
+from paceline.engine.digest import digest_of
+from paceline.engine.precision import autocast
+from paceline.engine.replica import run_model
+from paceline.errors import ConfigError
+from paceline.observe.failures import user_location
+from paceline.world import World
+
+COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of operators
+NEAR = 1e-4  # two values of a loss, where kernels may add in any order
+
+
+class Findings(NamedTuple):
+    """What the forward pass of a rank has shown."""
+
+    moving: frozenset[Name] = frozenset()  # frozen parameters
+    collective: str | None = None
+    has_hidden_state: bool = False  # the loss, outside of its buffers
+
+
+class CollectiveFound(Exception):
+    """The forward pass calls a collective that cannot work."""
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first collective that is called inside, and stops there unless it is allowed."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, is_allowed: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_allowed = is_allowed
+        self.first: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator comes here."""
+        if getattr(func, "namespace", None) in COLLECTIVES:
+            self.first = self.first or func.__name__.partition(".")[0].strip("_")
+            if not self.is_allowed:
+                raise CollectiveFound
+        return func(*args, **(kwargs or {}))
+
+
+def probe_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, world: World) -> Findings:
+    """What all ranks together have found; a ConfigError if lanes cannot keep it. All ranks."""
+    is_allowed = _may_send(config, lanes, world)
+    copies = copy_of((model, config.loss_fn, batch))
+    mine = Findings()
+    if all(world.gather_objects(copies is not None)):
+        mine = _probe(copies, config, is_allowed, world.device)
+    found = _united(world.gather_objects(mine))
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the copies
+    if found.has_hidden_state:
+        raise ConfigError(
+            "loss_fn gives another value when it is called again with the same output and target: it keeps state that "
+            "is neither separate for each lane nor saved; make it a torch.nn.Module and the state a buffer of it"
+        )
+    if found.collective is not None and not is_allowed:
+        raise ConfigError(_refusal(found.collective, config, lanes, world))
+    return found
+
+
+def copy_of(value: Any) -> Any:
+    """None if it cannot be copied, or there is no memory for it."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever a model holds
+        return None
+
+
+def uneven_warning(collective: str, samples: int | None, config: Config, lanes: int) -> str | None:
+    """What may fail in a step that is not full, if the run has one (pure)."""
+    if samples is not None and samples % (config.batch_size * lanes) == 0:
+        return None
+    return (
+        f"the model or loss_fn calls {collective}: in the last step of an epoch the ranks have batches of different "
+        "sizes, where a collective fails or hangs if its tensors follow the batch; use a number of samples that "
+        f"{config.batch_size * lanes} divides, or your own train_fn"
+    )
+
+
+def _may_send(config: Config, lanes: int, world: World) -> bool:
+    """Whether a collective in a forward pass meets the same one on all ranks, and the user accepts what it means."""
+    return lanes == 1 or (not config.exact and lanes == world.size)
+
+
+def _refusal(collective: str, config: Config, lanes: int, world: World) -> str:
+    if config.exact:
+        return (
+            f"exact=true but the model or loss_fn calls {collective}, whose result depends on the number of ranks; set "
+            "exact: false and leave lanes out, or use your own train_fn"
+        )
+    return (
+        f"lanes={lanes} but the model or loss_fn calls {collective}, which needs one lane for each of {world.size} "
+        "ranks; leave lanes out, use as many processes, or your own train_fn"
+    )
+
+
+def _probe(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device: torch.device) -> Findings:
+    """What this rank finds. An error is left to the first step, unless other ranks may wait in a collective."""
+    model, loss_fn, batch = copies
+    _shift(model)
+    frozen = Buffers(model, loss_fn).frozen()
+    before = {name: _state_of(parameter) for name, parameter in frozen.items()}
+    has_hidden_state, place = False, None
+    with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
+        try:
+            with autocast(config.precision, device):
+                seed_generators(config.seed, "probe")
+                output, target = run_model(model, batch)
+                has_hidden_state = _has_hidden_state(loss_fn, output, target, config)
+        except CollectiveFound as error:
+            place = user_location(error)
+        except Exception:  # the first step reports it
+            if is_allowed and collectives.first is not None:
+                raise
+    moving = frozenset(name for name, parameter in frozen.items() if _state_of(parameter) != before[name])
+    called = f"{collectives.first} ({place})" if place is not None else collectives.first
+    return Findings(moving, called, has_hidden_state)
+
+
+@torch.no_grad()
+def _shift(model: torch.nn.Module) -> None:
+    """Change each weight a little, by its own factor: a teacher that equals its student would seem not to move."""
+    for place, parameter in enumerate(model.parameters()):
+        if parameter.is_floating_point() and parameter.element_size() > 1:
+            change = 0.01 * math.sin(place + 1)
+            parameter.mul_(1 + change).add_(change)
+
+
+def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Differs once it was written to: its numbers (a write to `.data` counts no version), its version, its address."""
+    return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
+
+
+def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, config: Config) -> bool:
+    """Whether a loss with the same buffers and generators gives another value for the same output and target."""
+    holder = Buffers(torch.nn.Module(), loss_fn)
+    before, values = Copies(), []
+    before.take(holder.live())
+    for _ in range(2):
+        before.put_back(holder.live())
+        seed_generators(config.seed, "probe")
+        values.append(loss_fn(_cloned(output), _cloned(target)))
+    first, second = ([number.detach().double() for number in map(torch.as_tensor, _numbers(each))] for each in values)
+    near = 0.0 if config.exact else NEAR
+    return not all(
+        torch.allclose(*pair, rtol=near, atol=near, equal_nan=True) for pair in zip(first, second, strict=True)
+    )
+
+
+def _numbers(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _cloned(tree: Any) -> Any:
+    """A copy, because a loss may write to what it is given; parameters and mappings of a library's own stay."""
+    if isinstance(tree, Mapping) and type(tree) is not dict:
+        return tree
+    return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())
+
+
+def _united(of_ranks: list[Findings]) -> Findings:
+    return Findings(
+        frozenset().union(*(found.moving for found in of_ranks)),
+        next((found.collective for found in of_ranks if found.collective is not None), None),
+        any(found.has_hidden_state for found in of_ranks),
+    )

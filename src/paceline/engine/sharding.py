@@ -1,0 +1,207 @@
+"""ZeRO-1: a rank keeps the optimizer's state of its own parameters only, and sends the others what became of them.
+
+The optimizer knows all parameters, so places, groups and learning rates are those of any run; it is only never shown
+the gradients of parameters that other ranks own. Where an update depends on one parameter alone, the bits are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from paceline.engine.muon import Muon
+from paceline.errors import ConfigError
+from paceline.run.tensor_files import DTYPES
+from paceline.world import PATIENCE, World
+
+
+class Move(NamedTuple):
+    """A tensor that one rank has and another one needs."""
+
+    name: str
+    source: int
+    target: int
+
+
+class Form(NamedTuple):
+    """What is told of a tensor instead of sending it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Bucket(NamedTuple):
+    """Parameters of one owner and one format, which are sent together."""
+
+    owner: int
+    parameters: list[torch.Tensor]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it can be sent as it lies in memory."""
+        return len(self.parameters) == 1 and self.parameters[0].is_contiguous()
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat tensor that belong to the parameters."""
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+
+def dealt(sizes: Sequence[int], world_size: int) -> list[int]:
+    """A rank for each size: the largest go first, each to the rank that has least (pure)."""
+    loads, ranks = [0] * world_size, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        ranks[place] = loads.index(min(loads))
+        loads[ranks[place]] += sizes[place]
+    return ranks
+
+
+def owners_of(optimizer: torch.optim.Optimizer, world_size: int) -> list[int]:
+    """The rank that owns each parameter, in the order of the groups, the same on all ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    units = [[parameter] for parameter in parameters]
+    if isinstance(optimizer, Muon):  # the last bits of a matrix depend on how many it is stacked with
+        units = optimizer.stacks()
+    sizes = [sum(parameter.nbytes for parameter in unit if parameter.requires_grad) for unit in units]
+    by_unit = zip(units, dealt(sizes, world_size), strict=True)
+    owner = {parameter: rank for unit, rank in by_unit for parameter in unit}
+    return [owner.get(parameter, 0) for parameter in parameters]  # what is empty is in no stack
+
+
+class Sharding:
+    """Which rank keeps the state of which parameter, and what the ranks send each other because of it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World, bucket_bytes: float) -> None:
+        """All ranks."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "shard_optimizer=true cannot be used with LBFGS, which looks at all gradients at once; "
+                "remove shard_optimizer"
+            )
+        self.optimizer, self.world = optimizer, world
+        self.owners = owners_of(optimizer, world.size)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._others = [p for p, owner in zip(parameters, self.owners, strict=True) if owner != world.rank]
+        for parameter in self._others:  # some optimizers make their state beforehand
+            optimizer.state.pop(parameter, None)
+        self._rounds = rounds_of(parameters, self.owners, bucket_bytes)
+        # On the host: neither a checkpoint nor a hash needs room on a device for what other ranks have.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+
+    @property
+    def mine(self) -> set[int]:
+        """The places of this rank's parameters, as in the optimizer's state dict."""
+        return {place for place, owner in enumerate(self.owners) if owner == self.world.rank}
+
+    # --- a step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Update this rank's parameters, and take those of the others from them. All ranks."""
+        for parameter in self._others:
+            parameter.grad = None
+        self.optimizer.step()
+        self._share()
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Have what every owner has made of its parameters. All ranks."""
+        for buckets in self._rounds:
+            sent = [self._broadcast(bucket) for bucket in buckets]
+            for bucket, (work, flat) in zip(buckets, sent, strict=True):
+                work.wait()
+                if bucket.owner != self.world.rank and not bucket.is_flat:
+                    torch._foreach_copy_(bucket.parameters, bucket.views(flat))
+
+    def _broadcast(self, bucket: Bucket) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to send a bucket from its owner to the others. All ranks."""
+        first = bucket.parameters[0]
+        flat = first.view(-1) if bucket.is_flat else first.new_empty(sum(p.numel() for p in bucket.parameters))
+        if bucket.owner == self.world.rank and not bucket.is_flat:
+            torch._foreach_copy_(bucket.views(flat), bucket.parameters)
+        # As bytes, because backends do not know all formats.
+        work = dist.broadcast(flat.view(torch.uint8), src=bucket.owner, async_op=True)
+        assert work is not None
+        return work, flat
+
+    # --- the whole state ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, with all parameters; tensors that only others have are on the device "meta". All ranks."""
+        mine = self.optimizer.state_dict()
+        parts = self.world.gather_objects(_mapped(_form_of, mine["state"]))
+        parts = [_mapped(_without_contents, part) for part in parts]
+        parts[self.world.rank] = mine["state"]
+        by_place = enumerate(self.owners)
+        return {**mine, "state": {place: parts[owner][place] for place, owner in by_place if place in parts[owner]}}
+
+    def owners_in(self, names: Iterable[str]) -> dict[str, int]:
+        """Who has a tensor, by its path in the state dict; the tensors that all have are left out."""
+        paths = {name: name.split(".") for name in names}
+        return {name: self.owners[int(path[1])] for name, path in paths.items() if path[0] == "state"}
+
+    def pass_on(self, moves: Sequence[Move], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send and fill tensors in memory of the host. All ranks, with the same moves; in any thread, one at a time."""
+        work = []
+        for tag, (name, source, target) in enumerate(moves):
+            if source == self.world.rank:
+                work.append(dist.isend(tensors[name], target, group=self._group, tag=tag))
+            elif target == self.world.rank:
+                work.append(dist.irecv(tensors[name], source, group=self._group, tag=tag))
+        for each in work:
+            if each is not None:
+                each.wait()
+
+    def brought(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank 0 the tensors of the whole state, one at a time, in name order. All ranks, to the end."""
+        state = self.state_dict()["state"]
+        named = {f"{place}.{key}": (value, place) for place, kept in state.items() for key, value in kept.items()}
+        for name in sorted(name for name, (value, _) in named.items() if isinstance(value, torch.Tensor)):
+            value, place = named[name]
+            owner = self.owners[place]
+            if owner and self.world.rank in (owner, 0):
+                value = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value.cpu().contiguous()
+                self.pass_on([Move(name, owner, 0)], {name: value})
+            if self.world.is_main:
+                yield name, value
+
+
+def rounds_of(parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_bytes: float) -> list[list[Bucket]]:
+    """Buckets in rounds with one of each owner: only a round needs memory at a time (pure)."""
+    by_owner: dict[int, list[Bucket]] = {}
+    last: dict[tuple[int, torch.dtype], tuple[Bucket, int]] = {}  # and its bytes
+    for parameter, owner in zip(parameters, owners, strict=True):
+        if not parameter.numel() or not parameter.requires_grad:
+            continue
+        bucket, filled = last.get((owner, parameter.dtype), (None, 0))
+        if bucket is None or filled + parameter.nbytes > bucket_bytes:
+            bucket, filled = Bucket(owner, []), 0
+            by_owner.setdefault(owner, []).append(bucket)
+        bucket.parameters.append(parameter)
+        last[owner, parameter.dtype] = bucket, filled + parameter.nbytes
+    rounds = itertools.zip_longest(*by_owner.values())
+    return [[bucket for bucket in buckets if bucket is not None] for buckets in rounds]
+
+
+def _form_of(tensor: torch.Tensor) -> Form | torch.Tensor:
+    """A tensor that files do not know goes into the rest of a checkpoint, so it is sent as it is."""
+    return Form(tuple(tensor.shape), tensor.dtype) if tensor.dtype in DTYPES else tensor.cpu()
+
+
+def _without_contents(told: Form | torch.Tensor) -> torch.Tensor:
+    return torch.empty(told.shape, dtype=told.dtype, device="meta") if isinstance(told, Form) else told
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with its tensors changed."""
+    if isinstance(tree, (torch.Tensor, Form)):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(change, value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        parts = [_mapped(change, value) for value in tree]
+        return tuple(parts) if isinstance(tree, tuple) else parts
+    return tree

@@ -1,0 +1,139 @@
+"""What is known of each data set: its files, sizes and checksums, where they are had from, and where they are kept.
+
+This is the only place that names hosts. Whatever comes from them is used only if its checksum is right.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import ConfigError
+from paceline.system.home import in_home
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file inside of a compressed one; readers take it unpacked, too."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it is downloaded."""
+
+    name: str
+    size: int
+    sha256: str
+    contents: tuple[Content, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set: its files, and the addresses that they can be had from, the best first."""
+
+    name: str
+    layout: Literal["idx", "cifar", "text"]
+    files: tuple[File, ...]
+    mirrors: tuple[str, ...]
+
+
+def _idx(sizes_and_sha256: Sequence[tuple[int, str]]) -> tuple[File, ...]:
+    """The four files of MNIST and of those made in its likeness."""
+    contents = (
+        Content("train-images-idx3-ubyte", 16 + 60_000 * 28 * 28),
+        Content("train-labels-idx1-ubyte", 8 + 60_000),
+        Content("t10k-images-idx3-ubyte", 16 + 10_000 * 28 * 28),
+        Content("t10k-labels-idx1-ubyte", 8 + 10_000),
+    )
+    return tuple(
+        File(f"{content.path}.gz", size, sha256, (content,))
+        for content, (size, sha256) in zip(contents, sizes_and_sha256, strict=True)
+    )
+
+
+MNIST = Known(
+    name="mnist",
+    layout="idx",
+    files=_idx(
+        [
+            (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+            (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+            (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+            (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        ]
+    ),
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+)
+
+FASHION_MNIST = Known(
+    name="fashion-mnist",
+    layout="idx",
+    files=_idx(
+        [
+            (26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            (29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+            (4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            (5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+        ]
+    ),
+    mirrors=(
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "https://storage.googleapis.com/tensorflow/tf-keras-datasets/",
+    ),
+)
+
+CIFAR10 = Known(
+    name="cifar10",
+    layout="cifar",
+    files=(
+        File(
+            "cifar-10-binary.tar.gz",
+            170_052_171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            tuple(
+                Content(f"cifar-10-batches-bin/{name}.bin", 10_000 * (1 + 3 * 32 * 32))
+                for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+            ),
+        ),
+    ),
+    mirrors=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
+)
+
+TINY_SHAKESPEARE = Known(
+    name="tinyshakespeare",
+    layout="text",
+    files=(
+        File(
+            "input.txt",
+            1_115_394,
+            "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            (Content("input.txt", 1_115_394),),
+        ),
+    ),
+    mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
+)
+
+ALL = {known.name: known for known in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE)}
+
+
+def find(name: str) -> Known:
+    """The data set of that name."""
+    if name in ALL:
+        return ALL[name]
+    near = difflib.get_close_matches(name, ALL, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALL)}"
+    raise ConfigError(f"{name} is not a known data set; {hint}")
+
+
+def folder_of(name: str) -> Path:
+    """Where a data set's files are kept unless another place is named."""
+    return in_home("datasets", name)

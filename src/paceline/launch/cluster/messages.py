@@ -1,0 +1,88 @@
+"""What the head of a run and its guests send each other, as JSON: every message is checked against its model."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+
+from paceline.launch.fork_server import Birth
+
+
+class Message(BaseModel):
+    """A message has the fields of its model and no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hello(Message):
+    """A guest introduces itself."""
+
+    name: str
+    room: NonNegativeInt  # the number of ranks that it can start
+    versions: dict[str, str]
+    config: str  # the fingerprint of its config
+
+
+class Welcome(Message):
+    """The head takes a guest."""
+
+    type: Literal["welcome"] = "welcome"
+    name: str  # of the head
+
+
+class Refused(Message):
+    """The head does not take a guest."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+class Start(Message):
+    """The guest starts ranks; what it reports of them carries the number of this attempt."""
+
+    type: Literal["start"] = "start"
+    attempt: int
+    ranks: list[Birth]
+
+
+class Signal(Message):
+    """The guest sends a signal to its ranks; also one without a name, which has them dump their stacks."""
+
+    type: Literal["signal"] = "signal"
+    number: Annotated[int, Field(ge=1, lt=signal.NSIG)]
+
+
+class End(Message):
+    """The guest ends its ranks by a signal, and by SIGKILL those that are alive after the grace time."""
+
+    type: Literal["end"] = "end"
+    number: signal.Signals
+    grace_s: float
+
+
+class Over(Message):
+    """The run has ended: what it left is in the run folder, or it failed with this error and exit code."""
+
+    type: Literal["over"] = "over"
+    run_dir: str | None = None
+    error: str = ""
+    exit_code: int = 1
+
+
+class RanksState(Message):
+    """The ranks of a guest, counted from 0: the pids of the living, the exit codes of those that have ended."""
+
+    attempt: int
+    pids: dict[NonNegativeInt, NonNegativeInt]
+    codes: dict[NonNegativeInt, int]
+
+
+Answer = Welcome | Refused
+Order = Start | Signal | End | Over
+
+HELLO = TypeAdapter(Hello)
+ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])
+ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="type")])
+RANKS_STATE = TypeAdapter(RanksState)

@@ -1,0 +1,150 @@
+"""A run folder that is moved or deleted while its run continues.
+
+All processes of a run know its folder by its path. When it was moved, a link in the old place leads them to the new
+one, so the run stays in one folder. When it was deleted, a new folder is created, in which the run can be saved.
+When something else has taken its place, the run must end: its ranks would write there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from shlex import quote
+from types import TracebackType
+
+from paceline.config import Config
+from paceline.errors import ConfigError
+from paceline.observe.events import Events
+from paceline.run.folder import RunFolder, write_text
+
+INTERVAL_S = 0.2
+
+
+class FolderKeeper:
+    """A thread that keeps the path of a run folder valid, in the process that has locked the folder."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self._folder, self._config = folder, config
+        self._handle = _open(folder.path)
+        self._links: set[str] = set()  # their targets, as they were written here
+        self.conflict: str | None = None  # why the run must end
+        self._has_config = folder.config.exists()  # a run that is resumed may have lost it before
+        self._locks = ExitStack()  # of folders that were created here
+        self._is_looking = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-folder", daemon=True)
+
+    def __enter__(self) -> FolderKeeper:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._locks.close()
+        os.close(self._handle)
+
+    def look(self) -> None:
+        """Make the path valid if it is not, and write a warning; or note why it cannot be."""
+        folder = self._folder
+        if self.conflict is not None:
+            return
+        with self._is_looking, suppress(OSError):  # a disk that cannot be used now is tried again
+            if not _leads_to(folder.path, self._handle):
+                text = self._follow()
+                if text is None:
+                    return
+            elif self._has_config and not folder.config.exists():
+                self._complete()
+                text = f"{folder.config} was deleted; it was written again"
+            else:
+                self._has_config = folder.config.exists()
+                return
+            with closing(Events(folder.events)) as events:
+                events.write("warning", text=text)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.look()
+
+    def _follow(self) -> str | None:
+        """Have a folder under the path again, the same one where it can be found; what to report about it, if it is."""
+        path, moved_to = self._folder.path, _path_of(self._handle)
+        if moved_to is not None and self._link(path, moved_to):
+            return f"{path} was moved to {moved_to}; the run continues there, by a link in the old place"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            is_empty = path.is_dir() and not any(path.iterdir())
+        else:
+            is_empty = True
+        if not is_empty:
+            fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
+            rest = "" if moved_to is None else f"; resume with --resume {quote(str(moved_to))}"
+            self.conflict = f"{path} {fate} while its run was training, and something else is in its place{rest}"
+            return None
+        old, self._handle = self._handle, _open(path)
+        os.close(old)
+        self._complete()
+        fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
+        return f"{path} {fate}; the run continues in a new folder, without the earlier checkpoints and events"
+
+    def _link(self, path: Path, target: Path) -> bool:
+        """Make a path lead to a folder; False if something else has the path, or the file system has no links."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink() and str(path.readlink()) in self._links:  # the folder was moved once more
+                path.unlink()
+            link = os.path.relpath(target, path.parent)
+            path.symlink_to(link)
+        except OSError:
+            return False
+        self._links.add(link)
+        return True
+
+    def _complete(self) -> None:
+        """Give the folder what a run cannot do without."""
+        self._folder.logs.mkdir(exist_ok=True)
+        with suppress(ConfigError):  # it is locked already
+            self._locks.enter_context(self._folder.locked())
+        if not self._folder.config.exists():
+            write_text(self._folder.config, self._config.to_yaml())
+
+
+def loss_of(folder: RunFolder, saved_step: int) -> str | None:
+    """Why the ranks of a run whose folder was deleted cannot start again, and what is lost; None if they can.
+
+    `saved_step` is the newest checkpoint's, -1 if there is none.
+    """
+    if folder.job.exists():
+        return None
+    if saved_step < 0:
+        rest = "no checkpoint is left; begin a new run"
+    else:
+        rest = f"step {saved_step} was saved after that; resume with --resume {quote(str(folder.path))}"
+    return f"{folder.path} was deleted while the run was training, so its ranks cannot start again; {rest}"
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _leads_to(path: Path, handle: int) -> bool:
+    """Whether a path is that of an open folder."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _path_of(handle: int) -> Path | None:
+    """Where an open folder is now, as far as the system knows; None if it was deleted."""
+    with suppress(OSError):
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if _leads_to(path, handle):
+            return path
+    return None

@@ -1,0 +1,1 @@
+"""Where events are sent besides the screen: TensorBoard, Weights & Biases, MLflow."""

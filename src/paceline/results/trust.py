@@ -1,0 +1,87 @@
+"""A run folder is code: its config names functions, which are imported and called to use the trained model.
+
+Here it is decided whether the run is the user's own and still where it was trained, and listed what would be executed.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from paceline.config import FUNCTION_KEYS
+from paceline.errors import ConfigError
+from paceline.observe.event_types import parse
+from paceline.run.folder import RunFolder
+
+
+def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:
+    """A ConfigError with the code that the config `raw` of a run names, if the run is another user's or was moved.
+
+    The keys in `replaced` come from another config, which the user has named. `how` says what to do to proceed.
+    """
+    if reason := why_untrusted(folder, raw):
+        listed = "".join(f"\n  {line}" for line in code_in(raw, replaced, folder.path))
+        raise ConfigError(f"{folder.path} {reason}, and using it executes the code below; check it, then {how}{listed}")
+
+
+def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
+    """Why the code that a run names may be another user's; None for a run of this user that was not moved."""
+    for path in (folder.path, folder.config):
+        if (owner := path.stat().st_uid) != os.geteuid():
+            return f"belongs to the user {_name_of(owner)}"
+    trained_in = _recorded_place(folder, raw)
+    if trained_in is None:
+        return "does not record where it was trained"
+    # Compared as text: a relative path, or one below /proc, would lead to whatever folder is used now.
+    return None if trained_in == str(folder.path.resolve()) else f"was moved or copied from {trained_in}"
+
+
+def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) -> Iterator[str]:
+    """The functions that a config names and the files that they are in, and a `.env` file, a line each."""
+    home = Path(raw["folder"]) if isinstance(raw.get("folder"), str) else run_dir
+    metrics = raw.get("metrics")
+    named = {key: raw.get(key) for key in FUNCTION_KEYS}
+    named |= {f"metrics.{name}": value for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+    for key, name in named.items():
+        if isinstance(name, str) and key.partition(".")[0] not in replaced:
+            full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
+            yield f"{key}: {name!r} in {_file_of(full.partition(':')[0], home) or 'a module that is not found'}"
+    if (home / ".env").is_file():
+        yield f"environment variables in {home / '.env'}"
+
+
+def _recorded_place(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
+    """The run folder as the ranks have recorded it when they last started; else as the config has it."""
+    recorded = raw.get("run_dir")
+    if folder.events.exists():
+        with folder.events.open("rb") as lines:
+            for line in lines:
+                if b'"run_started"' in line and (event := parse(line)) is not None:  # few lines of many
+                    recorded = event.get("run_dir", recorded)
+    return recorded if isinstance(recorded, str) else None
+
+
+def _file_of(module: str, home: Path) -> str | None:
+    """The file that an import would execute last; nothing is imported to find it."""
+    found, places, parts = None, [str(home), *sys.path], module.split(".")
+    for count in range(1, len(parts) + 1):
+        try:
+            found = PathFinder.find_spec(".".join(parts[:count]), places)
+        except (ImportError, OSError, ValueError):  # a name that no module can have
+            return None
+        if found is None:
+            return "Python itself" if parts[0] in sys.builtin_module_names else None
+        places = list(found.submodule_search_locations or ())
+    return found.origin if found is not None else None
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

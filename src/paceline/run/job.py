@@ -1,0 +1,117 @@
+"""What a worker must run, as one private file: a task, and the config with its functions and its data.
+
+Large arrays, the columns of a DataFrame among them, lie behind the pickle as they are in memory. The ranks of one
+machine map the file, so they share a single copy until one of them writes to it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _make_function
+
+from paceline.config import Config
+from paceline.run.pickling import explain, obstacle
+
+Task = Callable[..., None]  # (config, folder, world, progress): what every rank does
+ALIGNMENT = 64  # numpy and torch read aligned data fastest
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task and its config as bytes: a header to unpickle, and the arrays that follow it."""
+
+    header: bytes
+    buffers: list[pickle.PickleBuffer]
+
+
+def pack(config: Config, task: Task) -> Job:
+    """The job of a config, or TravelError with the path to what does not pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        payload = cloudpickle.dumps((config, task), protocol=5, buffer_callback=buffers.append)
+    except Exception:
+        for key, value in config.__dict__.items():
+            if obstacle(value) is not None:
+                raise explain(key, value) from None
+        raise
+    sizes = [buffer.raw().nbytes for buffer in buffers]
+    header = pickle.dumps({"sys_path": sys.path, "payload": payload, "sizes": sizes})
+    return Job(header, buffers)
+
+
+def save(job: Job, path: Path) -> None:
+    """Write a job where only its owner can read it."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(job.header)
+        for buffer in job.buffers:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            file.write(buffer.raw())
+
+
+def load(path: Path) -> tuple[Config, Task]:
+    """Read a job back; arrays are views of the mapped file, private to this process once written to."""
+    with path.open("rb") as file:
+        header = pickle.load(file)
+        position = file.tell()
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    buffers = []
+    for size in header["sizes"]:
+        position += -position % ALIGNMENT
+        buffers.append(view[position : position + size])
+        position += size
+    # Functions of importable modules are pickled by name, so the ranks must look where the caller looked.
+    sys.path[:] = header["sys_path"]
+    config, task = _Unpickler(header["payload"], buffers).load()
+    return config, task
+
+
+_numbers = itertools.count()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles functions of the user's script with a module of their own as their globals.
+
+    torch.compile looks for the globals of a function in the module that their `__name__` names. cloudpickle leaves
+    `__main__` there, which is another program in a rank.
+    """
+
+    def __init__(self, payload: bytes, buffers: Iterable[memoryview]) -> None:
+        super().__init__(io.BytesIO(payload), buffers=buffers)
+        # The name and the module for each dict of globals in the pickle, by its id; functions of a script share one.
+        self._modules: dict[int, tuple[str, ModuleType]] = {}
+
+    def load(self) -> Any:
+        content = super().load()
+        for name, module in self._modules.values():  # the state of a function that uses `__name__` has replaced it
+            module.__name__ = name
+        return content
+
+    def find_class(self, module_name: str, name: str) -> Any:
+        found = super().find_class(module_name, name)
+        return self._make_function if found is _make_function else found
+
+    def _make_function(self, code: CodeType, names: dict[str, Any], *rest: Any) -> FunctionType:
+        if names.get("__name__") == "__main__":
+            names = vars(self._module_for(names))
+        function: FunctionType = _make_function(code, names, *rest)
+        return function
+
+    def _module_for(self, names: dict[str, Any]) -> ModuleType:
+        if id(names) not in self._modules:
+            name = f"_paceline_main_{next(_numbers)}"
+            module = sys.modules[name] = ModuleType(name)
+            vars(module).update({**names, "__name__": name})
+            self._modules[id(names)] = name, module
+        return self._modules[id(names)][1]

@@ -1,0 +1,96 @@
+"""One file of a checkpoint: written with its checksum, on the disk when the call returns, and read back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from paceline.run.folder import sync_folder as sync_folder
+
+CHUNK = 1 << 22
+# The names that the safetensors format has for them.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is known of a file when it has been written."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]  # a file beside its manifest, wherever that was copied
+    size: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a file, have it on the disk, and read it back; raises OSError if that is not what was meant."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if sha256_of_file(path) != digest.hexdigest():
+        raise OSError(f"{path} reads back otherwise than it was written")
+    return Written(path.name, size, digest.hexdigest())
+
+
+def can_hold(value: object) -> bool:
+    """Whether a safetensors file has words for it."""
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPES and value.layout is torch.strided
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Write contiguous tensors of the CPU as a safetensors file.
+
+    The bytes go to the file as they lie in memory. The library's own writer copies each tensor with the interpreter
+    locked, which would hold up the training that goes on beside this.
+    """
+    # The largest elements first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return write(path, _chunks([len(text).to_bytes(8, "little") + text, *(_bytes_of(tensors[name]) for name in names)]))
+
+
+def sha256_of_file(path: Path) -> str:
+    """The checksum of a file as it lies on the disk."""
+    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            digest.update(view[:length])
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Pieces that are small enough to let other threads run in between."""
+    for part in parts:
+        view = memoryview(part)
+        yield from (view[first : first + CHUNK] for first in range(0, len(view), CHUNK))

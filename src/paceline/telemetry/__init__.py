@@ -1,1 +1,0 @@
-"""What a run tells: `events.jsonl` is the truth, everything else reads it. Nothing here decides anything."""

@@ -1,0 +1,214 @@
+"""Plain training against DDP: the same config without DDP and on several numbers of processes, side by side.
+
+Where the bits differ, the two runs are trained once more with a digest of every parameter at every step, to say where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.config import Config, read_yaml
+from paceline.data.batches import lanes_of
+from paceline.engine.replica import make_model
+from paceline.launch.environment import chosen_threads
+from paceline.observe.events import read
+from paceline.results.result import Result
+from paceline.run.folder import RunFolder, new_folder, write_json
+from paceline.trainer import Trainer
+
+PLAIN = "plain"
+
+
+@dataclass
+class Row:
+    """One run of the comparison."""
+
+    name: str
+    procs: int
+    seconds: float
+    samples_per_s: float
+    speed_up: float
+    efficiency: float
+    train_loss: float | None
+    metrics: dict[str, float]
+    weights_sha256: str
+    run_dir: str
+
+
+@dataclass
+class Comparison:
+    """All runs, and what they show, in words."""
+
+    rows: list[Row]
+    is_equal: bool
+    verdict: str
+    folder: str
+
+
+def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str], None]) -> Comparison:
+    """Train without DDP and on each number of processes; writes `compare.json` and `compare.html`.
+
+    `home` is the config's folder.
+    """
+    if config.train_fn is None:
+        lanes = config.lanes or math.lcm(*procs)
+        for number in procs:
+            lanes_of(0, number, lanes)
+        config = config.model_copy(update={"lanes": lanes})
+    else:  # as many threads in each process, or the speed-up would compare threads; lanes settle them otherwise
+        config = config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
+    folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
+    rows: list[Row] = []
+    for name, number in ((PLAIN, 1), *((f"ddp-{number}", number) for number in procs)):
+        say(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP, processes: {number}'}")
+        rows.append(_row(name, number, _train(config, home, name, number, folder), rows))
+    differing = [row for row in rows if row.weights_sha256 != rows[0].weights_sha256]
+    if not differing:
+        verdict = f"the same weights to the last bit in all {len(rows)} runs: {rows[0].weights_sha256[:12]}"
+    else:
+        verdict = _explain(config, home, rows[0], differing, folder, say)
+    comparison = Comparison(rows, not differing, verdict, str(folder))
+    write_json(folder / "compare.json", asdict(comparison))
+    curves = {row.name: _losses(Path(row.run_dir)) for row in rows}
+    (folder / "compare.html").write_text(_page(config.name, comparison, curves), encoding="utf-8")
+    return comparison
+
+
+def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
+    changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local", "resume": "never"}
+    changes |= {"nodes": None, "rendezvous": None}
+    return Trainer.from_config(config.model_copy(update=changes), home).start()
+
+
+def _row(name: str, procs: int, result: Result, rows: list[Row]) -> Row:
+    speed = result.samples / max(result.seconds, 1e-9)
+    speed_up = speed / rows[0].samples_per_s if rows and rows[0].samples_per_s else 1.0
+    return Row(
+        name=name,
+        procs=procs,
+        seconds=round(result.seconds, 3),
+        samples_per_s=round(speed, 1),
+        speed_up=round(speed_up, 3),
+        efficiency=round(speed_up / procs, 3),
+        train_loss=result.history[-1]["train_loss"] if result.history else None,
+        metrics=result.metrics,
+        weights_sha256=result.weights_sha256,
+        run_dir=str(result.run_dir),
+    )
+
+
+def _explain(
+    config: Config, home: Path, first: Row, differing: list[Row], folder: Path, say: Callable[[str], None]
+) -> str:
+    names = ", ".join(row.name for row in differing)
+    text = f"the weights of {names} differ from {first.name}: {_likely_reason(config, first, differing[0])}"
+    if config.train_fn is not None:
+        return text
+    say("the bits differ; training both once more to find where")
+    log = config.log.model_copy(update={"every_steps": 1, "digests": True})
+    traces = []
+    for row in (first, differing[0]):
+        again = config.model_copy(update={"log": log})
+        traces.append(_digests(_train(again, home, row.name, row.procs, folder / "traced").run_dir))
+    parameters = [name for name, _ in make_model(config).named_parameters()]
+    for step in sorted(traces[0].keys() & traces[1].keys()):
+        for name, left, right in zip(parameters, traces[0][step], traces[1][step], strict=True):
+            if left != right:
+                return f"{text}; {differing[0].name} differs first in {name}, at step {step}"
+    return f"{text}; the parameters are equal at every step, so it is a buffer that differs"
+
+
+def _likely_reason(config: Config, first: Row, other: Row) -> str:
+    if config.train_fn is not None:
+        return "your own loop averages over what each process sees, so its numbers depend on how many there are"
+    if not config.exact:
+        return "exact: false adds up in whatever order is fastest"
+    if other.procs & (other.procs - 1):
+        return f"{other.procs} is not a power of two, so the sums have another order"
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in make_model(config).modules()):
+        return "SyncBatchNorm averages over what the processes see at once"
+    threads = [read_yaml(RunFolder(Path(row.run_dir)).config).get("threads") for row in (first, other)]
+    if threads[0] != threads[1]:
+        return f"they used {threads[0]} and {threads[1]} threads; set threads"
+    return "most likely the model or the data draws from a random generator of its own, or reads something else"
+
+
+def _losses(run_dir: Path) -> list[tuple[int, float]]:
+    steps = [event for event in read(RunFolder(run_dir).events) if event["event"] == "step"]
+    return [(event["step"], event["loss"]) for event in steps if event.get("loss") is not None]
+
+
+def _digests(run_dir: Path) -> dict[int, list[int]]:
+    return {event["step"]: event["digests"] for event in read(RunFolder(run_dir).events) if event["event"] == "digests"}
+
+
+PAGE = """<!doctype html>
+<meta charset="utf-8"><title>{title}</title>
+<style>
+  :root {{ color-scheme: light dark; }}
+  body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+  table {{ border-collapse: collapse; }} td, th {{ padding: .25rem .8rem; text-align: right; }}
+  td:first-child, th:first-child {{ text-align: left; }} svg {{ width: 100%; height: auto; }}
+  tr + tr td {{ border-top: 1px solid #8884; }}
+</style>
+<h1>{title}</h1><p><b>{verdict}</b></p>
+<table><tr><th>run<th>seconds<th>samples/s<th>speed-up<th>efficiency<th>loss<th>weights</tr>{rows}</table>
+<h2>Samples per second</h2>{bars}
+<h2>Training loss by step</h2>{curves}
+"""
+COLOURS = ("#8a8a8a", "#3b7dd8", "#e07b39", "#3a9d5d", "#b24bb2", "#c9a227")
+
+
+def _page(name: str, comparison: Comparison, curves: dict[str, list[tuple[int, float]]]) -> str:
+    cells = [
+        f"<tr><td>{row.name}<td>{row.seconds:.2f}<td>{row.samples_per_s:,.0f}<td>{row.speed_up:.2f}"
+        f"<td>{row.efficiency:.2f}<td>{'' if row.train_loss is None else f'{row.train_loss:.6f}'}"
+        f"<td><code>{row.weights_sha256[:12]}</code></tr>"
+        for row in comparison.rows
+    ]
+    return PAGE.format(
+        title=f"{name}: plain training and DDP",
+        verdict=comparison.verdict,
+        rows="".join(cells),
+        bars=_bars(comparison.rows),
+        curves=_curves(curves),
+    )
+
+
+def _bars(rows: list[Row]) -> str:
+    fastest = max(row.samples_per_s for row in rows) or 1.0
+    parts = []
+    for place, row in enumerate(rows):
+        y, width, speed = 8 + 30 * place, 560 * row.samples_per_s / fastest, f"{row.samples_per_s:,.0f}"
+        parts.append(
+            f'<text x="0" y="{y + 15}" fill="currentColor" font-size="13">{row.name}</text>'
+            f'<rect x="70" y="{y}" width="{width:.1f}" height="20" fill="{COLOURS[place % len(COLOURS)]}"/>'
+            f'<text x="{76 + width:.1f}" y="{y + 15}" fill="currentColor" font-size="13">{speed}</text>'
+        )
+    return f'<svg viewBox="0 0 720 {16 + 30 * len(rows)}">{"".join(parts)}</svg>'
+
+
+def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
+    points = [point for curve in curves.values() for point in curve]
+    if not points:
+        return "<p>Your own loop keeps its losses to itself.</p>"
+    last, low, high = max(step for step, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
+    parts = [
+        f'<text x="0" y="16" fill="currentColor" font-size="12">{high:.3g}</text>'
+        f'<text x="0" y="230" fill="currentColor" font-size="12">{low:.3g}</text>'
+        f'<text x="690" y="250" fill="currentColor" font-size="12" text-anchor="end">step {last}</text>'
+    ]
+    for place, (name, curve) in enumerate(curves.items()):
+        # Equal curves lie on each other; each is thinner than the one below it, so that all can be seen.
+        path = " ".join(
+            f"{70 + 620 * s / last:.1f},{230 - 218 * (y - low) / ((high - low) or 1):.1f}" for s, y in curve
+        )
+        colour, width = COLOURS[place % len(COLOURS)], max(1.2, 7 - 1.8 * place)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        parts.append(f'<text x="{520}" y="{20 + 16 * place}" fill="{colour}" font-size="13">{name}</text>')
+    return f'<svg viewBox="0 0 720 260">{"".join(parts)}</svg>'

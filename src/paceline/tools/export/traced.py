@@ -1,0 +1,141 @@
+"""A model that was traced, so that it needs no code of the user's: a program of torch.export, or an ONNX graph."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config import Config
+from paceline.data.augment import Augment
+from paceline.data.feed import with_images
+from paceline.data.trees import tensors_in
+from paceline.errors import MissingExtra
+from paceline.tools.export.task import SIZES, Task, explained, inputs_of
+
+IN_ONE_FILE = 1 << 30  # bytes of weights; ONNX cannot hold more than twice as much
+
+
+def write_torch(task: Task) -> str:
+    """`model.pt2`, a program of torch.export."""
+    path = task.folder / "model.pt2"
+    program, _, sizes = _trace(task)
+    with _quiet():
+        torch.export.save(program, path)
+        loaded = torch.export.load(path).module()
+    task.compare(loaded, sizes)
+    return 'import torch\nmodel = torch.export.load("model.pt2").module()\noutput = model(...)  # the inputs above'
+
+
+def write_onnx(task: Task) -> str:
+    """`model.onnx`, a graph that is compared in onnxruntime."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        if find_spec(package) is None:
+            raise MissingExtra(package, "onnx", "format=onnx")
+    path = task.folder / "model.onnx"
+    program, shapes, sizes = _trace(task)
+    task.say("translating to ONNX")
+    size = sum(tensor.nbytes for tensor in tensors_in(task.run.model.state_dict()))
+    with _quiet(), explained("torch.onnx.export cannot translate this model"):
+        torch.onnx.export(
+            program, f=path, dynamo=True, dynamic_shapes=shapes, output_names=_names_of(task.expected(task.batch)),
+            external_data=size > IN_ONE_FILE, verbose=False,
+        )  # fmt: skip
+    with explained("onnxruntime cannot run this model"):
+        session = _in_onnxruntime(path)
+    task.compare(session, sizes)
+    return (
+        'import onnxruntime\nsession = onnxruntime.InferenceSession("model.onnx")\n'
+        "outputs = session.run(None, {...})  # arrays, by the names of the inputs above"
+    )
+
+
+def _trace(task: Task) -> tuple[torch.export.ExportedProgram, Any, tuple[int, ...]]:
+    """The model as a program, its dynamic shapes, and the sizes of batches that it takes, as far as they are tried."""
+    model = _normalizing(task.run.load_model(), task.run.config)
+    inputs, named = inputs_of(task.batch)
+    task.expected(task.batch)  # what fails here is an error of the model's own
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tensors_in([*inputs, *named.values()]):
+        if tensor.ndim and len(tensor) == SIZES[0]:
+            shapes[tensor] = {0: torch.export.Dim("batch")}
+    task.say("tracing the model")
+    sizes: tuple[int, ...] = SIZES
+    with torch.no_grad(), _quiet():
+        try:
+            dynamic = shapes.dynamic_shapes(model, inputs, named)  # type: ignore[no-untyped-call]
+            program = torch.export.export(model, inputs, named, dynamic_shapes=dynamic)
+        except Exception:  # noqa: BLE001 - what is wrong with the model itself is said below
+            dynamic, sizes = None, SIZES[:1]
+            with explained("torch.export cannot follow this model"):
+                program = torch.export.export(model, inputs, named)
+    _describe_inputs(task, program, sizes)
+    return program, dynamic, sizes
+
+
+def _normalizing(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """The model, made to normalise its images by itself where the run does that for it."""
+    if config.augment is None:
+        return model
+    augment = Augment(config.augment, config.seed)
+
+    def normalize(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if named:
+            return inputs, with_images(named, augment.evaluate)
+        return with_images((*inputs, None), augment.evaluate)[:-1], named
+
+    model.register_forward_pre_hook(normalize, with_kwargs=True)  # a wrapper would lose the names of the inputs
+    return model
+
+
+def _describe_inputs(task: Task, program: torch.export.ExportedProgram, sizes: tuple[int, ...]) -> None:
+    inputs, named = inputs_of(task.batch)
+    batch = "batch" if sizes == SIZES else str(SIZES[0])
+    for name, tensor in zip(program.graph_signature.user_inputs, tensors_in([*inputs, *named.values()]), strict=False):
+        shape = ", ".join([batch, *map(str, tensor.shape[1:])] if tensor.ndim else [])
+        task.notes.append(f"Input `{name}`: {str(tensor.dtype).removeprefix('torch.')}, shape ({shape}).")
+    if sizes != SIZES:
+        task.notes.append(f"It takes batches of exactly {SIZES[0]} samples: the model fixes their number.")
+    if task.run.config.augment is not None:
+        task.notes.append("It normalises images by itself: give them as the data set of the run does.")
+
+
+def _in_onnxruntime(path: Path) -> Callable[..., Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        arrays = [tensor.numpy() for tensor in tensors_in([*inputs, *named.values()])]
+        return [torch.from_numpy(array) for array in session.run(None, dict(zip(names, arrays, strict=True)))]
+
+    return call
+
+
+def _names_of(outputs: Any) -> list[str]:
+    if isinstance(outputs, Mapping) and len(outputs) == len(tensors_in(outputs)):
+        return list(outputs)
+    count = len(tensors_in(outputs))
+    return ["output"] if count == 1 else [f"output_{place}" for place in range(count)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch says about its own insides; what comes out of it is compared."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,235 @@
+"""What a rank does to be profiled: the managed loop as ever, a few steps long, and nothing is saved.
+
+First the step becomes warm. Then some steps are timed as they are, because a profiler slows down what it looks at; then
+as many are traced.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.store import Store
+from paceline.config import Config
+from paceline.data.loader import Turn
+from paceline.data.rows import gathered
+from paceline.data.scaler import fit_scalers
+from paceline.data.sources import is_stream
+from paceline.engine.precision import resolve
+from paceline.engine.step import Stepper
+from paceline.launch.environment import ranks_here, usable_cores
+from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.events import Events
+from paceline.observe.progress import Progress
+from paceline.run import outcome
+from paceline.run.folder import RunFolder
+from paceline.system.signals import Stop
+from paceline.tools.profile import trace
+from paceline.tools.profile.facts import Operator, Profile, Setting
+from paceline.tools.profile.trace import Cost, Mark, Span
+from paceline.worker.loop import Fit
+from paceline.worker.main import build_data, build_loop, build_model, build_step, open_events, settle_device
+from paceline.world import World
+
+MOST_OPERATORS = 10
+
+
+class Account(NamedTuple):
+    """What one rank has found; times in milliseconds a step."""
+
+    host: str
+    step_ms: float
+    host_ms: list[float]  # of each phase of the clock
+    busy_ms: dict[str, float]  # of a GPU
+    costs: dict[str, Cost]
+    traced_ms: float  # a step while it was traced
+    own_ms: list[float]  # of each timed step, what it took without waiting for sums
+
+
+def profile(config: Config, folder: RunFolder, world: World, progress: Progress, *, warm_up: int, steps: int) -> None:
+    """Leave where the time of a step goes as the job's value, and a trace of each rank. All ranks."""
+    # Kineto's lines are for those who work on it.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    events = open_events(config, folder, world)
+    lanes = config.lanes or world.size
+    config = settle_device(config, world)
+    training, _ = build_data(config, progress)
+    model = build_model(config, progress)
+    fit_scalers(model, training, config.seed, progress)
+    config, stepper, plan, _ = build_step(config, model, training, None, lanes, world, events, progress)
+    saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
+    loop = build_loop(config, stepper, None, plan, saver, Stop(), Fit(), world, events, progress)
+    watch = Watch(stepper.clock, world.device, warm_up, steps, events)
+    loop.turns = watch.over(loop.turns)
+    loop.run()
+    watch.stop()
+
+    progress.phase = "writing the trace"
+    events.write("progress", epoch=0, phase=progress.phase, batch=watch.total - 1, batches=watch.total)
+    spans = trace.write(watch.profiler, watch.traced_marks, folder.trace(world.rank), os.getpid())
+    accounts = world.gather_objects(watch.account(spans))
+    if world.is_main:
+        setting = setting_of(config, stepper, lanes, world)
+        outcome.write_value(folder, put_together(accounts, setting, world.device.type, steps, folder))
+    events.write("run_finished")
+    events.close()
+
+
+class Watch:
+    """Follows a loop from step to step: when it is warm, what its clock says, and the trace."""
+
+    def __init__(self, clock: Clock, device: torch.device, warm_up: int, steps: int, events: Events) -> None:
+        self.device, self.steps, self.events = device, steps, events
+        self.timed_from, self.traced_from, self.total = warm_up, warm_up + steps, warm_up + 2 * steps
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # or some versions warn
+        self.marks = [Mark(OTHER, time.time_ns())]
+        self._timed: list[int] = []  # the moments between steps
+        self._traced: list[int] = []  # when it began and when it ended
+        self._enter = clock.enter
+        # Parts of the step hold on to their clock, so it stays the same one, and is listened to.
+        clock.enter = self._on_enter  # type: ignore[method-assign]
+
+    def over(self, turns: Callable[[Any], Iterable[Turn]]) -> Callable[[Any], Iterator[Turn]]:
+        """The same turns; between them it is looked whether something is to begin or to end."""
+
+        def watched(losses: Any) -> Iterator[Turn]:
+            for turn in turns(losses):
+                yield as_any_other(turn)
+                self._on_step(turn.step + 1)
+
+        return watched
+
+    def stop(self) -> None:
+        """After the last step."""
+        self._traced.append(self._now())
+        self.profiler.stop()
+
+    @property
+    def traced_marks(self) -> list[Mark]:
+        """The phases that are in the trace."""
+        begin, end = self._traced
+        return [*(mark for mark in self.marks if begin <= mark.time_ns <= end), Mark(OTHER, end)]
+
+    def account(self, spans: Sequence[Span]) -> Account:
+        """What has been found; `spans` is the work in the trace."""
+        per_step = 1e6 * self.steps
+        host = [trace.spent_ns(self.marks, *step) for step in pairwise(self._timed)]
+        return Account(
+            socket.gethostname(),
+            step_ms=(self._timed[-1] - self._timed[0]) / per_step,
+            host_ms=[sum(spent) / per_step for spent in zip(*host, strict=True)],
+            busy_ms={kind: us / 1e3 / self.steps for kind, us in trace.busy_us(spans).items()},
+            costs=trace.costs_of(spans, self.device.type),
+            traced_ms=(self._traced[1] - self._traced[0]) / per_step,
+            own_ms=[(sum(spent) - spent[REDUCTION]) / 1e6 for spent in host],
+        )
+
+    def _on_enter(self, phase: int) -> None:
+        self.marks.append(Mark(phase, time.time_ns()))
+        self._enter(phase)
+
+    def _on_step(self, done: int) -> None:
+        """Before the data of the next step is fetched; `done` steps have been taken."""
+        if self.timed_from <= done <= self.traced_from:
+            is_end = done in (self.timed_from, self.traced_from)
+            self._timed.append(self._now() if is_end else time.time_ns())
+        if done == self.traced_from:
+            self.profiler.start()  # which takes its time
+            self._traced.append(self._now())
+            self.marks.append(Mark(DATA, self._traced[0]))
+        part = ("warming up", "timing", "tracing")[(done >= self.timed_from) + (done >= self.traced_from)]
+        self.events.write_sometimes("progress", epoch=0, phase=part, batch=done - 1, batches=self.total)
+
+    def _now(self) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the host runs ahead of it
+        return time.time_ns()
+
+
+def as_any_other(turn: Turn) -> Turn:
+    """A turn without what follows the last one of a run, which no other step has to do."""
+    return turn._replace(ends_run=False, ends_epoch=turn.ends_epoch and not turn.breaks_off, breaks_off=False)
+
+
+# --- what all ranks have found together ------------------------------------------------------------------------------
+
+
+def put_together(accounts: list[Account], setting: Setting, device: str, steps: int, folder: RunFolder) -> Profile:
+    """One profile of what the ranks have found (pure)."""
+    step_ms = [account.step_ms for account in accounts]
+    if device == "cuda":
+        phases = {kind: [account.busy_ms[kind] for account in accounts] for kind in trace.KINDS}
+        busy = map(sum, zip(*phases.values(), strict=True))
+        phases["idle"] = [max(0.0, step - used) for step, used in zip(step_ms, busy, strict=True)]
+    else:
+        phases = {name: [account.host_ms[place] for account in accounts] for place, name in enumerate(PHASES)}
+    return Profile(
+        run_dir=str(folder.path),
+        device=device,
+        steps=steps,
+        hosts=[account.host for account in accounts],
+        step_ms=step_ms,
+        phase_ms=phases,
+        data_ms=[account.host_ms[DATA] for account in accounts],
+        last_in=last_in([account.own_ms for account in accounts]) if device == "cpu" else [],
+        operators=operators_in(accounts, steps, device),
+        traces=[str(folder.trace(rank)) for rank in range(len(accounts))],
+        setting=setting,
+    )
+
+
+def last_in(own_ms: list[list[float]]) -> list[float]:
+    """The share of steps in which each rank took longest, by its milliseconds for each step."""
+    last = [max(range(len(step)), key=step.__getitem__) for step in zip(*own_ms, strict=True)]
+    return [last.count(rank) / len(last) for rank in range(len(own_ms))]
+
+
+def operators_in(accounts: list[Account], steps: int, device: str) -> list[Operator]:
+    """The operators that cost most, as means over ranks and steps. On a CPU, tracing slows them and the step alike."""
+    count = steps * len(accounts)
+    whole = sum(account.traced_ms if device == "cpu" else account.step_ms for account in accounts) / len(accounts)
+    us: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    for account in accounts:
+        for name, cost in account.costs.items():
+            us[name] = us.get(name, 0.0) + cost.us
+            calls[name] = calls.get(name, 0) + cost.calls
+    dearest = sorted(us, key=us.__getitem__, reverse=True)[:MOST_OPERATORS]
+    return [Operator(name, (ms := us[name] / 1e3 / count), calls[name] / count, ms / whole) for name in dearest]
+
+
+def setting_of(config: Config, stepper: Stepper, lanes: int, world: World) -> Setting:
+    """What was settled for this run."""
+    optimizer, dataset = stepper.optimizer, stepper.feed.dataset
+    return Setting(
+        workers=config.workers,
+        batch_size=config.batch_size,
+        lanes=lanes,
+        threads=torch.get_num_threads(),
+        cores=usable_cores(),
+        ranks_here=min(ranks_here(), world.size),
+        backend=world.backend,
+        precision=config.precision,
+        has_bf16=resolve("auto", world.device) == "bf16",
+        step_mode=config.step_mode,
+        is_replayed=stepper.graph is not None and not stepper.graph.is_given_up,
+        has_rows=stepper.feed.rows is not None,
+        is_tensors=gathered(dataset) is not dataset,
+        is_stream=is_stream(dataset),
+        is_exact=config.exact,
+        compression=config.compression,
+        is_fused=all(group.get("fused") for group in optimizer.param_groups),
+        could_fuse="fused" in optimizer.defaults,
+        log_every_steps=config.log.every_steps,
+        check_replicas_every=config.check_replicas_every,
+        log_digests=config.log.digests,
+    )

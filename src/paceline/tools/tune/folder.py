@@ -1,0 +1,42 @@
+"""The folder of a study: this file owns the name of everything in it."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from paceline.run.folder import write_text
+
+
+class StudyFolder:
+    """What a search leaves: a run folder and three files for each trial, and the files of the whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.database = path / "study.db"
+        self.best = path / "best.yaml"
+        self.table = path / "trials.csv"
+        self.plots = path / "plots.html"
+        self._name = path / ".name"
+
+    def name(self) -> str:
+        """What no other folder is called, on any machine, wherever this one is moved to."""
+        if not self._name.exists():
+            write_text(self._name, uuid.uuid4().hex)
+        return self._name.read_text(encoding="utf-8")
+
+    def run(self, number: int) -> Path:
+        """The run folder of a trial."""
+        return self.path / f"trial-{number:04}"
+
+    def config(self, number: int) -> Path:
+        """The config of a trial, which `paceline train` can read too."""
+        return self.path / f"trial-{number:04}.yaml"
+
+    def log(self, number: int) -> Path:
+        """What the command of a trial would have shown on the screen."""
+        return self.path / f"trial-{number:04}.log"
+
+    def outcome(self, number: int) -> Path:
+        """How a trial has ended."""
+        return self.path / f"trial-{number:04}.json"

@@ -1,0 +1,259 @@
+"""Evaluation and prediction: each sample counted exactly once, and the same numbers at any number of ranks.
+
+The batches of a data set are dealt to the ranks in turn. What a batch gives is put back into the order of the batches
+before anything is added up, so no sum knows how many ranks there were.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.config import Config
+from paceline.data.feed import Feed, to_device
+from paceline.data.loader import Dealt
+from paceline.data.seeding import seed_generators
+from paceline.data.trees import map_tensors
+from paceline.engine.buffers import Buffers, Copies, Name
+from paceline.engine.losses import make_metrics, sum_and_count
+from paceline.engine.precision import autocast
+from paceline.engine.probe import CollectiveFound, Collectives, copy_of
+from paceline.engine.replica import run_model
+from paceline.errors import ConfigError, DataError
+from paceline.world import World
+
+HALVES = (torch.bfloat16, torch.float16)
+OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
+
+
+class Evaluator:
+    """Measures a model on a data set whose batches are dealt to the ranks."""
+
+    def __init__(self, feed: Feed, config: Config, world: World, moving: set[Name] | None = None) -> None:
+        """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
+        self.feed, self.config, self.world, self.moving = feed, config, world, moving
+        self.batches, self.sampler = feed.dealt()
+        metrics = make_metrics(config.metrics)
+        losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
+        self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        for name, metric in self.stateful.items():
+            if not hasattr(metric, "reset") or not hasattr(metric, "update"):
+                raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
+            # Every rank gives it every batch, so nothing is left for it to synchronise.
+            metric.distributed_available_fn = lambda: False
+        self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
+
+    @torch.no_grad()
+    def measure(self, model: torch.nn.Module, on_round: OnRound) -> dict[str, float]:
+        """The mean of the loss and of each metric over all samples. All ranks."""
+        rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
+        for metric in self.stateful.values():
+            metric.reset()
+        for outcome in self._outcomes(model, on_round):
+            if outcome is not None:
+                rows.append(self._row(*outcome)[None])
+            if self.stateful:
+                self._update_stateful(outcome)
+        sums = torch.stack(_dealt_back(self.world.gather_rows(torch.cat(rows)))).sum(0).tolist()
+        means = {
+            name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
+        }
+        return means | {name: _computed(name, metric) for name, metric in self.stateful.items()}
+
+    @torch.no_grad()
+    def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
+        """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
+        mine = []
+        for outcome in self._outcomes(model, on_round):
+            if outcome is not None and not isinstance(outcome[0], torch.Tensor):
+                raise DataError(
+                    f"predict needs a model that returns a tensor; this one returns a {type(outcome[0]).__name__}"
+                )
+            if outcome is not None:
+                mine.append(_rows_of(outcome[0], outcome[2]).cpu())
+        parts = _dealt_back(self.world.gather_objects(mine))
+        if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
+            raise DataError(
+                f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}: batches "
+                "that are as long as their longest sample give such, pad all of them alike"
+            )
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
+        """Every sample's own loss, in the order of the data set, on the CPU of all ranks. All ranks."""
+        outcomes = self._outcomes(model, on_round)
+        mine = [self._each_loss(*outcome).cpu() for outcome in outcomes if outcome is not None]
+        return torch.cat(_dealt_back(self.world.gather_objects(mine)))
+
+    @torch.no_grad()
+    def try_losses(self, model: torch.nn.Module) -> None:
+        """Refuse what `losses` could not measure: now, on one batch, and not after an epoch."""
+        outcomes = self._outcomes(model, lambda done, total: None)
+        outcome = next(outcomes)
+        if outcome is not None:
+            each = self._each_loss(*outcome)
+            total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
+        outcomes.close()  # only now: what the loss keeps is put back
+        if outcome is None:
+            return
+        # However a loss weighs its samples, if theirs are all equal it is that, too.
+        is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
+        if not is_mean and torch.allclose(each, each[0], rtol=0, atol=0, equal_nan=True):
+            raise DataError(
+                f"curriculum.by=loss but loss_fn gives {each[0]:g} for every sample by itself, as if it compared them "
+                "with each other; give a difficulty_fn or curriculum.column instead"
+            )
+
+    @torch.no_grad()
+    def try_measures(self, model: torch.nn.Module) -> None:
+        """Measure this rank's first batch: what cannot be measured is said now, and not after an epoch.
+
+        On a copy of the model: what a forward leaves there, such as a cache, would not be the same on all ranks.
+        """
+        dealt = next(iter(self.batches), None)
+        trial = copy_of(model)
+        if dealt is None or trial is None:
+            return
+        try:
+            with self._at_rest(trial) as outcome_of, Collectives(is_allowed=False):
+                output, target, samples = outcome_of(dealt)
+                self._row(output, target, samples)
+        except CollectiveFound:  # ranks may have batches of other sizes here; the first step's own trial reports it
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one batch that has not all classes, for example
+            for name, metric in self.stateful.items():
+                metric.reset()
+                metric.update(*to_device((output, target), torch.device("cpu")))
+                try:
+                    _computed(name, metric)
+                except ConfigError:
+                    raise
+                except Exception:  # noqa: BLE001 - it may want more samples than these
+                    pass
+                metric.reset()
+
+    def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
+        """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
+        rounds = self.sampler.rounds
+        with self._at_rest(model) as outcome_of:
+            for done, dealt in enumerate(self.batches):
+                yield outcome_of(dealt)
+                on_round(done + 1, rounds)
+            if len(self.sampler) < rounds:
+                yield None
+                on_round(rounds, rounds)
+
+    @contextmanager
+    def _at_rest(self, model: torch.nn.Module) -> Iterator[Callable[[Dealt], tuple[Any, Any, int]]]:
+        """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
+        was_training = model.training
+        model.eval()
+        buffers, before = Buffers(model, self.config.loss_fn, self.moving), Copies()
+        before.take(buffers.live())
+
+        def outcome_of(dealt: Dealt) -> tuple[Any, Any, int]:
+            seed_generators(self.config.seed, "evaluation", dealt.batch)
+            before.put_back(buffers.live())
+            with self._stance(), autocast(self.config.precision, self.world.device):
+                output, target = run_model(model, self.feed.evaluation_batch(dealt))
+            return _in_full(output), target, len(dealt.indices)
+
+        try:
+            yield outcome_of
+        finally:
+            before.put_back(buffers.live())
+            model.train(was_training)
+
+    def _stance(self) -> AbstractContextManager[Any]:
+        """Compiled code is for training: its batches have one size."""
+        return torch.compiler.set_stance("force_eager") if self.config.step_mode == "compile" else nullcontext()
+
+    def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
+        row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)
+        for place, (name, measure) in enumerate(self.measures.items()):
+            try:
+                value = measure(output, target)
+            except (TypeError, AttributeError) as error:
+                if target is not None:
+                    raise
+                raise DataError(
+                    f"the samples have no labels, and {name} needs them ({error}); use paceline predict"
+                ) from error
+            source = "loss_fn" if name == "val_loss" else name
+            row[place, 0], row[place, 1] = sum_and_count(value, samples, source)
+        return row
+
+    def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:
+        """The loss of each sample as if it were the only one; NaN where it counts nothing."""
+        losses = []
+        for place in range(samples):
+            row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in (output, target)]
+            total, count = sum_and_count(self.measures["val_loss"](*row), 1, "loss_fn")
+            losses.append(total.double() / count)
+        return torch.stack(losses)
+
+    def _update_stateful(self, outcome: tuple[Any, Any, int] | None) -> None:
+        """Metrics with a state of their own, as of torchmetrics, take all batches in order on every rank. All ranks."""
+        mine = None if outcome is None else to_device(outcome[:2], torch.device("cpu"))
+        for batch in self.world.gather_objects(mine):
+            if batch is not None:
+                for metric in self.stateful.values():
+                    metric.update(*batch)
+
+
+def _computed(name: str, metric: Any) -> float:
+    value = metric.compute()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
+
+
+def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
+    """What one sample has in a batch, as a batch of one."""
+    if tensor.ndim == 0 or len(tensor) != samples:
+        raise DataError(
+            f"curriculum.by=loss needs outputs and targets with a row for each of {samples} samples, not a tensor of "
+            f"shape {tuple(tensor.shape)}; give a difficulty_fn or curriculum.column instead"
+        )
+    return tensor[place : place + 1]
+
+
+def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
+    """A model's output with one row for each sample; `squeeze` takes that of a single one away."""
+    if samples == 1 and (output.ndim == 0 or len(output) != 1):
+        return output[None]
+    if output.ndim == 0 or len(output) != samples:
+        raise DataError(
+            f"predict needs one row of output for each sample; {samples} samples gave an output of the shape "
+            f"{tuple(output.shape)}: look at collate_fn, and at what the model returns"
+        )
+    return output
+
+
+def _in_full(output: Any) -> Any:
+    """Outputs of autocast in 32 bits: sums and thresholds over 8 bits of precision would be wrong."""
+    if isinstance(output, MutableMapping):  # also that of transformers, which stays what it is
+        full = copy.copy(output)
+        for key, value in output.items():
+            full[key] = _in_full(value)
+        return full
+    if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
+        return output  # a loss computes the last layer by itself, in the format that it is given
+    return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+
+
+def _dealt_back(of_ranks: list[Any]) -> list[Any]:
+    """What was dealt to the ranks in turn, as one list in the first order."""
+    rounds = max(map(len, of_ranks))
+    return [of_rank[turn] for turn in range(rounds) for of_rank in of_ranks if turn < len(of_rank)]

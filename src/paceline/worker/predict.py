@@ -1,0 +1,75 @@
+"""What the ranks do with a trained model: evaluate it, or predict with it. Each is a task, as training is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.checkpoint.weights import load_weights
+from paceline.config import Config
+from paceline.data.feed import make_feeds
+from paceline.data.seeding import seed_generators
+from paceline.data.sources import is_stream, make_datasets, original_indices
+from paceline.engine.replica import make_model, place, place_loss, settle_layout
+from paceline.errors import DataError
+from paceline.observe.events import Events
+from paceline.observe.progress import Progress
+from paceline.run import outcome
+from paceline.run.folder import RunFolder, write_json
+from paceline.worker.evaluate import Evaluator
+from paceline.world import World
+
+
+def evaluate(
+    config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
+) -> None:
+    """Leave the mean of the loss and of each metric as the job's value, and in a file. All ranks."""
+    _, metrics = _apply("measure", config, folder, world, progress, weights, is_whole)
+    if world.is_main:
+        write_json(folder.metrics, {"metrics": metrics, "weights": str(weights)})
+        outcome.write_value(folder, metrics)
+
+
+def predict(
+    config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
+) -> None:
+    """Leave the model's outputs, in the order of the data set, as the job's value. All ranks."""
+    dataset, outputs = _apply("predict", config, folder, world, progress, weights, is_whole)
+    if world.is_main:
+        indices = np.asarray(original_indices(dataset, range(len(dataset))))
+        outcome.write_value(folder, outcome.Predictions(indices, outputs))
+
+
+def _apply(
+    what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path, is_whole: bool
+) -> tuple[Any, Any]:
+    """The data set that was used, and what the evaluator's method `what` makes of it. All ranks."""
+    events = Events(folder.events if world.is_main else None)
+    progress.phase = "building the data set"
+    seed_generators(config.seed, "data set")
+    training, validation = make_datasets(config)
+    # Data given for the purpose is used whole; otherwise it is what the run held out.
+    dataset = training if is_whole else validation
+    if dataset is None:
+        raise DataError("the run held out no validation data; give the data to use")
+    if is_stream(dataset):
+        raise DataError(
+            f"dataset_fn returned a {type(dataset).__name__}, which cannot be evaluated or predicted in order; "
+            "return a map-style data set, one with __len__ and __getitem__"
+        )
+    progress.phase = "loading the model"
+    model = make_model(config)
+    load_weights(model, weights)
+    progress.phase = "evaluating"
+    feed, _ = make_feeds(dataset, None, config, world)
+    config = settle_layout(config, model, feed, world)
+    feed.by_channels = config.channels_last is True
+    model = place(model, config, world.device)
+    config = config.model_copy(update={"loss_fn": place_loss(config.loss_fn, world.device)})
+    method: Any = getattr(Evaluator(feed, config, world), what)
+    value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
+    events.write("run_finished")
+    events.close()
+    return dataset, value

@@ -1,0 +1,118 @@
+"""cli/: what commands say without a process of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline import cli
+from paceline.cli.arguments import RECIPE_CONFIGS
+from paceline.cli.train import next_steps
+from paceline.errors import ConfigError
+from paceline.observe.events import Events
+from paceline.run.folder import RunFolder
+
+
+def words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def test_what_to_try_next_repeats_the_overrides_for_a_shell(tmp_path: Path) -> None:
+    result = SimpleNamespace(run_dir=tmp_path, metrics={"accuracy": 1.0})
+    overrides = ["df=my table.csv", "num_epochs=9", "procs=4", "run_dir=here", "optimizer={name: sgd, lr: 3}"]
+    again, *others = next_steps(result, "tabular", overrides)
+    repeated = ["df=my table.csv", "optimizer={name: sgd, lr: 3}"]
+    assert words(again) == ["paceline", "train", "tabular", *repeated, "--procs", "1", "num_epochs=2"]
+    assert [words(line) for line in others] == [["paceline", "evaluate", str(tmp_path)], ["paceline", "init", "mylab"]]
+
+
+def test_curves_are_offered_where_there_are_some_and_a_project_to_those_without_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    result = SimpleNamespace(run_dir=tmp_path / "run", metrics={})
+    assert len(next_steps(result, str(tmp_path), [])) == 1
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    assert len(next_steps(result, str(tmp_path), [])) == 1
+    (tmp_path / "run" / "tensorboard" / "events.out").touch()
+    assert words(next_steps(result, str(tmp_path), [])[1]) == ["paceline", "board", str(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("recipe", RECIPE_CONFIGS)
+def test_the_copy_of_a_recipe_is_trained_as_the_recipe_is(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.app(["init", "my lab", "--recipe", recipe], standalone_mode=False)
+    _, *lines = capsys.readouterr().out.splitlines()
+    told = [words(line) for line in lines]
+    table = ["df=covtype.csv"] if recipe == "tabular" else []
+    assert told[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", *table, "num_epochs=5"]
+    brings = {"lm": "data", "mnist": "data", "text": "model"}
+    assert [command[1:3] for command in told[:-1]] == ([[brings[recipe], "get"]] if recipe in brings else [])
+
+
+HOSTILE, SHOWN = "\x1b]0;owned\x07\x1b[2J", "\\x1b]0;owned\\x07\\x1b[2J"
+
+
+def terminal_output(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What `paceline ARGUMENTS` shows on a terminal."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with pytest.raises(SystemExit):
+        cli.main()
+    return screen.getvalue()
+
+
+def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / f"run{HOSTILE}")
+    folder.logs.mkdir(parents=True)
+    folder.config.touch()
+    folder.log(0).write_text(f"printed {HOSTILE}\n")
+    with closing(Events(folder.events)) as events:
+        events.write("run_started", name=f"lab{HOSTILE}", world_size=2)
+        events.write("epoch", epoch=0, step=12, **{f"accuracy{HOSTILE}": 0.75})
+        events.write("run_failed", text=f"rank 1 failed{HOSTILE}")
+    step = folder.checkpoints / "step-12"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({f"x{HOSTILE}": 1}))
+    (folder.checkpoints / f"damaged-step-9{HOSTILE}").mkdir()
+    for command in ("status", "logs", "checkpoints", "cancel"):
+        shown = terminal_output(monkeypatch, command, str(folder.path))
+        assert "\x1b]" not in shown, command
+        assert "\x1b[2J" not in shown, command
+    shown = terminal_output(monkeypatch, "status", str(folder.path))
+    assert f"lab{SHOWN}: 2 ranks" in shown
+    assert f"accuracy{SHOWN} 0.7500" in shown
+    assert f"failed: rank 1 failed{SHOWN}" in shown
+    assert f"{SHOWN} was not submitted" in terminal_output(monkeypatch, "cancel", str(folder.path)).replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits", "--run-dir"],
+        ["submit", "digits", "--dry-run", "--run-dir"],
+        ["tune", "digits", "--run-dir"],
+        ["report", "--out"],
+        ["report"],
+        ["export", "runs/x", "--format", "torch", "--to"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_takes_a_url_for_a_path(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        cli.app([*words, "s3://bucket/run"], standalone_mode=False)
+    [problem] = caught.value.problems
+    assert problem.endswith("=s3:/bucket/run is a URL, which Paceline cannot read or write; give a local path")
+    assert list(tmp_path.iterdir()) == []

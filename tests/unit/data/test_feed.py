@@ -1,0 +1,301 @@
+"""What the model is given, by both ways to it: the DataLoader, and rows that are gathered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from paceline.config import Config, build
+from paceline.data import batches
+from paceline.data.augment import Augment
+from paceline.data.feed import Feed, make_feeds, with_images
+from paceline.data.loader import Lane, LaneSampler, evaluation_loader, lane_loader
+from paceline.data.rows import rows_of
+from paceline.data.sources import Part
+from paceline.data.trees import map_tensors, tensors_in
+from paceline.world import World
+
+SIZE, BATCH, LANES = 23, 3, 4  # two steps an epoch; the second is short
+IMAGES = torch.randint(
+    0, 256, (SIZE, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+)  # fmt: skip
+WHOLE = TensorDataset(IMAGES, torch.arange(SIZE))
+PART = Part(WHOLE, 5, range(2, 21))
+AUGMENT = {"normalize": {"mean": [0.5], "std": [0.25]}, "flip": "random", "translate": 2, "cutout": 2}
+
+MakeConfig = Callable[..., Config]
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+
+
+def feed_of(dataset: Any, config: Config, here: World, way: str) -> Feed:
+    rows = rows_of(dataset, 0.5, here) if way == "rows" else None
+    assert (rows is not None) == (way == "rows")
+    return Feed(dataset, config, here, rows)
+
+
+def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
+    """Each lane of three epochs: what it is, its batch, and the indices that the user knows."""
+    size, here = len(feed.dataset), feed.world
+    per_epoch = batches.steps_per_epoch(size, BATCH, LANES)
+    sampler = partial(
+        LaneSampler, seed=1, size=size, batch_size=BATCH, lanes=LANES, steps=range(3 * per_epoch),
+        ridden=batches.lanes_of(here.rank, here.size, LANES),
+    )  # fmt: skip
+    found = []
+    for lane in feed.lanes(sampler):
+        images, numbers = feed.batch(feed.inputs(lane, lane.step // per_epoch))
+        facts = lane.step, lane.lane, lane.samples, lane.step_samples, feed.originals(lane.indices)
+        found.append((*facts, images.numpy().tobytes(), numbers.tolist()))
+    return found
+
+
+def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
+    dealt, sampler = feed.dealt()
+    found = [(one, *feed.evaluation_batch(one)) for one in dealt]
+    assert len(sampler) == len(found)
+    return [(d.batch, feed.originals(d.indices), images.numpy().tobytes(), y.tolist()) for d, images, y in found]
+
+
+# --- both ways give the same ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
+@pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2), (3, 4)])
+def test_training_sees_the_same_batches_by_both_ways(
+    make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
+) -> None:
+    config, here = make_config(batch_size=BATCH, augment=augment, seed=1), world(rank, ranks)
+    gathered = trained_on(feed_of(dataset, config, here, "rows"))
+    assert gathered == trained_on(feed_of(dataset, config, here, "loader"))
+    # The samples carry their own numbers, so these are the right ones and what the user knows them by.
+    assert all(numbers == originals for *_, originals, _, numbers in gathered)
+    per_epoch = batches.steps_per_epoch(len(dataset), BATCH, LANES)
+    if ranks == 1:
+        first = sorted(number for step, *_, numbers in gathered if step < per_epoch for number in numbers)
+        assert first == sorted(range(SIZE) if dataset is WHOLE else PART.originals(range(len(PART))))
+
+
+@pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
+@pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 3)])
+def test_evaluation_sees_the_same_batches_by_both_ways(
+    make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
+) -> None:
+    config, here = make_config(batch_size=4, augment=augment), world(rank, ranks)
+    gathered = measured_on(feed_of(dataset, config, here, "rows"))
+    assert gathered == measured_on(feed_of(dataset, config, here, "loader"))
+    assert all(numbers == originals for _, originals, _, numbers in gathered)
+
+
+@pytest.mark.parametrize("way", ["rows", "loader"])
+def test_images_are_augmented_by_the_users_index_and_the_epoch(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def spy(self: Augment, images: torch.Tensor, indices: torch.Tensor, epoch: torch.Tensor) -> torch.Tensor:
+        seen.append((indices.tolist(), epoch.item()))
+        return images
+
+    monkeypatch.setattr(Augment, "train", spy)
+    feed = feed_of(PART, make_config(batch_size=BATCH, augment=AUGMENT), world(), way)
+    lanes = trained_on(feed)
+    assert seen == [(lane[-1], lane[0] // 2) for lane in lanes]
+    assert {epoch for _, epoch in seen} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("way", ["rows", "loader"])
+def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
+    feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world(), way)
+    dealt, _ = feed.dealt()
+    [images] = [feed.evaluation_batch(one)[0] for one in dealt]
+    torch.testing.assert_close(images, (IMAGES / 255 - 0.5) / 0.25)
+
+
+@pytest.mark.parametrize("way", ["rows", "loader"])
+def test_a_batch_that_is_a_dict_is_augmented_in_its_first_tensor(make_config: MakeConfig, way: str) -> None:
+    feed = feed_of(
+        Offered(), make_config(batch_size=4, augment={"normalize": {"mean": [0.5], "std": [1.0]}}), world(), way
+    )
+    [lane, *_] = feed.lanes(
+        partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), ridden=range(1))
+    )
+    batch = feed.batch(feed.inputs(lane, 0))
+    assert list(batch) == ["pixels", "labels"]
+    assert batch["labels"].dtype == torch.int64
+    torch.testing.assert_close(batch["pixels"], IMAGES[batch["labels"]] / 255 - 0.5)
+
+
+class Offered(Dataset[Any]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixels": IMAGES[index], "labels": index}
+
+    def as_tensors(self) -> dict[str, torch.Tensor]:
+        return {"pixels": IMAGES, "labels": torch.arange(SIZE)}
+
+
+@pytest.mark.parametrize("way", ["rows", "loader"])
+def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig, way: str) -> None:
+    feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world(), way)
+    images, numbers = feed.sample()
+    assert numbers.tolist() == PART.originals(range(4 if way == "rows" else 2))  # rows cost nothing
+    torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
+    assert len(feed_of(Part(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
+
+
+@pytest.mark.parametrize("way", ["rows", "loader"])
+def test_images_lie_by_channels_where_the_model_does(make_config: MakeConfig, way: str) -> None:
+    floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
+    feed = feed_of(floats, make_config(batch_size=4), world(), way)
+    feed.by_channels = True
+    lane = next(
+        iter(
+            feed.lanes(partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), ridden=range(1)))
+        )
+    )
+    assert feed.batch(feed.inputs(lane, 0))[0].is_contiguous(memory_format=torch.channels_last)
+    dealt, _ = feed.dealt()
+    assert feed.evaluation_batch(next(iter(dealt)))[0].is_contiguous(memory_format=torch.channels_last)
+
+
+# --- feeds of a run -------------------------------------------------------------------------------------------------
+
+
+def test_training_and_validation_share_the_rows_of_one_data_set(make_config: MakeConfig) -> None:
+    parts = Part(WHOLE, 0, range(15)), Part(WHOLE, 0, range(15, SIZE))
+    training, validation = make_feeds(*parts, make_config(), world())
+    assert validation is not None
+    assert training.rows is not None
+    assert validation.rows is training.rows
+    known = [training.originals(range(15)), validation.originals(range(8))]
+    assert sorted([*known[0], *known[1]]) == list(range(SIZE))
+
+
+def test_two_data_sets_have_rows_of_their_own(make_config: MakeConfig) -> None:
+    other = TensorDataset(IMAGES[:5], torch.arange(5))
+    training, validation = make_feeds(WHOLE, other, make_config(), world())
+    assert training.rows is not None
+    assert validation is not None
+    assert validation.rows is not None
+    assert [len(feed.rows.tensors[0]) for feed in (training, validation)] == [SIZE, 5]
+    training, validation = make_feeds(WHOLE, [1, 2], make_config(), world())
+    assert validation is not None
+    assert validation.rows is None
+    training, validation = make_feeds(WHOLE, None, make_config(data_on_device=0), world())
+    assert validation is None
+    assert training.rows is None
+
+
+# --- batches that a data set makes by itself ------------------------------------------------------------------------
+
+
+class Finished(Dataset[Any]):
+    """Gives a batch at once, in the form that it was told."""
+
+    def __init__(self, form: Callable[[list[int]], Any]) -> None:
+        self.form = form
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.form(indices)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Part(data, 0, range(6))], ids=["whole", "part"])
+def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated(wrap: Any) -> None:
+    def numbers(form: Callable[[list[int]], Any]) -> list[Any]:
+        dataset = wrap(Finished(form))
+        sampler = LaneSampler(seed=0, size=6, batch_size=3, lanes=1, steps=range(1), ridden=range(1))
+        [lane] = lane_loader(dataset, sampler, seed=0, workers=0, world=world())
+        [first, _] = evaluation_loader(dataset, batch_size=3, seed=0, workers=0, world=world())
+        return [lane.data, first.data]
+
+    for batch in numbers(lambda indices: (torch.tensor(indices), "whole")):
+        assert type(batch) is tuple
+        assert batch[0].shape == (3,)
+        assert batch[1] == "whole"
+    for batch in numbers(lambda indices: OrderedDict(x=torch.tensor(indices), note="whole")):
+        assert batch["x"].shape == (3,)
+        assert batch["note"] == "whole"
+    for batch in numbers(lambda indices: [(index, torch.zeros(2)) for index in indices]):
+        assert [part.shape for part in batch] == [(3,), (3, 2)]
+
+
+# --- trees of tensors -----------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_trees_are_walked_in_one_order_and_keep_their_form() -> None:
+    tensors = [torch.tensor(number) for number in range(6)]
+    tree = {"a": [tensors[0], None, "text"], "b": Pair(tensors[1], {"c": (tensors[2], 3)}), "d": (tensors[3],)}
+    tree["e"] = OrderedDict(f=tensors[4], g=Pair(None, [tensors[5]]))
+    assert [tensor.item() for tensor in tensors_in(tree)] == list(range(6))
+    changed = map_tensors(tree, lambda tensor: tensor + 10)
+    assert [tensor.item() for tensor in tensors_in(changed)] == list(range(10, 16))
+    assert type(changed["b"]) is Pair
+    assert changed["b"].right["c"][1] == 3
+    assert changed["a"][1:] == [None, "text"]
+    assert changed["e"]["g"].left is None
+    assert [type(value) for value in changed.values()] == [list, Pair, tuple, dict]
+
+
+def test_nothing_is_a_tree_without_tensors() -> None:
+    assert tensors_in(None) == tensors_in("text") == tensors_in([]) == tensors_in({"a": None}) == []
+    assert map_tensors(None, torch.neg) is None
+
+
+def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
+    by_loader, by_rows = (feed_of(PART, make_config(), world(), way) for way in ("loader", "rows"))
+    assert by_loader.originals([3, 1]) == PART.originals([3, 1]) != [3, 1]
+    assert by_rows.originals(torch.tensor([3, 1])) == [3, 1]
+    assert feed_of(WHOLE, make_config(), world(), "loader").originals([3, 1]) == [3, 1]
+    lane = Lane(0, 0, 2, 2, torch.tensor([3, 1]))
+    assert by_rows.batch(by_rows.inputs(lane, 0))[1].tolist() == [3, 1]
+
+
+# --- which tensor is the image, and whose it is -----------------------------------------------------------------------
+
+
+def test_images_are_the_first_input_of_four_dimensions() -> None:
+    features, images, masks = torch.zeros(2, 3), torch.ones(2, 1, 4, 4), torch.full((2, 1, 4, 4), 5.0)
+    change = with_images((features, images, masks), lambda tensor: tensor * 2)
+    assert [int(tensor.max()) for tensor in change] == [0, 2, 5]
+    named = with_images({"labels": masks, "age": features, "pixels": images}, lambda tensor: tensor * 2)
+    assert {key: int(tensor.max()) for key, tensor in named.items()} == {"labels": 5, "age": 0, "pixels": 2}
+    assert int(with_images((masks,), lambda tensor: tensor * 2)[0].max()) == 10
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.zeros(1, 4, 4), 0
+
+
+def test_the_samples_of_two_lanes_of_a_stream_are_not_augmented_alike() -> None:
+    options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
+    here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    feed = Feed(Endless(), build(options), here)
+    first, second = (
+        feed.inputs(Lane(0, lane, 2, 4, range(2), (torch.zeros(2, 1, 4, 4), torch.zeros(2))), 0).indices
+        for lane in (0, 1)
+    )
+    assert first is not None
+    assert second is not None
+    assert not set(first.tolist()) & set(second.tolist())

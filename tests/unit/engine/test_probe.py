@@ -1,0 +1,202 @@
+"""What one forward pass on copies shows, in a world of one. Collectives are tried in tests/multi."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from paceline.config import Config
+from paceline.engine.digest import sha256_of
+from paceline.engine.probe import Findings, probe_forward, uneven_warning
+from paceline.errors import ConfigError
+from paceline.world import World
+
+MakeConfig = Callable[..., Config]
+HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+MOMENTUM = 0.99
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(4, 3, generator=generator), torch.tensor([0, 1, 1, 0])
+
+
+# --- frozen parameters ----------------------------------------------------------------------------------------------
+
+
+def in_place(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    ours.mul_(MOMENTUM).add_(theirs, alpha=1 - MOMENTUM)
+
+
+def in_data(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    ours.data.mul_(MOMENTUM).add_(theirs.data, alpha=1 - MOMENTUM)
+
+
+def as_new_data(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    ours.data = MOMENTUM * ours.data + (1 - MOMENTUM) * theirs.data
+
+
+def as_a_copy(ours: nn.Parameter, theirs: nn.Parameter) -> None:
+    ours.copy_(theirs)
+
+
+class Teacher(nn.Module):
+    """A student, a teacher that begins as its copy and follows it, and a part that stays as it is."""
+
+    def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student, self.follow = nn.Linear(3, 2), follow
+        nn.init.zeros_(self.student.bias)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.backbone = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for pair in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.follow(*pair)
+        output: torch.Tensor = self.student(self.backbone(x)) - self.teacher(x)
+        return output
+
+
+@pytest.mark.parametrize("follow", [in_place, in_data, as_new_data, as_a_copy])
+def test_frozen_parameters_that_move_are_found_and_the_model_is_left_as_it_is(
+    make_config: MakeConfig, follow: Callable[[nn.Parameter, nn.Parameter], None]
+) -> None:
+    model = Teacher(follow)
+    before = sha256_of(model.state_dict())
+    found = probe_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE)
+    assert found.moving == {("teacher", "weight"), ("teacher", "bias")}
+    assert sha256_of(model.state_dict()) == before
+
+
+def test_an_error_is_left_to_the_first_step(make_config: MakeConfig) -> None:
+    assert probe_forward(nn.Linear(5, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+
+
+def test_what_cannot_be_copied_is_not_tried(make_config: MakeConfig) -> None:
+    model = nn.Linear(3, 2)
+    model.lane = (part for part in "not to be copied")
+    assert probe_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A loss that falls with the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return cross_entropy(output, target) / self.calls
+
+
+def in_a_closure() -> Any:
+    mean = torch.tensor(1.0)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        value = cross_entropy(output, target, reduction="sum")
+        mean.lerp_(value.detach(), 0.1)
+        return value / mean, len(target)
+
+    return loss
+
+
+def in_an_argument() -> Any:
+    def loss(output: torch.Tensor, target: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        norm.train()(output.detach())
+        return cross_entropy(norm.eval()(output), target)
+
+    return partial(loss, norm=nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize("make_loss", [Counting, in_a_closure, in_an_argument])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_loss_that_keeps_something_where_it_cannot_be_copied_is_refused(
+    make_config: MakeConfig, make_loss: Callable[[], Any], exact: bool
+) -> None:
+    config = make_config(loss_fn=make_loss(), exact=exact)
+    with pytest.raises(ConfigError, match=r"loss_fn gives another value .*; make it a torch.nn.Module and the state a"):
+        probe_forward(nn.Linear(3, 2), config, batch(), 1, HERE)
+
+
+class Running(nn.Module):
+    """Keeps what it has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(1.0))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(output, target)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+class Noting:
+    """Keeps a part of the loss, as for a log."""
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.last = output.abs().mean().item()
+        self.calls = getattr(self, "calls", 0) + 1
+        return cross_entropy(output, target)
+
+
+def with_noise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output + torch.randn_like(output), target)
+
+
+def writing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target[0] = 1 - target[0]
+    return cross_entropy(output.mul_(2), target)
+
+
+@pytest.mark.parametrize("loss", [Running(), Noting(), with_noise, writing, nn.CrossEntropyLoss(torch.ones(2))])
+def test_other_losses_are_taken_and_left_as_they_are(make_config: MakeConfig, loss: Any) -> None:
+    given = batch()
+    assert probe_forward(nn.Linear(3, 2), make_config(loss_fn=loss), given, 2, HERE) == Findings()
+    assert all(torch.equal(left, right) for left, right in zip(given, batch(), strict=True))
+    assert getattr(loss, "mean", 1.0) == 1.0
+    assert getattr(loss, "calls", 0) == 0
+
+
+class Answer(OrderedDict[str, torch.Tensor]):
+    """What models of a library return: a mapping with attributes."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self["logits"]
+
+
+def test_a_loss_may_take_what_only_its_library_makes(make_config: MakeConfig) -> None:
+    class Answering(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Answer(logits=super().forward(x))
+
+    counting = Counting()
+    config = make_config(loss_fn=lambda output, target: counting(output.logits, target))
+    with pytest.raises(ConfigError, match="loss_fn gives another value"):
+        probe_forward(Answering(3, 2), config, batch(), 2, HERE)
+
+
+# --- collectives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("samples", "is_reported"), [(24, False), (25, True), (23, True), (None, True)])
+def test_a_short_last_step_is_reported_where_there_is_one(
+    make_config: MakeConfig, samples: int | None, is_reported: bool
+) -> None:
+    text = uneven_warning("allgather (net.py:3)", samples, make_config(batch_size=3), 4)
+    assert (text is not None) is is_reported
+    assert text is None or "calls allgather (net.py:3)" in text
+    assert text is None or "a number of samples that 12 divides" in text

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from paceline.config import Config, read_yaml
+from paceline.launch.relocation import FolderKeeper, loss_of
+from paceline.observe.events import Events, read
+from paceline.run.folder import RunFolder, opened
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderKeeper]]:
+    """A run folder that this process has locked, and a keeper whose thread never looks: the test does."""
+    config = make_config(run_dir="runs/mine", seed=7)
+    with opened(config, None) as folder:
+        with closing(Events(folder.events)) as events:
+            events.write("before")
+        keeper = FolderKeeper(folder, config)
+        keeper._ended.set()
+        with keeper:
+            yield folder, keeper
+
+
+def warnings_in(folder: RunFolder) -> list[str]:
+    return [event["text"] for event in read(folder.events) if event["event"] == "warning"]
+
+
+def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderKeeper]) -> None:
+    folder, keeper = held
+    before = sorted(folder.path.rglob("*"))
+    keeper.look()
+    assert sorted(folder.path.rglob("*")) == before
+    assert warnings_in(folder) == []
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
+    held: tuple[RunFolder, FolderKeeper], tmp_path: Path, is_moved: bool
+) -> None:
+    folder, keeper = held
+    folder.path.rename("moved")
+    if not is_moved:
+        shutil.rmtree("moved")
+    folder.path.mkdir()
+    (folder.path / "config.yaml").write_text("of another run")
+    keeper.look()
+    fate, rest = "deleted", ""
+    if is_moved:
+        fate, rest = f"moved to {tmp_path}/moved", f"; resume with --resume {tmp_path}/moved"
+    assert keeper.conflict == (
+        f"{folder.path} was {fate} while its run was training, and something else is in its place{rest}"
+    )
+    assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
+    assert folder.config.read_text() == "of another run"
+
+
+def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder, FolderKeeper]) -> None:
+    folder, keeper = held
+    folder.path.rename("moved")
+    Path("other").mkdir()
+    (Path("other") / "data").touch()
+    folder.path.symlink_to(Path("other").resolve())
+    keeper.look()
+    assert keeper.conflict is not None
+    assert folder.path.resolve() == Path("other").resolve()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "place"),
+    [("runs/mine", "runs/yours", "runs/yours"), ("runs/mine", "elsewhere", "elsewhere"), ("runs", "old", "old/mine")],
+)
+def test_a_folder_that_was_moved_is_reached_by_its_old_path(
+    held: tuple[RunFolder, FolderKeeper], tmp_path: Path, source: str, target: str, place: str
+) -> None:
+    folder, keeper = held
+    Path(source).rename(target)
+    keeper.look()
+    assert folder.path.resolve() == tmp_path / place
+    assert folder.is_locked()
+    assert RunFolder(tmp_path / place).is_locked()
+    text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
+    assert warnings_in(folder) == [text]
+    keeper.look()
+    assert warnings_in(folder) == [text]
+
+
+def test_a_folder_that_is_moved_again_and_again_is_followed(
+    held: tuple[RunFolder, FolderKeeper], tmp_path: Path
+) -> None:
+    folder, keeper = held
+    for before, after in (("runs/mine", "a"), ("a", "b"), ("b", "c")):
+        Path(before).rename(after)
+        keeper.look()
+    assert folder.path.resolve() == tmp_path / "c"
+    folder.path.unlink()  # the link
+    Path("c").rename("runs/mine")
+    keeper.look()
+    assert not folder.path.is_symlink()
+    assert len(warnings_in(folder)) == 3
+
+
+def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
+    held: tuple[RunFolder, FolderKeeper],
+) -> None:
+    folder, keeper = held
+    for _ in range(2):
+        shutil.rmtree(folder.path)
+        keeper.look()
+        assert read_yaml(folder.config)["seed"] == 7
+        assert folder.is_locked()
+        assert folder.logs.is_dir()
+        [text] = warnings_in(folder)
+        assert text.startswith(f"{folder.path} was deleted; the run continues in a new folder, without")
+
+
+def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, FolderKeeper], tmp_path: Path) -> None:
+    """`rm -r` leaves the folder if a rank writes to it meanwhile."""
+    folder, keeper = held
+    folder.path.rename("moved")
+    keeper.look()
+    for path in (folder.config, folder.lock):
+        path.unlink()
+    for _ in range(2):
+        keeper.look()
+        assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
+        assert folder.is_locked()
+        assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
+
+
+def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: MakeConfig) -> None:
+    """They may still refuse to resume the run."""
+    config = make_config(run_dir="run")
+    folder = RunFolder.create(config)
+    folder.config.unlink()
+    with opened(config, folder.path), FolderKeeper(folder, config) as keeper:
+        keeper.look()
+    assert not folder.config.exists()
+    assert not folder.events.exists()
+
+
+def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
+    held: tuple[RunFolder, FolderKeeper], tmp_path: Path
+) -> None:
+    folder, keeper = held
+    folder.path.rename("moved")
+    folder.path.mkdir()  # something else has the path
+    keeper.look()
+    assert folder.config.exists()
+    [text] = warnings_in(folder)
+    assert f"was moved to {tmp_path / 'moved'}; the run continues in a new folder, without the earlier" in text
+
+
+def test_a_keeper_looks_by_itself(make_config: MakeConfig) -> None:
+    config = make_config(run_dir="run")
+    with opened(config, None) as folder, FolderKeeper(folder, config):
+        folder.path.rename("moved")
+        while not folder.path.exists():
+            pass
+    assert folder.path.resolve().name == "moved"
+    assert not folder.is_locked()
+
+
+def test_what_is_lost_with_a_deleted_folder_is_said(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    said = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
+    assert loss_of(folder, -1) == f"{said}no checkpoint is left; begin a new run"
+    assert loss_of(folder, 8) == f"{said}step 8 was saved after that; resume with --resume {tmp_path}"
+    folder.job.touch()
+    assert loss_of(folder, -1) is None

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import hashlib
+import mmap
+import pickle
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from paceline.config import Config
+from paceline.errors import TravelError
+from paceline.run import job
+
+MakeConfig = Callable[..., Config]
+ROWS = 1_000_000
+
+
+def a_task(*arguments: object) -> None:
+    """What the ranks would do."""
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def owner(array: np.ndarray[Any, Any]) -> Any:
+    """What the memory of an array belongs to in the end."""
+    holder: Any = array
+    while isinstance(holder, (np.ndarray, memoryview)):
+        holder = holder.base if isinstance(holder, np.ndarray) else holder.obj
+    return holder
+
+
+@pytest.fixture(scope="module")
+def table() -> pd.DataFrame:
+    return pd.DataFrame({"x": np.arange(ROWS, dtype=np.float64), "y": np.arange(ROWS, dtype=np.float64) * 2})
+
+
+@pytest.fixture
+def saved(make_config: MakeConfig, table: pd.DataFrame, tmp_path: Path) -> Path:
+    path = tmp_path / "job.bin"
+    job.save(job.pack(make_config(df=table, model_args={"weights": np.arange(1000.0)}), a_task), path)
+    return path
+
+
+def test_lambdas_and_closures_come_back_and_still_work(make_config: MakeConfig, tmp_path: Path) -> None:
+    width, made = 3, []
+
+    def build(depth: int) -> int:
+        made.append(depth)
+        return width * depth
+
+    job.save(
+        job.pack(make_config(model_fn=build, dataset_fn=lambda: [width] * 4, seed=9), a_task), tmp_path / "job.bin"
+    )
+    loaded, _ = job.load(tmp_path / "job.bin")
+    assert loaded.function("model_fn")(5) == 15
+    assert loaded.function("dataset_fn")() == [3, 3, 3, 3]
+    assert loaded.seed == 9
+    assert made == []  # what came back is a copy
+
+
+def test_classes_defined_in_a_function_come_back(make_config: MakeConfig, tmp_path: Path) -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return 7
+
+    job.save(job.pack(make_config(dataset_fn=Numbers), a_task), tmp_path / "job.bin")
+    assert len(job.load(tmp_path / "job.bin")[0].function("dataset_fn")()) == 7
+
+
+def test_the_whole_config_comes_back(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(optimizer={"name": "sgd", "lr": 0.5, "momentum": 0.9}, lanes=4, metrics=["mse"])
+    job.save(job.pack(config, a_task), tmp_path / "job.bin")
+    assert job.load(tmp_path / "job.bin") == (config, a_task)
+
+
+def test_only_the_owner_may_read_the_job(saved: Path) -> None:
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+
+def test_a_job_is_never_written_over_another(saved: Path, make_config: MakeConfig) -> None:
+    before = sha256(saved)
+    with pytest.raises(FileExistsError):
+        job.save(job.pack(make_config(), a_task), saved)
+    assert sha256(saved) == before
+
+
+def test_large_tables_lie_behind_a_small_pickle(saved: Path) -> None:
+    with saved.open("rb") as file:
+        header = pickle.load(file)
+        header_bytes = file.tell()
+    assert header_bytes < 64_000
+    assert sum(header["sizes"]) >= 2 * 8 * ROWS
+    assert saved.stat().st_size < header_bytes + sum(header["sizes"]) + 64 * (len(header["sizes"]) + 1)
+
+
+def test_tables_come_back_equal_and_mapped_not_copied(saved: Path, table: pd.DataFrame) -> None:
+    loaded, _ = job.load(saved)
+    pd.testing.assert_frame_equal(loaded.df, table)
+    assert isinstance(owner(loaded.df["x"].to_numpy()), mmap.mmap)
+    assert isinstance(owner(loaded.model_args["weights"]), mmap.mmap)
+
+
+def test_arrays_are_aligned(saved: Path) -> None:
+    loaded, _ = job.load(saved)
+    for array in (loaded.df["x"].to_numpy(), loaded.model_args["weights"]):
+        assert array.__array_interface__["data"][0] % 64 == 0
+
+
+def test_arrays_can_be_written_to_without_reaching_the_file(saved: Path) -> None:
+    before = sha256(saved)
+    first, second = job.load(saved)[0], job.load(saved)[0]
+    weights = first.model_args["weights"]
+    assert weights.flags.writeable
+    weights[:] = -1
+    first.df.loc[0, "x"] = -1.0
+    assert first.df["x"].iloc[0] == -1
+    assert second.df["x"].iloc[0] == 0
+    assert second.model_args["weights"].tolist() == list(range(1000))
+    assert job.load(saved)[0].model_args["weights"][5] == 5
+    assert sha256(saved) == before
+
+
+def test_the_ranks_look_for_modules_where_the_caller_did(make_config: MakeConfig, tmp_path: Path) -> None:
+    sys.path.insert(0, "/a/folder/of/the/caller")
+    job.save(job.pack(make_config(), a_task), tmp_path / "job.bin")
+    sys.path.remove("/a/folder/of/the/caller")
+    job.load(tmp_path / "job.bin")
+    assert sys.path[0] == "/a/folder/of/the/caller"
+
+
+def test_what_cannot_travel_is_named_by_its_key(make_config: MakeConfig) -> None:
+    lock = threading.Lock()
+    config = make_config(model_fn=lambda: 3, metrics={"mine": lambda output, target: lock})
+    with pytest.raises(TravelError, match=r"^metrics → key 'mine' → closure 'lock' cannot travel to the ranks"):
+        job.pack(config, a_task)
+
+
+def test_arguments_of_the_model_that_cannot_travel_are_named(make_config: MakeConfig) -> None:
+    with pytest.raises(TravelError, match=r"^model_args → key 'guard' cannot travel to the ranks: it is a lock"):
+        job.pack(make_config(model_args={"guard": threading.Lock()}), a_task)
+
+
+def test_functions_of_a_script_share_a_module_of_their_own_that_torch_compile_finds(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    script = {"__name__": "__main__", "factor": 3, "__file__": "script.py"}
+    exec(
+        "def build(name=None, made=None): return double(factor)\n"
+        "def double(x): return 2 * x\n"
+        "def name(): return __name__\n"
+        "class Made:\n"
+        "    def get(self): return factor\n",
+        script,
+    )
+    arguments = {"name": script["name"], "made": script["Made"]()}
+    job.save(job.pack(make_config(model_fn=script["build"], model_args=arguments), a_task), tmp_path / "job.bin")
+    config, _ = job.load(tmp_path / "job.bin")
+    build, made = config.function("model_fn"), config.model_args["made"]
+    assert build() == 6
+    assert made.get() == 3
+    own = sys.modules[build.__globals__["__name__"]]
+    assert vars(own) is build.__globals__ is type(made).get.__globals__
+    assert config.model_args["name"]() == own.__name__ != "__main__"
+    assert own.__file__ == "script.py"
+    # What pickle and people see of them is as before.
+    assert build.__module__ == type(made).__module__ == "__main__"
+    assert not hasattr(sys.modules["__main__"], "factor")

@@ -1,0 +1,377 @@
+"""The record of losses: what is told of steps does not depend on when the host learns of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.data.loader import Lane, Turn
+from paceline.engine.nonfinite import Past
+from paceline.engine.step import NO_NORM, NORM
+from paceline.observe.clock import PHASES, Clock
+from paceline.observe.stragglers import Stragglers
+from paceline.worker.loop import LAG, Fit, LossRecord, Plan, is_recorded, log_interval, record_interval
+from paceline.world import World
+
+HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+PLAN = Plan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
+STEPS, LANES = 12, 3
+FACTS = -3 - len(PHASES)
+
+
+class Listener:
+    """Stands for the events and for the guard."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.reviewed: list[Past] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def review(self, steps: Sequence[Past]) -> None:
+        self.reviewed += steps
+
+
+class Pair(World):
+    """Two ranks that hold the same rows, without a process group; the second's are tenfold."""
+
+    def gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        rows, facts = tensor[:FACTS].view(-1, 2 * LANES + 2), tensor[FACTS:]
+        return [tensor, torch.cat([torch.cat([10 * rows[:, :NORM], rows[:, NORM:]], dim=1).flatten(), 3 * facts])]
+
+
+def make(world: World = HERE, plan: Plan = PLAN, fit: Fit | None = None) -> tuple[LossRecord, Fit, Listener]:
+    fit, listener = fit or Fit(), Listener()
+    clock, stragglers = Clock(), Stragglers(["here"] * world.size)
+    record = LossRecord(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
+    return record, fit, listener
+
+
+def turn(step: int, *, ends_epoch: bool = False, breaks_off: bool = False) -> Turn:
+    lanes = [Lane(step, lane, 2, 2 * LANES, [step, lane]) for lane in range(LANES)]
+    return Turn(step, 0, lanes, ends_epoch=ends_epoch, ends_run=breaks_off, breaks_off=breaks_off)
+
+
+def lr_of(step: int) -> float:
+    return 0.5 ** (step + 1)
+
+
+def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    losses = torch.rand(LANES, dtype=torch.float64, generator=generator) * 10 ** (step % 7)
+    if is_skipped:
+        losses[1] = torch.nan
+    pairs = [number for loss in losses.tolist() for number in (loss, 2.0)]
+    return torch.tensor([*pairs, norm, float(is_skipped)], dtype=torch.float64)  # whose sums depend on their order
+
+
+def summed(record: LossRecord, fit: Fit, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
+    for step in range(STEPS):
+        record.add(turn(step), row(step, is_skipped=step in skipped.get("skipped", ())), lr_of(step))
+        if step in sends:
+            record.send()
+        if step in collects:
+            record.collect()
+    record.collect()
+    return repr(fit.sums)  # to the last digit
+
+
+WHENS = [([], []), (range(STEPS), []), ([], range(STEPS)), ([2, 3, 9], [5]), ([7], [0, 8]), ([11], [11])]
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipped", [(), (3, 4, 11)])
+def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[int, ...]) -> None:
+    results = set()
+    for sends, collects in WHENS:
+        record, fit, _ = make(plan=replace(PLAN, log_every_steps=100))
+        results.add(summed(record, fit, sends, collects, skipped=skipped))
+    assert len(results) == 1
+    total = 0.0
+    for step in range(STEPS):
+        if step not in skipped:
+            total += row(step)[:NORM].view(-1, 2)[:, 0].double().sum().item()
+    assert fit.sums.epoch == fit.sums.window == total
+    assert fit.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
+    assert record.epoch_mean() == total / fit.sums.epoch_count
+
+
+def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
+    record, fit, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
+    record.add(turn(0), torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0]), lr_of(0))
+    record.collect()
+    assert (fit.sums.epoch, fit.sums.epoch_count) == (9 + 90, 12 + 120)
+    [past] = listener.reviewed
+    assert past.totals == [[1, 2], [3, 4], [5, 6], [10, 20], [30, 40], [50, 60]]
+
+
+def test_rows_of_several_formats_go_together() -> None:
+    """A loss in float64, and the zeros of a step that the host has skipped."""
+    record, fit, _ = make()
+    record.add(turn(0), row(0), lr_of(0))
+    record.add(turn(1), torch.zeros(2 * LANES + 2), lr_of(1))
+    record.collect()
+    assert fit.sums.epoch_count == 2 * LANES
+
+
+# --- skipped steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sends", "collects"), WHENS)
+def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int], collects: Sequence[int]) -> None:
+    record, fit, listener = make()
+    summed(record, fit, sends, collects, skipped=(1, 6, 7))
+    assert [past.step for past in listener.reviewed] == list(range(STEPS))
+    assert [past.step for past in listener.reviewed if past.is_skipped] == [1, 6, 7]
+    for past in listener.reviewed:
+        assert past.lanes == [(lane, [past.step, lane]) for lane in range(LANES)]
+        expected = row(past.step, is_skipped=past.is_skipped)[:NORM].double().view(-1, 2).tolist()
+        assert str(past.totals) == str(expected)
+
+
+def test_there_is_no_mean_where_every_step_was_skipped() -> None:
+    record, fit, listener = make(plan=replace(PLAN, log_every_steps=1))
+    assert record.epoch_mean() is None
+    record.add(turn(0), row(0, is_skipped=True), lr_of(0))
+    record.send(is_log_point=True)
+    record.settle()
+    assert record.epoch_mean() is None
+    assert listener.of("step")[0]["loss"] is None
+    assert (fit.sums.window, fit.sums.epoch) == (0.0, 0.0)
+
+
+# --- which steps are recorded ---------------------------------------------------------------------------------------
+
+
+def recorded(steps: int, every_steps: int | None = None, epoch: int = 10**9) -> list[int]:
+    turns = (turn(step, ends_epoch=(step + 1) % epoch == 0) for step in range(steps))
+    return [each.step + 1 for each in turns if is_recorded(each, every_steps)]
+
+
+def test_the_first_steps_are_all_recorded_and_later_ones_ever_more_rarely() -> None:
+    steps = recorded(10_000)
+    assert steps[:202] == [*range(1, 201), 202, 204]
+    assert steps[-3:] == [9_900, 9_950, 10_000]
+    assert len(steps) == 740
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize("step", [1, 200, 201, 10**6, 10**9, 10**12])
+def test_a_recorded_step_stands_for_a_small_part_of_the_run(step: int) -> None:
+    assert max(1, step / 200) <= record_interval(step) <= max(1, step / 200 * 2.5)
+
+
+def test_the_config_may_choose_the_interval() -> None:
+    assert recorded(23, every_steps=10) == [10, 20]
+
+
+def test_an_epoch_ends_with_a_record_unless_the_run_only_breaks_off_there() -> None:
+    """So a run that is made longer has the records of one that was as long from the beginning."""
+    assert recorded(23, every_steps=10, epoch=8) == [8, 10, 16, 20]
+    assert not is_recorded(turn(12, ends_epoch=True, breaks_off=True), 10)
+    assert is_recorded(turn(19, ends_epoch=True, breaks_off=True), 10)
+
+
+def records(chance: random.Random | None = None) -> list[dict[str, Any]]:
+    """The `step` events of 600 steps; where there is `chance`, it decides on log points, checkpoints and kills."""
+
+    def happens(share: float) -> bool:
+        return chance is not None and chance.random() < share
+
+    plan = replace(PLAN, log_every_steps=None)
+    record, fit, listener = make(plan=plan)
+    saved, written = asdict(fit), list[dict[str, Any]]()
+    while fit.step < 600:
+        step = fit.step
+        its_row = row(step, norm=float(step), is_skipped=step % 50 < 3)
+        record.add(turn(step, ends_epoch=step % 97 == 96), its_row, lr_of(step))
+        fit.step += 1
+        if happens(0.05):
+            record.send(is_log_point=happens(0.5))
+        if happens(0.02):
+            record.collect()
+            saved = asdict(fit)
+        if happens(0.02):  # a kill: the run resumes from the checkpoint, and later events are removed
+            written = [event for event in [*written, *listener.of("step")] if event["step"] <= saved["step"]]
+            record, fit, listener = make(plan=plan, fit=Fit.from_dict(saved))
+    record.collect()
+    return [{**event, "time": None} for event in [*written, *listener.of("step")]]
+
+
+def test_records_do_not_depend_on_log_points_checkpoints_and_restarts() -> None:
+    undisturbed = records()
+    assert len(undisturbed) > 300
+    for seed in range(10):
+        assert records(random.Random(seed)) == undisturbed
+
+
+# --- what a record and a log point say ------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_written_later_has_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.worker.loop.time.time", lambda: 1000.1234)
+    record, fit, listener = make(plan=replace(PLAN, log_every_steps=2))
+    for step in range(3):  # the last one is of the next window
+        record.add(turn(step), row(step), lr_of(step))
+    record.send(is_log_point=True)
+    assert listener.events == []
+    record.settle()
+    [event] = listener.of("step")
+    losses = [row(step)[:NORM].double().view(-1, 2).sum(0) for step in range(3)]
+    assert event.pop("loss") == ((losses[0] + losses[1])[0] / 12).item()
+    assert event == {
+        "event": "step", "time": 1000.123, "step": 2, "steps": 40, "epoch": 1, "epochs": 2, "lr": 0.25,
+        "grad_norm": None,
+    }  # fmt: skip
+    [pace] = listener.of("pace")
+    assert [pace[name] for name in ("step", "steps", "epoch", "epochs")] == [3, 40, 1, 2]
+    assert fit.sums.window == losses[2][0].item()
+    assert fit.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_skipped", "told"),
+    [(2.5, False, 2.5), (0.0, False, 0.0), (NO_NORM, False, None), (float("nan"), True, None), (7.0, True, None)],
+)
+def test_the_norm_of_the_gradients_is_that_of_the_recorded_step(
+    norm: float, is_skipped: bool, told: float | None
+) -> None:
+    record, _, listener = make(plan=replace(PLAN, log_every_steps=2))
+    record.add(turn(0), row(0, norm=99.0), lr_of(0))
+    record.add(turn(1), row(1, norm=norm, is_skipped=is_skipped), lr_of(1))
+    record.add(turn(2), row(2, norm=98.0), lr_of(2))
+    record.collect()
+    [event] = listener.events
+    assert event["grad_norm"] == told
+
+
+def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
+    clock = [100.0]
+    monkeypatch.setattr("paceline.worker.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
+    record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
+    for step in range(9):
+        clock[0] += 0.5 if step < 3 else 0.25
+        record.add(turn(step), row(step), lr_of(step))
+        if step == 1:
+            record.collect()
+        if step in (2, 4, 8):
+            record.send(is_log_point=True)  # told later, as on a GPU
+        if step == 6:
+            clock[0] += 60
+            record.restart_clock()
+    record.settle()
+    paces = listener.of("pace")
+    assert [event["step_ms"] for event in paces] == [[500, 1500], [250, 750], [250, 750]]
+    assert [event["phase_ms"]["other"] for event in paces] == [[500, 1500], [250, 750], [250, 750]]
+    assert [event["memory_mb"] for event in paces] == [[5, 15]] * 3
+
+
+@pytest.mark.parametrize(
+    ("step_s", "elapsed_s", "cost_s", "steps"),
+    [
+        (3.0, 3.0, 0.0, 1),  # a step that takes long is told at once
+        (0.12, 0.1, 0.0, 1),
+        (0.001, 0.0, 0.0, 100),
+        (0.0001, 0.0, 0.0, 1000),
+        (0.001, 0.0, 0.002, 500),  # the dearer it is, the rarer
+        (0.001, 0.0, 1.0, 1000),
+        (0.001, 10.0, 0.0, 200),  # the longer the run, the rarer
+        (0.001, 3600.0, 0.0, 1000),
+        (0.3, 3600.0, 0.0, 5),
+        (0.0, 3600.0, 0.0, 1_000_000),  # a clock that stands still
+    ],
+)
+def test_log_points_that_nobody_has_asked_for_follow_the_time(
+    step_s: float, elapsed_s: float, cost_s: float, steps: int
+) -> None:
+    assert log_interval(step_s, elapsed_s, cost_s) == steps
+
+
+def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the slowest rank's time, which all of them have been told."""
+    clock = [100.0]
+    monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.worker.loop.time.perf_counter", lambda: clock[0])
+    pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
+    record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
+    for step in range(1, 120):
+        clock[0] += 0.001  # three times as much on the other rank
+        record.add(turn(step - 1), row(step - 1), lr_of(step - 1))
+        if record.is_due(step):
+            record.send(is_log_point=True)
+            record.settle()
+    assert [event["step"] for event in listener.of("pace")] == [1, 50, 100]
+
+
+def test_a_checkpoint_between_log_points_closes_no_window() -> None:
+    record, fit, listener = make()
+    for step in range(4):
+        record.add(turn(step), row(step), lr_of(step))
+        record.collect()
+    assert listener.events == []
+    assert fit.sums.window_count == 4 * 2 * LANES
+    record.add(turn(4), row(4), lr_of(4))
+    record.send(is_log_point=True)
+    record.settle()
+    assert [event["event"] for event in listener.events] == ["step", "pace"]
+    assert fit.sums.window_count == 0
+    assert fit.sums.epoch_count == 5 * 2 * LANES
+
+
+def test_only_a_log_point_is_overdue_and_only_after_some_steps() -> None:
+    record, _, listener = make()
+    record.add(turn(0), row(0), lr_of(0))
+    assert not record.is_overdue(100)
+    record.send()
+    assert not record.is_overdue(100)  # nobody waits for these
+    record.add(turn(1), row(1), lr_of(1))
+    record.send(is_log_point=True)
+    assert [record.is_overdue(step) for step in range(2, 3 + LAG)] == [False] * LAG + [True]
+    record.settle()
+    assert not record.is_overdue(100)
+    record.settle()
+    record.collect()
+    assert len(listener.events) == 1
+
+
+def test_a_gpu_has_enough_to_do_while_a_log_point_is_told() -> None:
+    record, _, _ = make(plan=replace(PLAN, log_every_steps=1000))
+    record.add(turn(999), row(999), lr_of(999))
+    record.send(is_log_point=True)
+    assert [record.is_overdue(step) for step in (1002, 1049, 1050)] == [False, False, True]
+
+
+def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
+    record, fit, _ = make()
+    record.add(turn(0), row(0), lr_of(0))
+    record.collect()
+    record.restart_epoch()
+    assert record.epoch_mean() is None
+    assert fit.sums.window_count == 2 * LANES
+
+
+def test_a_checkpoint_that_counts_epochs_from_0_is_read_with_epochs_from_1() -> None:
+    rows = [{"epoch": 0, "step": 5, "train_loss": 0.5}, {"epoch": 1, "step": 10, "train_loss": 0.25}]
+    fit = Fit.from_dict({**asdict(Fit()), "history": rows})
+    assert [row["epoch"] for row in fit.history] == [1, 2]
+    assert Fit.from_dict(asdict(fit)) == fit

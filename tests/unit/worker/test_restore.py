@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.state import capture
+from paceline.config import Config
+from paceline.engine.optimizers import make_optimizer
+from paceline.worker.loop import Fit
+from paceline.worker.restore import Found, restore
+
+MakeConfig = Callable[..., Config]
+
+
+def stepper_of(config: Config) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = make_optimizer(config, model)
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, ema=None, sharding=None, set_counters=lambda counters: None
+    )
+
+
+def found(stepper: Any) -> Any:
+    for parameter in stepper.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stepper.optimizer.step()
+    counters = {"loop": asdict(Fit(step=1)), "stepper": {}}
+    state = copy.deepcopy(capture(stepper.model, stepper.optimizer, None, counters))
+    return Found(Path("c"), SimpleNamespace(), [], state)  # type: ignore[arg-type]
+
+
+def test_each_group_goes_on_with_what_the_config_says_of_it_now(make_config: MakeConfig) -> None:
+    """Muon's groups differ in their settings: those of one must not come into the other."""
+    rest = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "momentum": 0.5}
+    before = stepper_of(make_config(optimizer={"name": "muon", "weight_decay": 0.1, "rest": rest}))
+    config = make_config(optimizer={"name": "muon", "weight_decay": 0.3, "rest": {**rest, "momentum": 0.7}})
+    after = stepper_of(config)
+    fit = restore(found(before), config, after)
+    assert fit.step == 1
+    assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.3, 0.0]
+    assert [group["momentum"] for group in after.optimizer.param_groups] == [0.95, 0.7]
+    assert [group["rest"] for group in after.optimizer.param_groups] == ["sgd", "sgd"]
+    kept = after.optimizer.state[after.model.bias]["momentum_buffer"]
+    assert torch.equal(kept, before.optimizer.state[before.model.bias]["momentum_buffer"])
+
+
+def test_an_optimizer_of_the_users_own_goes_on_with_the_settings_of_the_checkpoint(make_config: MakeConfig) -> None:
+    def own(decay: float) -> Config:
+        return make_config(optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay))
+
+    after = stepper_of(own(0.3))
+    restore(found(stepper_of(own(0.1))), own(0.3), after)
+    assert after.optimizer.param_groups[0]["weight_decay"] == 0.1
