@@ -28,10 +28,10 @@ from paceline.observe.failures import Failure
 from paceline.observe.follow import Follower
 from paceline.observe.sinks.trackers import tracking
 from paceline.observe.tail import NO_FILE, identity_of
-from paceline.run import job, outcome
+from paceline.run import job
 from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Job, Task
-from paceline.run.outcome import Outcome
+from paceline.run.outcome import Outcome, collect
 from paceline.system.signals import SIGNALS, handled, heeded
 from paceline.worker.main import train
 from paceline.world import pick_backend, pick_device
@@ -71,7 +71,7 @@ def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
                 raise request.stopped(BEFORE)
             is_managed = task is train and config.train_fn is None
             _run_to_end(config, site, folder, keeper, began, request if is_managed else None)
-        return outcome.collect(folder)
+        return collect(folder)
 
 
 @contextmanager

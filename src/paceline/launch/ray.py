@@ -41,10 +41,10 @@ from paceline.launch.relocation import FolderKeeper, loss_of
 from paceline.observe import hangs
 from paceline.observe.follow import Follower
 from paceline.observe.sinks.trackers import tracking
-from paceline.run import job, outcome
+from paceline.run import job
 from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Task
-from paceline.run.outcome import Outcome
+from paceline.run.outcome import Outcome, collect
 from paceline.worker.main import train as training
 
 LOOPBACK = "127.0.0.1"
@@ -102,7 +102,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
                     raise request.stopped(BEFORE)
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
                 _run_to_end(config, folder, keeper, trainer, ranks, there, request if is_managed else None)
-            return outcome.collect(folder)
+            return collect(folder)
 
 
 @contextmanager

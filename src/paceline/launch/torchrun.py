@@ -20,10 +20,9 @@ from paceline.observe.follow import Follower
 from paceline.observe.progress import Progress
 from paceline.observe.sinks.trackers import tracking
 from paceline.observe.watchdog import watching
-from paceline.run import outcome
 from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Task
-from paceline.run.outcome import Outcome
+from paceline.run.outcome import Outcome, collect
 from paceline.world import join, use_threads
 
 PATIENCE_S = 60.0  # with a rank 0 that writes the result
@@ -54,7 +53,7 @@ def start(config: Config, task: Task) -> Outcome:
             if isinstance(error, ConfigError):
                 raise
             raise RankFailed(captured.describe()) from error
-        outcome = world.decide(lambda: outcome.collect(folder)) if dist.is_initialized() else _found(folder)
+        outcome = world.decide(lambda: collect(folder)) if dist.is_initialized() else _found(folder)
     # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the
     # interpreter, the process aborts; a script may end right after this.
     time.sleep(0.1)
@@ -66,7 +65,7 @@ def _found(folder: RunFolder) -> Outcome:
     patience = time.monotonic() + PATIENCE_S
     while not folder.result.exists() and time.monotonic() < patience:
         time.sleep(0.05)
-    return outcome.collect(folder)
+    return collect(folder)
 
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:

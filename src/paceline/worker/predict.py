@@ -16,8 +16,8 @@ from paceline.engine.replica import make_model, place, place_loss, settle_layout
 from paceline.errors import DataError
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run import outcome
 from paceline.run.folder import RunFolder, write_json
+from paceline.run.outcome import Predictions, write_value
 from paceline.worker.evaluate import Evaluator
 from paceline.world import World
 
@@ -29,7 +29,7 @@ def evaluate(
     _, metrics = _apply("measure", config, folder, world, progress, weights, is_whole)
     if world.is_main:
         write_json(folder.metrics, {"metrics": metrics, "weights": str(weights)})
-        outcome.write_value(folder, metrics)
+        write_value(folder, metrics)
 
 
 def predict(
@@ -39,7 +39,7 @@ def predict(
     dataset, outputs = _apply("predict", config, folder, world, progress, weights, is_whole)
     if world.is_main:
         indices = np.asarray(original_indices(dataset, range(len(dataset))))
-        outcome.write_value(folder, outcome.Predictions(indices, outputs))
+        write_value(folder, Predictions(indices, outputs))
 
 
 def _apply(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from paceline import launch
 from paceline.config import Config, Log
 from paceline.observe.progress import Progress
-from paceline.run import outcome
 from paceline.run.folder import RunFolder
+from paceline.run.outcome import write_value
 from paceline.world import World
 
 SIZE = 16_000_000  # bytes, near a bucket of gradients
@@ -40,7 +40,7 @@ def time_reduction(config: Config, folder: RunFolder, world: World, progress: Pr
     mine = torch.tensor((time.perf_counter() - began) / ROUNDS, device=world.device)
     slowest = max(float(seconds) for seconds in world.gather_equal(mine))
     if world.is_main:
-        outcome.write_value(folder, slowest)
+        write_value(folder, slowest)
 
 
 def _reduce(tensor: torch.Tensor, rounds: int) -> None:

@@ -15,8 +15,8 @@ from paceline.data.sources import fetch, is_stream, table_of
 from paceline.engine.replica import replicate
 from paceline.observe.events import read
 from paceline.observe.progress import Progress
-from paceline.run import outcome
 from paceline.run.folder import RunFolder
+from paceline.run.outcome import write_value
 from paceline.tools.doctor.checks import Trial
 from paceline.worker.main import build_data, build_model, train
 from paceline.world import World
@@ -77,7 +77,7 @@ def build(config: Config, training: Any, folder: RunFolder, world: World, progre
     progress.phase = "fetching a sample"
     next(iter(training)) if is_stream(training) else fetch(training, [0])
     if world.is_main:
-        outcome.write_value(folder, True)
+        write_value(folder, True)
 
 
 def _memory_in(folder: RunFolder) -> int | None:

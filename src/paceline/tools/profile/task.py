@@ -29,8 +29,8 @@ from paceline.launch.environment import ranks_here, usable_cores
 from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run import outcome
 from paceline.run.folder import RunFolder
+from paceline.run.outcome import write_value
 from paceline.system.signals import Stop
 from paceline.tools.profile import trace
 from paceline.tools.profile.facts import Operator, Profile, Setting
@@ -78,7 +78,7 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     accounts = world.gather_objects(watch.account(spans))
     if world.is_main:
         setting = setting_of(config, stepper, lanes, world)
-        outcome.write_value(folder, put_together(accounts, setting, world.device.type, steps, folder))
+        write_value(folder, put_together(accounts, setting, world.device.type, steps, folder))
     events.write("run_finished")
     events.close()
 
