@@ -29,7 +29,7 @@ from torch.nn import functional
 from paceline import Trainer
 from paceline.observe.clock import Clock, DeviceClock
 from paceline.observe.events import Events
-from paceline.worker.loop import Loop, LossRecord
+from paceline.worker.loop import Loop, StepLog
 
 NEVER = 10**9
 TRIAL = 2_000  # steps, to see how many make a second
@@ -41,10 +41,10 @@ class Switch:
     def __init__(self, steps: int, note: Path) -> None:
         self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
         self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; silent, telling, silent …
-        self.kept = Clock.enter, DeviceClock.enter, LossRecord.is_due, Loop._log, Events.write
-        add = LossRecord.add
+        self.kept = Clock.enter, DeviceClock.enter, StepLog.is_due, Loop._log, Events.write
+        add = StepLog.add
 
-        def counted(record: LossRecord, *arguments: Any) -> None:
+        def counted(record: StepLog, *arguments: Any) -> None:
             if self.done and self.done % steps == 0:
                 record._clock.forget()
                 record.collect()
@@ -52,7 +52,7 @@ class Switch:
             add(record, *arguments)
             self.done += 1
 
-        LossRecord.add = counted  # type: ignore[method-assign]
+        StepLog.add = counted  # type: ignore[method-assign]
 
     def change(self) -> None:
         """Note the time of this turn, and go to the other one."""
@@ -71,7 +71,7 @@ class Switch:
             (lambda *_: None),
             (lambda *_, **fields: None),
         )
-        Clock.enter, DeviceClock.enter, LossRecord.is_due, Loop._log, Events.write = (  # type: ignore[method-assign]
+        Clock.enter, DeviceClock.enter, StepLog.is_due, Loop._log, Events.write = (  # type: ignore[method-assign]
             self.kept if self.is_telling else (enter, enter, is_due, log, write)  # type: ignore[assignment]
         )
         self.began = time.perf_counter(), time.process_time()

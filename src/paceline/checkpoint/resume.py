@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.run.folder import RunFolder
 
 # Keys that do not decide what a run computes, only how, where and how safely.
-HANDS = {
+EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
     "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
@@ -30,7 +30,7 @@ FIXED = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")
 
 
 @dataclass(frozen=True)
-class Past:
+class RestorePoint:
     """What a run that goes on has settled already."""
 
     run_dir: Path | None = None  # the folder to go on in; None for a new one
@@ -50,10 +50,10 @@ class Past:
         return config.threads or self.settled.get("threads")
 
 
-def find(config: Config) -> Past:
+def find_restore_point(config: Config) -> RestorePoint:
     """The past of the run that `resume` means; an empty one for a new run."""
     if config.resume == "never":
-        return Past()
+        return RestorePoint()
     if config.resume != "auto":
         return _named(Path(config.resume), config)
     if config.run_dir is not None:
@@ -63,25 +63,25 @@ def find(config: Config) -> Past:
                 f"run_dir={config.run_dir} holds a finished run, and train_fn can only start from the beginning; "
                 "choose another folder or remove it"
             )
-        return _past_of(folder) if _is_run(folder) else Past()
+        return _past_of(folder) if _is_run(folder) else RestorePoint()
     if config.train_fn is not None:  # an earlier attempt has nothing to continue from
-        return Past()
+        return RestorePoint()
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:
         folder = RunFolder(path)
         is_unfinished = _is_run(folder) and not folder.has_result() and not folder.is_locked()
         if is_unfinished and _settled_in(folder) is not None:
             return _past_of(folder)
-    return Past()
+    return RestorePoint()
 
 
-def checkpoint_in(resume: str) -> Path | None:
+def named_checkpoint(resume: str) -> Path | None:
     """The checkpoint that `resume` names, to begin a new run from."""
     path = Path(resume).resolve()
     return path if resume not in ("auto", "never") and (path / MANIFEST).is_file() else None
 
 
-def _named(path: Path, config: Config) -> Past:
+def _named(path: Path, config: Config) -> RestorePoint:
     if not path.exists():
         raise ConfigError(f"resume={path} does not exist; give a run folder, a checkpoint in it, auto or never")
     folder = RunFolder(path.resolve())
@@ -95,7 +95,7 @@ def _named(path: Path, config: Config) -> Past:
         raise ConfigError(
             f"resume={path} is neither a run folder nor a checkpoint that can be used: {reason}"
         ) from None
-    return Past(settled=identity)
+    return RestorePoint(settled=identity)
 
 
 def _is_run(folder: RunFolder) -> bool:
@@ -103,13 +103,13 @@ def _is_run(folder: RunFolder) -> bool:
     return folder.config.exists() or folder.has_checkpoints()
 
 
-def _past_of(folder: RunFolder) -> Past:
+def _past_of(folder: RunFolder) -> RestorePoint:
     settled = _settled_in(folder)
     if settled is None:
         raise ConfigError(
             f"{folder.config} cannot be read, and no checkpoint says what it held; give another run folder"
         )
-    return Past(folder.path, {key: settled.get(key) for key in ("lanes", "threads")})
+    return RestorePoint(folder.path, {key: settled.get(key) for key in ("lanes", "threads")})
 
 
 def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
@@ -129,7 +129,9 @@ def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
 
 def identity_of(config: Config, *, lanes: int, samples: int | None, device: torch.device) -> dict[str, Any]:
     """What a checkpoint says of its run: everything that decides what the run computes."""
-    plain = {key: _with_text_keys(to_plain(value)) for key, value in config.__dict__.items() if key not in HANDS}
+    plain = {
+        key: _with_text_keys(to_plain(value)) for key, value in config.__dict__.items() if key not in EXECUTION_KEYS
+    }
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return {
         "config": plain,
@@ -142,7 +144,7 @@ def identity_of(config: Config, *, lanes: int, samples: int | None, device: torc
     }
 
 
-def check_fit(then: Mapping[str, Any], now: Mapping[str, Any], source: Path) -> list[str]:
+def check_compatible(then: Mapping[str, Any], now: Mapping[str, Any], source: Path) -> list[str]:
     """What has changed since a checkpoint, in words; a ConfigError if the run cannot go on so."""
     before, after = _flat(then), _flat(now)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from paceline.engine.ema import Ema
-from paceline.engine.sharding import Move, Sharding, dealt
+from paceline.engine.sharding import Sharding, Transfer, dealt
 from paceline.errors import ConfigError
 from paceline.run import tensor_files
 from paceline.run.tensor_files import Written
@@ -106,12 +106,12 @@ def share_of(rank: int, world_size: int, shards: Sequence[Shard]) -> list[Shard]
     return [shard for shard, writer in zip(ordered, writers, strict=True) if writer == rank]
 
 
-def moves_of(state: State, world_size: int) -> list[Move]:
+def moves_of(state: State, world_size: int) -> list[Transfer]:
     """The tensors of a sharded optimizer that another rank writes than the one that has them (pure)."""
     shares = [share_of(rank, world_size, shards_of(state)) for rank in range(world_size)]
     files_of_rank = ((rank, shard) for rank, share in enumerate(shares) for shard in share)
     writer = {name: rank for rank, shard in files_of_rank if shard.group == "optimizer" for name in shard.names}
-    moves = [Move(name, owner, writer[name]) for name, owner in state.owners.items()]
+    moves = [Transfer(name, owner, writer[name]) for name, owner in state.owners.items()]
     return [move for move in moves if move.source != move.target]
 
 
@@ -157,10 +157,10 @@ class Staging:
 
         return wait
 
-    def _moves(self, state: State) -> list[Move]:
+    def _moves(self, state: State) -> list[Transfer]:
         return moves_of(state, self._sharding.world.size) if self._sharding is not None else []
 
-    def _leaving(self, state: State, moves: Sequence[Move]) -> list[tuple[str, str, torch.Tensor]]:
+    def _leaving(self, state: State, moves: Sequence[Transfer]) -> list[tuple[str, str, torch.Tensor]]:
         """What this rank has and others write."""
         mine = [move for move in moves if self._sharding is not None and move.source == self._sharding.world.rank]
         return [("optimizer", move.name, state.groups["optimizer"][move.name]) for move in mine]

@@ -15,8 +15,8 @@ import torch
 from paceline.config import Config
 from paceline.data.augment import Augment
 from paceline.data.loader import (
-    Dealt,
-    DealtSampler,
+    EvalBatch,
+    EvalSampler,
     KeyedDataset,
     Lane,
     LaneSampler,
@@ -31,7 +31,7 @@ from paceline.world import World
 ROUND = 64  # bytes; where torch lets its own tensors begin
 
 
-class Inputs(NamedTuple):
+class LaneInputs(NamedTuple):
     """What a lane brings, on the device."""
 
     data: Any  # a batch; None where rows are gathered
@@ -57,23 +57,23 @@ class Feed:
         lanes = lane_loader(self.dataset, sampler(), seed=config.seed, workers=config.workers, world=self.world)
         return one_ahead(lanes, self.world.device) if self.world.device.type == "cuda" else lanes
 
-    def dealt(self) -> tuple[Iterable[Dealt], DealtSampler]:
+    def dealt(self) -> tuple[Iterable[EvalBatch], EvalSampler]:
         """This rank's batches of the whole data set in its own order, and how they were dealt."""
         config = self.config
         if self.rows is not None:
             form = self.rows.finder(self.dataset)
-            sampler = DealtSampler(size=len(self.dataset), batch_size=config.batch_size, world=self.world, form=form)
+            sampler = EvalSampler(size=len(self.dataset), batch_size=config.batch_size, world=self.world, form=form)
             return sampler, sampler
         loader = evaluation_loader(
             self.dataset, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=self.world
         )
         return loader, loader.batch_sampler  # type: ignore[return-value]
 
-    def inputs(self, lane: Lane, epoch: int) -> Inputs:
+    def inputs(self, lane: Lane, epoch: int) -> LaneInputs:
         """What a lane brings, on the device or on its way there."""
         data = None if self.rows is not None else to_device(lane.data, self.world.device)
         if self.augment is None:
-            return Inputs(data, lane.indices if self.rows is not None else None, None)
+            return LaneInputs(data, lane.indices if self.rows is not None else None, None)
         indices = lane.indices
         if self.rows is None:
             # Streams count the samples of each lane from 0.
@@ -82,9 +82,9 @@ class Feed:
             indices = known.to(self.world.device, non_blocking=True)
         if self._epoch[0] != epoch:
             self._epoch = epoch, torch.tensor(epoch, device=self.world.device)
-        return Inputs(data, indices, self._epoch[1])
+        return LaneInputs(data, indices, self._epoch[1])
 
-    def batch(self, inputs: Inputs) -> Any:
+    def batch(self, inputs: LaneInputs) -> Any:
         """The batch that the model trains on; the host has no part in it."""
         data, indices, epoch = inputs
         if self.rows is not None and indices is not None:
@@ -94,7 +94,7 @@ class Feed:
             data = with_images(data, lambda images: augment.train(images, indices, epoch))
         return to_channels_last(data) if self.by_channels else data
 
-    def evaluation_batch(self, dealt: Dealt) -> Any:
+    def evaluation_batch(self, dealt: EvalBatch) -> Any:
         """The batch that the model is measured on."""
         rows = self.rows
         batch = to_device(dealt.data, self.world.device) if rows is None else rows.gather(dealt.indices)
@@ -106,8 +106,8 @@ class Feed:
         """Some samples as the model is measured on, to try something out: a whole batch where it costs nothing."""
         indices = np.arange(min(self.config.batch_size if self.rows is not None else 2, len(self.dataset)))
         if self.rows is not None:
-            return self.evaluation_batch(Dealt(0, self.rows.finder(self.dataset)(indices)))
-        return self.evaluation_batch(KeyedDataset(self.dataset, self.config.seed).whole(Dealt(0, indices.tolist())))
+            return self.evaluation_batch(EvalBatch(0, self.rows.finder(self.dataset)(indices)))
+        return self.evaluation_batch(KeyedDataset(self.dataset, self.config.seed).whole(EvalBatch(0, indices.tolist())))
 
     def originals(self, indices: Any) -> list[int]:
         """The indices that the user knows, in the data set that dataset_fn gave."""

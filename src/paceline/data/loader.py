@@ -38,7 +38,7 @@ class Lane(NamedTuple):
         return "data", self.step, self.lane
 
 
-class Turn(NamedTuple):
+class StepInputs(NamedTuple):
     """What one step takes: the lanes of this rank."""
 
     step: int
@@ -50,7 +50,7 @@ class Turn(NamedTuple):
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
 
 
-class Dealt(NamedTuple):
+class EvalBatch(NamedTuple):
     """One batch of an evaluation, before and after it has been fetched."""
 
     batch: int
@@ -63,7 +63,7 @@ class Dealt(NamedTuple):
         return "evaluation data", self.batch
 
 
-Keyed = TypeVar("Keyed", Lane, Dealt)
+Keyed = TypeVar("Keyed", Lane, EvalBatch)
 
 
 class KeyedDataset(Dataset[Any]):
@@ -152,11 +152,11 @@ def lane_loader(dataset: Any, sampler: LaneSampler, *, seed: int, workers: int, 
     return _keyed_loader(dataset, sampler, seed, workers, world)
 
 
-def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[Turn]:
+def steps_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[StepInputs]:
     """The lanes of this rank, gathered into steps."""
     for step, ridden in groupby(lanes, key=lambda lane: lane.step):
         ends_epoch, ends_run = (step + 1) % steps_per_epoch == 0, step + 1 == total_steps
-        yield Turn(
+        yield StepInputs(
             step=step,
             epoch=step // steps_per_epoch,
             lanes=list(ridden),
@@ -166,7 +166,7 @@ def turns_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -
         )
 
 
-class DealtSampler(Sampler[Dealt]):
+class EvalSampler(Sampler[EvalBatch]):
     """The batches of a data set in its own order, dealt to the ranks in turn: every sample is on exactly one rank."""
 
     def __init__(
@@ -179,15 +179,15 @@ class DealtSampler(Sampler[Dealt]):
     def __len__(self) -> int:
         return len(range(self.world.rank, self.batches, self.world.size))
 
-    def __iter__(self) -> Iterator[Dealt]:
+    def __iter__(self) -> Iterator[EvalBatch]:
         for batch in range(self.world.rank, self.batches, self.world.size):
             positions = np.arange(batch * self.batch_size, min((batch + 1) * self.batch_size, self.size))
-            yield Dealt(batch, self.form(positions))
+            yield EvalBatch(batch, self.form(positions))
 
 
 def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
     """This rank's batches of a data set in its own order."""
-    sampler = DealtSampler(size=len(dataset), batch_size=batch_size, world=world)
+    sampler = EvalSampler(size=len(dataset), batch_size=batch_size, world=world)
     return _keyed_loader(dataset, sampler, seed, workers, world)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.loader import Dealt, KeyedDataset
+from paceline.data.loader import EvalBatch, KeyedDataset
 from paceline.data.rows import Gathered, gathered
 from paceline.data.sources import is_stream
 from paceline.errors import DataError
@@ -79,5 +79,5 @@ def _chunks(dataset: Any, seed: int, of: int | str) -> Iterator[torch.Tensor]:
     for number, start in enumerate(range(0, len(dataset), CHUNK)):
         indices = list(range(start, min(start + CHUNK, len(dataset))))
         is_tensors = isinstance(source, Gathered)
-        data = source.__getitems__(indices) if is_tensors else one_by_one.whole(Dealt(number, indices)).data
+        data = source.__getitems__(indices) if is_tensors else one_by_one.whole(EvalBatch(number, indices)).data
         yield data[of] if isinstance(of, int) or isinstance(data, Mapping) else getattr(data, of)

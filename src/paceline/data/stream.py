@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paceline.data import batches
 from paceline.data.claims import claim_of, compare_claims
-from paceline.data.loader import Lane, Turn, collate_of, loader_options
+from paceline.data.loader import Lane, StepInputs, collate_of, loader_options
 from paceline.data.seeding import seed_generators
 from paceline.data.shard import Share
 from paceline.data.workers import start_worker
@@ -195,7 +195,7 @@ class Asks(Sampler[Ask]):
 
 
 @dataclass
-class StreamTurns:
+class StreamSteps:
     """The steps of a run over an iterable data set: the next samples of each lane, until all lanes are at their end."""
 
     dataset: Any
@@ -211,7 +211,7 @@ class StreamTurns:
     progress: Progress
     tell: Tell
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[StepInputs]:
         """All ranks."""
         exchange, step, (epoch, began) = Exchange(self.world), self.step, self.mark
         if step > began:
@@ -233,7 +233,7 @@ class StreamTurns:
                 asks.begin(epoch, began)
             step_samples = sum(fact.samples for fact in facts)
             lanes = [lane._replace(step_samples=step_samples) for lane, _ in fetched]
-            yield Turn(
+            yield StepInputs(
                 step=step,
                 epoch=epoch - ends_epoch,
                 lanes=[lane for lane in lanes if lane.samples] or lanes[:1],

@@ -23,7 +23,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from paceline.config import Config
-from paceline.data.feed import Inputs
+from paceline.data.feed import LaneInputs
 from paceline.data.loader import Lane
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import map_tensors, tensors_in
@@ -92,7 +92,7 @@ class StepGraph:
         self._pool: Any = None
         self._last: Recording | None = None  # that was replayed, and not followed by another attempt to record
 
-    def take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
+    def take(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor | None:
         """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
         if self.is_given_up:
             return None
@@ -101,7 +101,7 @@ class StepGraph:
             self.clock.forget()  # its time is not like that of other steps
         return row
 
-    def _take(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor | None:
+    def _take(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor | None:
         # Not this rank's lanes alone: in a short step they may be full on one rank and not on another.
         if lanes[0].step_samples != self.full_step:
             return None
@@ -121,7 +121,7 @@ class StepGraph:
             recording = self._with_marks(form, recording, lanes, inputs)
         return self._replay(recording, lanes, inputs) if recording is not None else None
 
-    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
         for recorded, brought in zip(recording.inputs, tensors_in(inputs), strict=True):
             recorded.copy_(brought, non_blocking=True)
         generator = torch.cuda.default_generators[self.world.device.index]
@@ -136,7 +136,7 @@ class StepGraph:
 
     # --- recording ---------------------------------------------------------------------------------------------
 
-    def _record_first(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
+    def _record_first(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> None:
         """The first recording, at the same step on all ranks: it works on all of them, or is given up. All ranks."""
         began = perf_counter()
         found = self._record(lanes, inputs)
@@ -147,7 +147,7 @@ class StepGraph:
             self._recordings[form] = found
             self._looks_to_wait = int(CHEAP * seconds)  # the clock asks for a look about once a second
 
-    def _record_another(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> None:
+    def _record_another(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> None:
         """For another form, when it has come several times; a single rank."""
         if len(self._recordings) >= MOST_FORMS:
             return
@@ -162,7 +162,7 @@ class StepGraph:
             self.say(f"batches have many shapes: {MOST_FORMS} are CUDA graphs now, steps of others go kernel by kernel")
 
     def _with_marks(
-        self, form: Any, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]
+        self, form: Any, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]
     ) -> Recording:
         """The recording with marks, if it is of this form; it is made when there has been time enough. All ranks."""
         self._looks_to_wait -= 1
@@ -180,7 +180,9 @@ class StepGraph:
         told = self.world.gather_objects((found if isinstance(found, str) else None, seconds))
         return [reason for reason, _ in told if reason is not None], max(seconds for _, seconds in told)
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
+    def _record(
+        self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], *, with_marks: bool = False
+    ) -> Recording | str:
         """Record a step, or say why it cannot be. Nothing is computed by it."""
         host = HostState(self.model, self.config.loss_fn)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.config import Config
-from paceline.data.feed import Feed, Inputs
+from paceline.data.feed import Feed, LaneInputs
 from paceline.data.loader import Lane
 from paceline.engine.buffers import LOSS, Copies, Name
 from paceline.engine.losses import mean_of, number_on, sum_and_count
@@ -87,7 +87,7 @@ class Backward:
         self._follows_first = lanes[0].samples > 0 and lanes[0].lane % self.lanes_per_rank == 0
         self._goes_back = len(lanes) > 1 or not self._follows_first
 
-    def ride(self, lane: Lane, inputs: Inputs) -> None:
+    def ride(self, lane: Lane, inputs: LaneInputs) -> None:
         """Forward and backward of the next lane; the last one's sums over ranks begin here. All ranks."""
         is_first, is_last, place = lane is self._lanes[0], lane is self._lanes[-1], lane.lane % self.lanes_per_rank
         if is_first and self.hook is None and self.world.size > 1:
@@ -140,7 +140,7 @@ class Backward:
             losses = [loss.clone() for loss in losses]
         return gradients if self._votes else [*gradients, *losses]
 
-    def alone(self, lane: Lane, inputs: Inputs) -> Gradients:
+    def alone(self, lane: Lane, inputs: LaneInputs) -> Gradients:
         """The gradients of one lane, added to nothing. DDP takes no part."""
         for parameter in self._all:
             parameter.grad = None
@@ -148,7 +148,7 @@ class Backward:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _forward_backward(
-        self, lane: Lane, inputs: Inputs, model: Callable[..., Any]
+        self, lane: Lane, inputs: LaneInputs, model: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss's sum and its count; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)

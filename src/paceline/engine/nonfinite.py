@@ -44,7 +44,7 @@ class Culprit(NamedTuple):
         return f"rank {self.rank}, lane {self.lane}: {self.what}, samples {listed}{f' and {more} more' * (more > 0)}"
 
 
-class Past(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that the device has decided on: its lanes on this rank, and the (sum, count) of the loss of all lanes."""
 
     step: int
@@ -146,7 +146,7 @@ class Guard:
             torch._foreach_mul_(differences, is_bad.to(WORDS[size]))
             torch._foreach_add_(live, differences)
 
-    def review(self, steps: Iterable[Past]) -> None:
+    def review(self, steps: Iterable[FinishedStep]) -> None:
         """Count and tell the steps that the device has skipped, in their order; raises NotFinite as `skip` does.
 
         All ranks, with the same steps.
@@ -158,7 +158,7 @@ class Guard:
                 self.on_bad(f"step {past.step + 1} is skipped, it is not finite: {who}")
                 self._check_limit(past.step, f"{who}; {WHAT_TO_DO}")
 
-    def _at_fault(self, past: Past) -> list[Culprit]:
+    def _at_fault(self, past: FinishedStep) -> list[Culprit]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         losses = {
             lane: f"loss {total / count if count else math.nan}"

@@ -19,7 +19,7 @@ from paceline.run.tensor_files import DTYPES
 from paceline.world import PATIENCE, World
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """A tensor that one rank has and another one needs."""
 
     name: str
@@ -143,7 +143,7 @@ class Sharding:
         paths = {name: name.split(".") for name in names}
         return {name: self.owners[int(path[1])] for name, path in paths.items() if path[0] == "state"}
 
-    def pass_on(self, moves: Sequence[Move], tensors: Mapping[str, torch.Tensor]) -> None:
+    def pass_on(self, moves: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]) -> None:
         """Send and fill tensors in memory of the host. All ranks, with the same moves; in any thread, one at a time."""
         work = []
         for tag, (name, source, target) in enumerate(moves):
@@ -164,7 +164,7 @@ class Sharding:
             owner = self.owners[place]
             if owner and self.world.rank in (owner, 0):
                 value = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value.cpu().contiguous()
-                self.pass_on([Move(name, owner, 0)], {name: value})
+                self.pass_on([Transfer(name, owner, 0)], {name: value})
             if self.world.is_main:
                 yield name, value
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from paceline.config import Config
-from paceline.data.feed import Feed, Inputs
-from paceline.data.loader import Lane, Turn
+from paceline.data.feed import Feed, LaneInputs
+from paceline.data.loader import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
 from paceline.engine.cuda_graph import StepGraph
@@ -100,7 +100,7 @@ class Stepper:
             return sha256_of_each(self.sharding.brought())
         return sha256_of_optimizer(self.optimizer) if self.world.is_main else None
 
-    def take(self, turn: Turn) -> torch.Tensor:
+    def take(self, turn: StepInputs) -> torch.Tensor:
         """One update, unless the step is not finite: then nothing changes. All ranks.
 
         Returns one row on the device: the loss's sum and count for each lane of this rank; the norm of the gradients
@@ -117,7 +117,7 @@ class Stepper:
         replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
         return replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly)
 
-    def _probe(self, inputs: Inputs) -> None:
+    def _probe(self, inputs: LaneInputs) -> None:
         """Find out, before the first step, what a forward pass changes and sends. All ranks."""
         self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
         seed_generators(self.config.seed, "probe")
@@ -128,7 +128,7 @@ class Stepper:
             if warning is not None:
                 self.say(warning)
 
-    def work(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], segment: Segment) -> torch.Tensor:
+    def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
         """All that a step does on the device: a segment for each lane, the update in the last one's. All ranks."""
         self.backward.begin(lanes)
         for lane, brought in zip(lanes, inputs, strict=True):
@@ -145,7 +145,7 @@ class Stepper:
         seed_generators(self.config.seed, "forward", lane.step, lane.lane)
         yield
 
-    def _update(self, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+    def _update(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
         totals = self.backward.finish()
         self.clock.enter(OPTIMIZER)
         is_bad: torch.Tensor | None = None
@@ -170,7 +170,7 @@ class Stepper:
     def _row(self, totals: Sequence[torch.Tensor], *tail: torch.Tensor | float) -> torch.Tensor:
         return torch.stack([*totals, *(number_on(number, self.world.device) for number in tail)])
 
-    def _skip(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], totals: torch.Tensor) -> None:
+    def _skip(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], totals: torch.Tensor) -> None:
         assert self.guard is not None
         brought = {lane.lane: one for lane, one in zip(lanes, inputs, strict=True)}
 

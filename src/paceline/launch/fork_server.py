@@ -30,7 +30,7 @@ IDLE_S = 1.0  # between looks at the launcher while there are none
 MUST_LOAD_ANEW = sys.platform == "darwin"  # where system libraries do not survive a fork
 
 
-class Birth(NamedTuple):
+class RankSpec(NamedTuple):
     """What a process must know to become a rank."""
 
     variables: dict[str, str]
@@ -78,7 +78,7 @@ def main() -> None:
     os._exit(0)  # the kernel ends the ranks
 
 
-def _fork(birth: Birth, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
+def _fork(birth: RankSpec, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
     parent = os.getpid()
     with warnings.catch_warnings():  # numpy's threads do nothing yet, and its library knows about forks
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -89,7 +89,7 @@ def _fork(birth: Birth, channel: Connection, handlers: Mapping[signal.Signals, A
     return pid
 
 
-def _become(birth: Birth, parent: int, handlers: Mapping[signal.Signals, Any]) -> NoReturn:
+def _become(birth: RankSpec, parent: int, handlers: Mapping[signal.Signals, Any]) -> NoReturn:
     """Be a rank from now on."""
     try:
         os.setsid()

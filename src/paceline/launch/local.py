@@ -17,11 +17,11 @@ from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
 from paceline.launch.environment import chosen_threads
-from paceline.launch.fork_server import LOOK_S, Birth
-from paceline.launch.machines import Here, Meeting, Ranks, Site
-from paceline.launch.relocation import FolderKeeper, loss_of
+from paceline.launch.fork_server import LOOK_S, RankSpec
+from paceline.launch.machines import LocalMachine, Machines, RankGroup, Rendezvous
+from paceline.launch.relocation import FolderWatcher, loss_of
 from paceline.launch.restarts import Restarts, restarted_line
-from paceline.launch.stalls import Silence
+from paceline.launch.stalls import StallDetector
 from paceline.observe import failures, hangs
 from paceline.observe.events import Events
 from paceline.observe.failures import Failure
@@ -43,16 +43,16 @@ BEFORE = "before it began"
 RESEND_S = 1.0  # a rank that is still starting ignores a request to stop
 
 
-def start(config: Config, task: Task, site: Site | None = None) -> Outcome:
+def start(config: Config, task: Task, site: Machines | None = None) -> Outcome:
     """Start the ranks, show what they do, and return when all are done. Raises RankFailed with the first failure."""
-    request = Request()
+    request = StopRequest()
     with hearing(request, "nothing was running"):
-        return _start(config, task, site or Here(config), request)
+        return _start(config, task, site or LocalMachine(config), request)
 
 
-def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
+def _start(config: Config, task: Task, site: Machines, request: StopRequest) -> Outcome:
     began = time.time()
-    past = resume.find(config)
+    past = resume.find_restore_point(config)
     _gather(site, request, BEFORE)
     lanes = past.lanes(config)
     ranks = site.ranks_for(lanes)
@@ -65,7 +65,7 @@ def _start(config: Config, task: Task, site: Site, request: Request) -> Outcome:
     pick_backend(config.backend, pick_device(config.device, 0), site.shares_of(ranks))
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
-    with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
+    with opened(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
         with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
             if request.signal:
                 raise request.stopped(BEFORE)
@@ -108,7 +108,7 @@ def failure_told(folder: RunFolder) -> Iterator[None]:
 
 
 def _run_to_end(
-    config: Config, site: Site, folder: RunFolder, keeper: FolderKeeper, began: float, request: Request | None
+    config: Config, site: Machines, folder: RunFolder, keeper: FolderWatcher, began: float, request: StopRequest | None
 ) -> None:
     """Start the ranks, and start them again from the last checkpoint as often as the config allows.
 
@@ -141,7 +141,7 @@ def _run_to_end(
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 
 
-def _gather(site: Site, request: Request | None, when: str) -> None:
+def _gather(site: Machines, request: StopRequest | None, when: str) -> None:
     """Wait for room at a site. A request to stop has nothing to wait for then: whatever there is, is saved."""
     with hearing(request, "nothing was running"):
         site.gather(lambda: request is not None and request.signal != 0)
@@ -150,8 +150,8 @@ def _gather(site: Site, request: Request | None, when: str) -> None:
 
 
 def _live(
-    config: Config, site: Site, folder: RunFolder, keeper: FolderKeeper, ranks: int, began: float,
-    request: Request | None, news: str,
+    config: Config, site: Machines, folder: RunFolder, keeper: FolderWatcher, ranks: int, began: float,
+    request: StopRequest | None, news: str,
 ) -> Failure | None:  # fmt: skip
     """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
     folder.forget_last_life()
@@ -165,7 +165,7 @@ def _live(
         births = _births(folder, meeting, began, is_deaf=request is not None)
         with site.ranks() as started, hearing(request, f"the run folder is {folder.path}"):
             started.start(births)
-            silence = Silence(folder, ranks, config.hang_timeout_s)
+            silence = StallDetector(folder, ranks, config.hang_timeout_s)
             codes = _watch(started, request, silence, keeper, lambda: site.is_outgrown(ranks, config.lanes))
         has_failed = any(codes.values()) or folder.hang.exists()
         return failures.first(folder, codes, meeting.spare) if has_failed else None
@@ -177,7 +177,7 @@ def limit_of(config: Config, is_managed: bool) -> int:
 
 
 @dataclass
-class Request:
+class StopRequest:
     """What the launcher has been asked by signals, over all lives of the ranks."""
 
     signal: int = 0
@@ -194,17 +194,21 @@ class Request:
         self.say(f"{signal.Signals(self.signal).name}: saving and stopping; {again} ends at once")
 
 
-def _births(folder: RunFolder, meeting: Meeting, began: float, *, is_deaf: bool) -> list[Birth]:
+def _births(folder: RunFolder, meeting: Rendezvous, began: float, *, is_deaf: bool) -> list[RankSpec]:
     """The ranks of one life."""
     common = {"folder": str(Path.cwd()), "arguments": (str(folder.job), meeting.store, str(began)), "is_deaf": is_deaf}
     return [
-        Birth(variables=variables, log=str(folder.log(rank)), **common)  # type: ignore[arg-type]
+        RankSpec(variables=variables, log=str(folder.log(rank)), **common)  # type: ignore[arg-type]
         for rank, variables in enumerate(meeting.variables)
     ]
 
 
 def _watch(
-    ranks: Ranks, request: Request | None, silence: Silence, keeper: FolderKeeper, is_outgrown: Callable[[], bool]
+    ranks: RankGroup,
+    request: StopRequest | None,
+    silence: StallDetector,
+    keeper: FolderWatcher,
+    is_outgrown: Callable[[], bool],
 ) -> dict[int, int]:
     """Wait for the ranks. When one fails, end the others. The exit codes, 0 for those that were ended here."""
     passed_on = 0.0
@@ -234,7 +238,7 @@ def _watch(
 
 
 @contextmanager
-def hearing(request: Request | None, news: str) -> Iterator[None]:
+def hearing(request: StopRequest | None, news: str) -> Iterator[None]:
     """Take signals as requests, the first time; otherwise as the end of the run. Outside, they are as before."""
 
     def hear(number: int, frame: FrameType | None) -> None:

@@ -17,16 +17,16 @@ from paceline.config import Config
 from paceline.launch import network
 from paceline.launch import processes as processes
 from paceline.launch.environment import shares_cores, usable_cores
-from paceline.launch.fork_server import Birth
+from paceline.launch.fork_server import RankSpec
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The ranks of one life, wherever they are."""
 
     pids: dict[int, int]  # of the living
     codes: dict[int, int]  # of those that have ended: 0, an exit code, or minus the signal
 
-    def start(self, births: Sequence[Birth]) -> None:
+    def start(self, births: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
 
     def look(self, seconds: float) -> None:
@@ -40,7 +40,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the ranks of one life find each other."""
 
     variables: list[dict[str, str]]  # of each rank
@@ -48,7 +48,7 @@ class Meeting:
     spare: Path | None = None  # a folder for their failures, should the run folder's disk be full
 
 
-class Site(Protocol):
+class Machines(Protocol):
     """A place for ranks."""
 
     def gather(self, is_asked: Callable[[], bool] = bool) -> None:
@@ -63,17 +63,17 @@ class Site(Protocol):
     def shares_of(self, ranks: int) -> int:
         """How many of so many ranks share one machine."""
 
-    def meeting(self, ranks: int) -> AbstractContextManager[Meeting]:
+    def meeting(self, ranks: int) -> AbstractContextManager[Rendezvous]:
         """A place to meet for so many ranks."""
 
-    def ranks(self) -> AbstractContextManager[Ranks]:
+    def ranks(self) -> AbstractContextManager[RankGroup]:
         """Those who will be born, and nobody else meanwhile."""
 
     def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
         """Whether a life of so many ranks could have more by now."""
 
 
-class Here:
+class LocalMachine:
     """This machine alone. Its ranks meet in a file of a private folder, and Gloo and NCCL listen on loopback."""
 
     def __init__(self, config: Config) -> None:
@@ -84,7 +84,7 @@ class Here:
 
     def ranks_for(self, lanes: int | None) -> int:
         """As many as the machine has room for."""
-        least, most = room(self.config)
+        least, most = capacity(self.config)
         return fitting(least, most, lanes)
 
     def lanes_for(self, ranks: int) -> int:
@@ -96,13 +96,13 @@ class Here:
         return ranks
 
     @contextmanager
-    def meeting(self, ranks: int) -> Iterator[Meeting]:
+    def meeting(self, ranks: int) -> Iterator[Rendezvous]:
         """In a file."""
         with tempfile.TemporaryDirectory(prefix="paceline-") as private:
             variables = [variables_of(rank, ranks, rank, ranks) for rank in range(ranks)]
-            yield Meeting(variables, store=f"{private}/store", spare=Path(private))
+            yield Rendezvous(variables, store=f"{private}/store", spare=Path(private))
 
-    def ranks(self) -> AbstractContextManager[Ranks]:
+    def ranks(self) -> AbstractContextManager[RankGroup]:
         """Children of this machine's nursery."""
         return processes.ranks(is_passive=shares_cores(self.config.ddp, self.config.procs))
 
@@ -130,7 +130,7 @@ def serve_store(host: str) -> tuple[dist.Store, dict[str, str]]:
     }
 
 
-def room(config: Config) -> tuple[int, int]:
+def capacity(config: Config) -> tuple[int, int]:
     """The least and the most ranks that this machine shall have."""
     return room_among(config, torch.cuda.device_count() if config.device != "cpu" else 0, usable_cores())
 

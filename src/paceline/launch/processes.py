@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
 from paceline.launch.environment import which_cores
-from paceline.launch.fork_server import Birth
+from paceline.launch.fork_server import RankSpec
 from paceline.system.child import command_of
 
 # What libraries read while they are loaded: a nursery that was started with other values is of no use.
@@ -31,7 +31,7 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of one run after the other, as children of one nursery."""
 
     def __init__(self, *, is_passive: bool) -> None:
@@ -53,7 +53,7 @@ class Ranks:
         """Whether the process is gone."""
         return self._process.poll() is not None
 
-    def start(self, births: Sequence[Birth]) -> None:
+    def start(self, births: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
         self.pids, self.codes = dict.fromkeys(range(len(births)), 0), {}
         with suppress(OSError):  # `look` says that it is gone
@@ -97,7 +97,7 @@ class Ranks:
         self._process.wait()
 
 
-_waiting: list[Ranks] = []  # at most one, which no run uses
+_waiting: list[LocalRanks] = []  # at most one, which no run uses
 
 
 def prepare(*, is_passive: bool) -> None:
@@ -106,7 +106,7 @@ def prepare(*, is_passive: bool) -> None:
 
 
 @contextmanager
-def ranks(*, is_passive: bool) -> Iterator[Ranks]:
+def ranks(*, is_passive: bool) -> Iterator[LocalRanks]:
     """A nursery's ranks, which nobody else uses meanwhile; `is_passive` is for several ranks that share the cores."""
     taken = _taken(is_passive)
     try:
@@ -118,17 +118,17 @@ def ranks(*, is_passive: bool) -> Iterator[Ranks]:
             _put_back(taken)
 
 
-def _taken(is_passive: bool) -> Ranks:
+def _taken(is_passive: bool) -> LocalRanks:
     """The one that waits, if it will do, or a new one."""
     with suppress(IndexError):  # none waits, or another thread was faster
         one = _waiting.pop()
         if one.owner == os.getpid() and one.setting == _setting(is_passive) and not one.is_lost:
             return one
         _end(one)
-    return Ranks(is_passive=is_passive)
+    return LocalRanks(is_passive=is_passive)
 
 
-def _put_back(one: Ranks) -> None:
+def _put_back(one: LocalRanks) -> None:
     before, _waiting[:] = list(_waiting), [one]
     for other in before:
         _end(other)
@@ -141,7 +141,7 @@ def _end_all() -> None:
         _end(_waiting.pop())
 
 
-def _end(one: Ranks) -> None:
+def _end(one: LocalRanks) -> None:
     if one.owner == os.getpid():  # or it belongs to the process that this one was forked from
         one.close()
 

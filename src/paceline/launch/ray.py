@@ -34,10 +34,10 @@ from paceline.errors import ConfigError, Interrupted, RankFailed
 from paceline.launch import network, ray_worker
 from paceline.launch.environment import chosen_threads
 from paceline.launch.fork_server import LOOK_S
-from paceline.launch.local import BEFORE, Request, failure_told, hearing, laid_out, limit_of
+from paceline.launch.local import BEFORE, StopRequest, failure_told, hearing, laid_out, limit_of
 from paceline.launch.machines import fitting, room_among, serve_store, variables_of
 from paceline.launch.ray_worker import Orders
-from paceline.launch.relocation import FolderKeeper, loss_of
+from paceline.launch.relocation import FolderWatcher, loss_of
 from paceline.observe import hangs
 from paceline.observe.follow import Follower
 from paceline.observe.sinks.trackers import tracking
@@ -75,14 +75,14 @@ class NoGroup(BackendConfig):  # type: ignore[misc]
 
 def start(config: Config, task: Task) -> Outcome:
     """Have Ray start the ranks, show what they do, and return when all are done."""
-    request = Request()
+    request = StopRequest()
     with hearing(request, "nothing was running"):
         return _start(config, task, request)
 
 
-def _start(config: Config, task: Task, request: Request) -> Outcome:
+def _start(config: Config, task: Task, request: StopRequest) -> Outcome:
     began = time.time()
-    past = resume.find(config)
+    past = resume.find_restore_point(config)
     lanes = past.lanes(config)
     with cluster(config.device) as there:
         ranks = fitting(*room_among(config, there.gpus, there.cpus), lanes)
@@ -93,7 +93,7 @@ def _start(config: Config, task: Task, request: Request) -> Outcome:
             config = config.model_copy(update={"lanes": lanes or ranks})
         batches.lanes_of(0, ranks, config.lanes or ranks)
         packed = job.pack(config, task)
-        with opened(config, past.run_dir) as folder, FolderKeeper(folder, config) as keeper:
+        with opened(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
             is_managed = task is training and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)
@@ -162,8 +162,8 @@ def _trainer(config: Config, folder: RunFolder, orders: Orders, ranks: int, shar
 
 
 def _run_to_end(
-    config: Config, folder: RunFolder, keeper: FolderKeeper, trainer: TorchTrainer, ranks: int, there: Cluster,
-    request: Request | None,
+    config: Config, folder: RunFolder, keeper: FolderWatcher, trainer: TorchTrainer, ranks: int, there: Cluster,
+    request: StopRequest | None,
 ) -> None:  # fmt: skip
     """Train, and show it; pass a request to stop on. Raises RankFailed if Ray has given up, or the ranks have."""
     with (

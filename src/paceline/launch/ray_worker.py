@@ -14,11 +14,11 @@ from pathlib import Path
 from paceline.checkpoint.store import Store
 from paceline.errors import RankFailed
 from paceline.launch import processes as processes
-from paceline.launch.fork_server import LOOK_S, Birth
-from paceline.launch.processes import Ranks
+from paceline.launch.fork_server import LOOK_S, RankSpec
+from paceline.launch.processes import LocalRanks
 from paceline.launch.relocation import loss_of
 from paceline.launch.restarts import Restarts, restarted_line
-from paceline.launch.stalls import Silence
+from paceline.launch.stalls import StallDetector
 from paceline.observe import failures
 from paceline.observe.events import Events
 from paceline.observe.failures import Failure
@@ -55,7 +55,7 @@ def begin_life(folder: RunFolder, ranks: int) -> None:
 def carry(orders: Orders, rank: int, ranks: int, variables: dict[str, str]) -> None:
     """Start a rank and wait for its end. Raises RankFailed only if it is worth while to start all of them again."""
     folder = RunFolder(Path(orders.run_dir))
-    birth = Birth(
+    birth = RankSpec(
         variables=variables,
         folder=orders.workplace,
         log=str(folder.log(rank)),
@@ -65,14 +65,14 @@ def carry(orders: Orders, rank: int, ranks: int, variables: dict[str, str]) -> N
     with processes.ranks(is_passive=ranks > 1) as started:
         started.start([birth])
         try:
-            first = _watch(started, folder, rank, Silence(folder, ranks, orders.hang_timeout_s))
+            first = _watch(started, folder, rank, StallDetector(folder, ranks, orders.hang_timeout_s))
         finally:
             started.end(signal.SIGKILL, GRACE_S)
     if first is not None and is_worth_another_try(folder, first):
         raise RankFailed(first.describe())
 
 
-def _watch(started: Ranks, folder: RunFolder, rank: int, silence: Silence) -> Failure | None:
+def _watch(started: LocalRanks, folder: RunFolder, rank: int, silence: StallDetector) -> Failure | None:
     """Wait for the rank, or for another one to fail; the first failure of all, if there is one."""
     looked, ranks = 0.0, silence.ranks
     while started.pids:

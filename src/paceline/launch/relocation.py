@@ -22,7 +22,7 @@ from paceline.run.folder import RunFolder, write_text
 INTERVAL_S = 0.2
 
 
-class FolderKeeper:
+class FolderWatcher:
     """A thread that keeps the path of a run folder valid, in the process that has locked the folder."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
@@ -36,7 +36,7 @@ class FolderKeeper:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-folder", daemon=True)
 
-    def __enter__(self) -> FolderKeeper:
+    def __enter__(self) -> FolderWatcher:
         self._thread.start()
         return self
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from paceline.launch.fork_server import LOOK_S
-from paceline.launch.machines import Ranks
+from paceline.launch.machines import RankGroup
 from paceline.observe import hangs
 from paceline.observe.hangs import place_by_dump, read_place
 from paceline.observe.lines import failed_line
@@ -15,7 +15,7 @@ from paceline.observe.watchdog import BEAT_S, DUMP_BEATS, DUMP_SIGNAL, LAST_RESO
 from paceline.run.folder import RunFolder
 
 
-class Silence:
+class StallDetector:
     """How long no rank has beaten, counted in time in which this process was running itself."""
 
     def __init__(self, folder: RunFolder, ranks: int, timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class Silence:
                     return False
         return is_expected
 
-    def report(self, started: Ranks, by: int = 0) -> None:
+    def report(self, started: RankGroup, by: int = 0) -> None:
         """Have the ranks dump their stacks, and write the hang down as the failure of the rank `by`."""
         for rank in range(self.ranks):
             with suppress(OSError), self.folder.log(rank).open("a", encoding="utf-8") as log:

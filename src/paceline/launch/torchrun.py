@@ -14,7 +14,7 @@ from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed
 from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
-from paceline.launch.relocation import FolderKeeper
+from paceline.launch.relocation import FolderWatcher
 from paceline.observe import failures
 from paceline.observe.follow import Follower
 from paceline.observe.progress import Progress
@@ -70,12 +70,12 @@ def _found(folder: RunFolder) -> Outcome:
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
     """Make the run folder or find that of a run that goes on, and hold it. Rank 0 only."""
-    past = resume.find(config)
+    past = resume.find_restore_point(config)
     lanes = past.lanes(config)
     threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
     settled = {"threads": threads, "lanes": lanes or world_size if config.train_fn is None else None}
     config = config.model_copy(update=settled)
     folder = held.enter_context(opened(config, past.run_dir))
-    held.enter_context(FolderKeeper(folder, config))
+    held.enter_context(FolderWatcher(folder, config))
     folder.forget_last_life()
     return folder.path, settled

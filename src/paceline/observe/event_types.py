@@ -22,7 +22,7 @@ OfRanks = list[Measured]
 STRICT = ConfigDict(strict=True, extra="ignore")
 
 
-class Machine(TypedDict):
+class MachineFields(TypedDict):
     """Where rank 0 runs."""
 
     host: str
@@ -45,7 +45,7 @@ class RunStarted(TypedDict):
     lanes: NotRequired[Count]
     device: NotRequired[str]
     backend: NotRequired[str]
-    machine: NotRequired[Machine]
+    machine: NotRequired[MachineFields]
     versions: NotRequired[dict[str, str]]
     commit: NotRequired[str | None]
 
@@ -127,7 +127,7 @@ class Evaluating(TypedDict):
 
 
 @with_config(STRICT)
-class Progress(TypedDict):
+class ProgressEvent(TypedDict):
     """How far a pass of the user's own loop is."""
 
     event: Literal["progress"]
@@ -225,7 +225,7 @@ Known = Annotated[
     | Annotated[Step, AfterValidator(_ranks_agree)]
     | Annotated[Epoch, AfterValidator(_only_numbers)]
     | Evaluating
-    | Progress
+    | ProgressEvent
     | Saving
     | CheckpointSaved
     | Digests

@@ -56,7 +56,7 @@ def watching(
     """
     with folder.log(rank).open("a", encoding="utf-8") as log:
         has_timer = not has_launcher and config.hang_timeout_s > 0
-        heart = Heart(config.hang_timeout_s, folder, rank, world_size, progress, log.fileno(), has_timer=has_timer)
+        heart = Watchdog(config.hang_timeout_s, folder, rank, world_size, progress, log.fileno(), has_timer=has_timer)
         was_enabled = faulthandler.is_enabled()
         if not was_enabled:
             faulthandler.enable(log)  # what Gloo aborts leaves its stacks, too
@@ -77,7 +77,7 @@ def watching(
                 faulthandler.disable()
 
 
-class Heart:
+class Watchdog:
     """A thread that beats in one rank: looks at its main thread, writes the place, reads the others' if none moves."""
 
     def __init__(

@@ -18,7 +18,7 @@ import torch
 
 from paceline.config import Config
 from paceline.data.feed import Feed, to_device
-from paceline.data.loader import Dealt
+from paceline.data.loader import EvalBatch
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.buffers import Buffers, Copies, Name
@@ -153,14 +153,14 @@ class Evaluator:
                 on_round(rounds, rounds)
 
     @contextmanager
-    def _at_rest(self, model: torch.nn.Module) -> Iterator[Callable[[Dealt], tuple[Any, Any, int]]]:
+    def _at_rest(self, model: torch.nn.Module) -> Iterator[Callable[[EvalBatch], tuple[Any, Any, int]]]:
         """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
         was_training = model.training
         model.eval()
         buffers, before = Buffers(model, self.config.loss_fn, self.moving), Copies()
         before.take(buffers.live())
 
-        def outcome_of(dealt: Dealt) -> tuple[Any, Any, int]:
+        def outcome_of(dealt: EvalBatch) -> tuple[Any, Any, int]:
             seed_generators(self.config.seed, "evaluation", dealt.batch)
             before.put_back(buffers.live())
             with self._stance(), autocast(self.config.precision, self.world.device):

@@ -16,9 +16,9 @@ import torch
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import State, capture
 from paceline.config import Best
-from paceline.data.loader import Turn
+from paceline.data.loader import StepInputs
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
-from paceline.engine.nonfinite import Past
+from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import LANES, NORM, SKIPPED, Stepper
 from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
@@ -38,7 +38,7 @@ LAG, LAG_SHARE = 2, 20  # a GPU is given so many steps, or a part of those betwe
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """How long the run is and when it says something."""
 
     total_steps: int | None  # None where an iterable data set decides
@@ -51,7 +51,7 @@ class Plan:
 
 
 @dataclass
-class Sums:
+class LossSums:
     """Losses so far: since the last `step` event, and in this epoch."""
 
     window: float = 0.0
@@ -68,7 +68,7 @@ class Sums:
 
 
 @dataclass
-class Fit:
+class TrainState:
     """All that the loop carries from step to step. A checkpoint holds it, so a run goes on from any step."""
 
     step: int = 0
@@ -76,18 +76,18 @@ class Fit:
     seconds: float = 0.0  # of training; evaluations are not counted
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
-    sums: Sums = field(default_factory=Sums)
+    sums: LossSums = field(default_factory=LossSums)
     owes_evaluation: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_broken_off: bool = False  # the last row is of an epoch that `max_steps` has cut short
     mark: tuple[int, int] = (0, 0)  # of an iterable data set: the next step's epoch, and the step that began it
     losses: torch.Tensor | None = None  # of every sample after the first epoch, where they are ranked by them
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Fit:
+    def from_dict(cls, content: dict[str, Any]) -> TrainState:
         """What `asdict` has made of one."""
         # Checkpoints of earlier versions count epochs from 0.
         history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
-        return cls(**{**content, "history": history, "sums": Sums(**content["sums"])})
+        return cls(**{**content, "history": history, "sums": LossSums(**content["sums"])})
 
 
 @dataclass
@@ -95,12 +95,12 @@ class Loop:
     """One run from its present step to its end, or to the step at which all ranks agree to stop."""
 
     stepper: Stepper
-    turns: Callable[[torch.Tensor | None], Iterable[Turn]]  # from where the run is, as far as the losses allow
+    turns: Callable[[torch.Tensor | None], Iterable[StepInputs]]  # from where the run is, as far as the losses allow
     evaluator: Evaluator | None
-    plan: Plan
+    plan: LoopPlan
     saver: Saver
     stop: Stop
-    fit: Fit
+    fit: TrainState
     world: World
     events: Events
     progress: Progress
@@ -112,7 +112,7 @@ class Loop:
         review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
         # It must not know this loop: workers of DataLoaders do not end if they are left to the garbage collector.
         stragglers = Stragglers(self.world.gather_objects(socket.gethostname()))
-        self.losses = LossRecord(self.world, self.fit, self.plan, self.events, self.stepper.clock, stragglers, review)
+        self.losses = StepLog(self.world, self.fit, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.fit.step, self.fit.samples
         module = self.stepper.replica.module
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
@@ -142,7 +142,7 @@ class Loop:
         self.progress.phase = "saving"
         return self.saver.save_now(self.fit.step, self._state, self._measured())
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[StepInputs]:
         """What is left to do. Where the samples' losses are needed, they are measured on the way. All ranks."""
         yield from self.turns(self.fit.losses)
         is_over = self.plan.total_steps is not None and self.fit.step >= self.plan.total_steps
@@ -161,7 +161,7 @@ class Loop:
         self.losses.restart_clock()
         return losses
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: StepInputs) -> None:
         """One step, and whatever is due after it. All ranks."""
         fit, plan = self.fit, self.plan
         if fit.is_broken_off:  # this step goes on with that epoch
@@ -204,7 +204,7 @@ class Loop:
             self.saver.start(fit.step, self._state(), self._measured())
             self.stepper.clock.forget()
 
-    def _log(self, turn: Turn) -> None:
+    def _log(self, turn: StepInputs) -> None:
         """Report how training is doing: at once, or on a GPU when the rows have arrived. All ranks."""
         self.losses.send(is_log_point=True)
         if self.world.device.type != "cuda" or turn.ends_epoch:
@@ -269,7 +269,7 @@ class Loop:
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
 
-class Taken(NamedTuple):
+class PendingStep(NamedTuple):
     """What the host keeps of a step until its row has arrived."""
 
     step: int  # from 0
@@ -280,16 +280,16 @@ class Taken(NamedTuple):
     lanes: list[tuple[int, Any]]  # of this rank, with their indices
 
 
-class Sent(NamedTuple):
+class PendingRows(NamedTuple):
     """The rows of some steps on their way to the host."""
 
     numbers: torch.Tensor  # of each rank: the rows of its steps, then facts about itself
     arrived: torch.cuda.Event | None
-    steps: list[Taken]
+    steps: list[PendingStep]
     is_log_point: bool
 
 
-class LossRecord:
+class StepLog:
     """The losses of steps, on the device until a log point or a checkpoint; then `step` and `pace` events.
 
     The clock chooses the log points. The steps that are recorded, and the numbers of each, do not depend on them.
@@ -298,12 +298,12 @@ class LossRecord:
     def __init__(
         self,
         world: World,
-        fit: Fit,
-        plan: Plan,
+        fit: TrainState,
+        plan: LoopPlan,
         events: Events,
         clock: Clock,
         stragglers: Stragglers,
-        review: Callable[[Sequence[Past]], None],
+        review: Callable[[Sequence[FinishedStep]], None],
     ) -> None:
         """`review` is told of every step whose losses have arrived."""
         self._world, self._fit, self._plan, self._events, self._review = world, fit, plan, events, review
@@ -312,16 +312,16 @@ class LossRecord:
         self._every, self._told_s, self._look_s = 1, 0.0, LOOK_S
         self._cost_s = 0.0  # of sending the last log point
         self._rows: list[torch.Tensor] = []
-        self._steps: list[Taken] = []
-        self._sent: Sent | None = None
+        self._steps: list[PendingStep] = []
+        self._sent: PendingRows | None = None
         self.restart_clock()
 
-    def add(self, turn: Turn, row: torch.Tensor, lr: float) -> None:
+    def add(self, turn: StepInputs, row: torch.Tensor, lr: float) -> None:
         """Keep the row of a step; no synchronisation."""
         self._rows.append(row)
         lanes = [(lane.lane, lane.indices) for lane in turn.lanes]
         is_kept = is_recorded(turn, self._plan.log_every_steps)
-        self._steps.append(Taken(turn.step, turn.epoch, lr, time.time(), is_kept, lanes))
+        self._steps.append(PendingStep(turn.step, turn.epoch, lr, time.time(), is_kept, lanes))
         self._samples += turn.lanes[0].step_samples
         self._timed_steps += 1
 
@@ -356,7 +356,7 @@ class LossRecord:
         if is_on_gpu:
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
-        self._sent = Sent(numbers, arrived, self._steps, is_log_point)
+        self._sent = PendingRows(numbers, arrived, self._steps, is_log_point)
         self._rows, self._steps = [], []
         if is_log_point:
             self._cost_s = time.perf_counter() - began
@@ -385,7 +385,9 @@ class LossRecord:
             if sent.is_log_point:
                 self._report_pace(sent)
         known = zip(sent.steps, totals.tolist(), skipped, strict=True)
-        self._review([Past(taken.step, taken.lanes, of_lanes, was_skipped) for taken, of_lanes, was_skipped in known])
+        self._review(
+            [FinishedStep(taken.step, taken.lanes, of_lanes, was_skipped) for taken, of_lanes, was_skipped in known]
+        )
 
     def collect(self) -> None:
         """Take in everything there is. All ranks."""
@@ -394,7 +396,7 @@ class LossRecord:
             self.send()
             self.settle()
 
-    def _close_window(self, taken: Taken, norm: float | None) -> None:
+    def _close_window(self, taken: PendingStep, norm: float | None) -> None:
         """Record the steps since the last recorded one."""
         sums = self._fit.sums
         self._events.write(
@@ -405,7 +407,7 @@ class LossRecord:
         )  # fmt: skip
         sums.window = sums.window_count = 0.0
 
-    def _report_pace(self, sent: Sent) -> None:
+    def _report_pace(self, sent: PendingRows) -> None:
         """Report time and memory since the last log point, and choose the next ones."""
         step = sent.steps[-1].step + 1
         memory, cost_s, *means = sent.numbers[:, self._facts :].T.tolist()  # of each, a number for each rank
@@ -457,7 +459,7 @@ class LossRecord:
         self._clock.restart()
 
 
-def is_recorded(turn: Turn, every_steps: int | None) -> bool:
+def is_recorded(turn: StepInputs, every_steps: int | None) -> bool:
     """Whether a step gets a `step` event: a function of the run alone, so that the curves of equal runs are equal."""
     step = turn.step + 1
     return step % (every_steps or record_interval(step)) == 0 or (turn.ends_epoch and not turn.breaks_off)

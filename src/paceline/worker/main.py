@@ -28,11 +28,11 @@ from paceline.config import Config
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
 from paceline.data.feed import Feed, make_feeds
-from paceline.data.loader import LaneSampler, Turn, turns_of
+from paceline.data.loader import LaneSampler, StepInputs, steps_of
 from paceline.data.scaler import fit_scalers
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
-from paceline.data.stream import StreamTurns
+from paceline.data.stream import StreamSteps
 from paceline.engine.optimizers import lr_at, make_optimizer
 from paceline.engine.precision import resolve
 from paceline.engine.replica import Replica, Single, make_model, place_loss, replicate, settle_layout
@@ -50,9 +50,9 @@ from paceline.system.exit_codes import DONE
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import Stop, describe
 from paceline.worker.evaluate import Evaluator
-from paceline.worker.loop import Fit, Loop, Plan
+from paceline.worker.loop import Loop, LoopPlan, TrainState
 from paceline.worker.own_loop import compare_ranks, run_own_loop
-from paceline.worker.restore import find_past, restore, take_up, tell_past
+from paceline.worker.restore import find_checkpoint, report_checkpoint, restore, take_up
 from paceline.worker.result import write_patiently, write_result
 from paceline.world import World, join, world_size
 
@@ -135,17 +135,17 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     """Go on from the last checkpoint, if there is one, to the end or to an agreed stop. All ranks."""
     lanes = config.lanes or world.size
     asked, config = config, settle_device(config, world)
-    past = find_past(config, folder, world, progress)
+    past = find_checkpoint(config, folder, world, progress)
     # Until all checks have passed, the folder of an earlier run stays as it is.
     events = open_events(config, folder, world, is_held=folder.events.exists())
     say_if_bits_differ(config, world, events)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
     identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
-    fit = Fit()
+    fit = TrainState()
     if past is not None:
         progress.phase = "restoring the checkpoint"
-        tell_past(past, identity, world, events)
+        report_checkpoint(past, identity, world, events)
         put_weights(past.state, model, past.path)
     else:
         fit_scalers(model, training, config.seed, progress)
@@ -245,7 +245,7 @@ def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
     world.decide(check)
 
 
-def leave_stop(folder: RunFolder, fit: Fit, reason: int, is_saved: bool, world: World, events: Events) -> None:
+def leave_stop(folder: RunFolder, fit: TrainState, reason: int, is_saved: bool, world: World, events: Events) -> None:
     """Say where and why the run stopped, for people and for the launcher."""
     facts = {"step": fit.step, "reason": describe(reason), "is_saved": is_saved}
     events.write("run_stopped", **facts)
@@ -270,7 +270,7 @@ def settle_device(config: Config, world: World) -> Config:
 def build_step(
     config: Config, model: torch.nn.Module, training: Any, validation: Any | None, lanes: int, world: World,
     events: Events, progress: Progress,
-) -> tuple[Config, Stepper, Plan, Feed | None]:  # fmt: skip
+) -> tuple[Config, Stepper, LoopPlan, Feed | None]:  # fmt: skip
     """The step over the training data, with the layout decided, and what feeds an evaluation. All ranks."""
     progress.phase = "building the step"
     feed, evaluation = make_feeds(training, validation, config, world)
@@ -284,12 +284,12 @@ def build_step(
 
 def build_stepper(
     config: Config, replica: Replica | Single, feed: Feed, lanes: int, world: World, events: Events, progress: Progress
-) -> tuple[Stepper, Plan]:
+) -> tuple[Stepper, LoopPlan]:
     """The step with its optimizer, and how many steps the run has. All ranks."""
     total, epochs = length_of(config, feed.dataset, lanes)
     for text in surprises(config, total):
         events.write("warning", text=text)
-    plan = Plan(
+    plan = LoopPlan(
         total_steps=total,
         epochs=epochs,
         log_every_steps=config.log.every_steps,
@@ -348,15 +348,15 @@ def surprises(config: Config, total_steps: int | None) -> list[str]:
 
 
 def build_turns(
-    config: Config, stepper: Stepper, plan: Plan, fit: Fit, world: World, events: Events, progress: Progress
-) -> Callable[[torch.Tensor | None], Iterable[Turn]]:
+    config: Config, stepper: Stepper, plan: LoopPlan, fit: TrainState, world: World, events: Events, progress: Progress
+) -> Callable[[torch.Tensor | None], Iterable[StepInputs]]:
     """The lanes of this rank, step by step, from where the run is; a function of the samples' losses. All ranks."""
     feed, training, lanes = stepper.feed, stepper.feed.dataset, stepper.lanes_per_rank * world.size
     if config.curriculum is not None:
         progress.phase = "ranking the samples"
     curriculum = make_curriculum(config, training)
     if is_stream(training):
-        return lambda losses: StreamTurns(
+        return lambda losses: StreamSteps(
             training, seed=config.seed, batch_size=config.batch_size, lanes=lanes, workers=config.workers,
             epochs=config.num_epochs, max_steps=config.max_steps, step=fit.step, mark=fit.mark, world=world,
             progress=progress, tell=lambda text: events.write("warning", text=text),
@@ -366,7 +366,7 @@ def build_turns(
     total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), config.batch_size, lanes)
     assert total is not None
 
-    def turns(losses: torch.Tensor | None) -> Iterator[Turn]:
+    def turns(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """Without losses that rank the samples, no further than the first epoch."""
         paced, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
@@ -383,14 +383,14 @@ def build_turns(
             ridden=batches.lanes_of(world.rank, world.size, lanes),
             curriculum=paced,
         )
-        return turns_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
+        return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
 
     return turns
 
 
 def build_loop(
-    config: Config, stepper: Stepper, evaluation: Feed | None, plan: Plan, saver: Saver, stop: Stop, fit: Fit,
-    world: World, events: Events, progress: Progress,
+    config: Config, stepper: Stepper, evaluation: Feed | None, plan: LoopPlan, saver: Saver, stop: Stop,
+    fit: TrainState, world: World, events: Events, progress: Progress,
 ) -> Loop:  # fmt: skip
     """Wire the data and the evaluation into the managed loop. All ranks."""
     turns = build_turns(config, stepper, plan, fit, world, events, progress)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.resume import check_fit, checkpoint_in
+from paceline.checkpoint.resume import check_compatible, named_checkpoint
 from paceline.checkpoint.state import State, load, put_loss, put_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
@@ -14,12 +14,12 @@ from paceline.engine.step import Stepper
 from paceline.observe.events import Events, rewind
 from paceline.observe.progress import Progress
 from paceline.run.folder import RunFolder
-from paceline.worker.loop import Fit
+from paceline.worker.loop import TrainState
 from paceline.world import World
 
 
 @dataclass
-class Found:
+class LoadedCheckpoint:
     """The checkpoint that a run goes on from."""
 
     path: Path
@@ -28,29 +28,29 @@ class Found:
     state: State
 
 
-def find_past(config: Config, folder: RunFolder, world: World, progress: Progress) -> Found | None:
+def find_checkpoint(config: Config, folder: RunFolder, world: World, progress: Progress) -> LoadedCheckpoint | None:
     """The newest valid checkpoint of the run, or the one that `resume` names, read. Changes nothing. All ranks."""
     progress.phase = "reading the checkpoint"
 
     def choose() -> tuple[Path, Manifest, list[tuple[Path, str]]] | None:
         damaged: list[tuple[Path, str]] = []
-        named = checkpoint_in(config.resume)
+        named = named_checkpoint(config.resume)
         found = Store(folder.checkpoints).newest_valid(lambda path, reason: damaged.append((path, reason)))
         if found is None and named is not None:
             found = named, verify(named)
         return (*found, damaged) if found is not None else None
 
     chosen = world.decide(choose)
-    return Found(*chosen, load(chosen[0])) if chosen is not None else None
+    return LoadedCheckpoint(*chosen, load(chosen[0])) if chosen is not None else None
 
 
-def tell_past(past: Found, identity: dict[str, Any], world: World, events: Events) -> None:
+def report_checkpoint(past: LoadedCheckpoint, identity: dict[str, Any], world: World, events: Events) -> None:
     """Check that the checkpoint belongs to this config, and write an event about it. All ranks."""
-    changes = world.decide(lambda: check_fit(past.manifest.identity, identity, past.path))
+    changes = world.decide(lambda: check_compatible(past.manifest.identity, identity, past.path))
     events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
 
 
-def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
+def restore(past: LoadedCheckpoint, config: Config, stepper: Stepper) -> TrainState:
     """Give the optimizer, the averages and the counters what the checkpoint holds."""
     settings = [{**group} for group in stepper.optimizer.param_groups]
     places = stepper.sharding.mine if stepper.sharding is not None else None
@@ -64,10 +64,10 @@ def restore(past: Found, config: Config, stepper: Stepper) -> Fit:
     put_loss(past.state, config.loss_fn, past.path)
     counters = past.state.rest["counters"]
     stepper.set_counters(counters["stepper"])
-    return Fit.from_dict(counters["loop"])
+    return TrainState.from_dict(counters["loop"])
 
 
-def take_up(past: Found | None, config: Config, folder: RunFolder, world: World, events: Events) -> None:
+def take_up(past: LoadedCheckpoint | None, config: Config, folder: RunFolder, world: World, events: Events) -> None:
     """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
     world.gather_objects(None)  # or rank 0 could begin while another one refuses
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.resume import HANDS, Past, check_fit, checkpoint_in, find, identity_of
+from paceline.checkpoint.resume import (
+    EXECUTION_KEYS,
+    RestorePoint,
+    check_compatible,
+    find_restore_point,
+    identity_of,
+    named_checkpoint,
+)
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.errors import ConfigError
@@ -38,26 +45,26 @@ def save(folder: RunFolder, step: int, identity: dict[str, Any]) -> Path:
 
 def test_by_default_a_run_is_a_new_one(make_config: MakeConfig) -> None:
     make_run(make_config(), "runs/run/2024-01-01_00-00-00", lanes=4)
-    assert find(make_config()) == Past()
-    assert find(make_config(resume="never", run_dir="elsewhere")) == Past()
+    assert find_restore_point(make_config()) == RestorePoint()
+    assert find_restore_point(make_config(resume="never", run_dir="elsewhere")) == RestorePoint()
 
 
 def test_auto_goes_on_with_the_folder_that_run_dir_names(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", run_dir="mine")
-    assert find(config) == Past()  # the first time
+    assert find_restore_point(config) == RestorePoint()  # the first time
     folder = make_run(config, "mine", lanes=4, threads=2)
-    assert find(config) == Past(folder.path, {"lanes": 4, "threads": 2})
+    assert find_restore_point(config) == RestorePoint(folder.path, {"lanes": 4, "threads": 2})
     folder.result.write_text("{}")
-    assert find(config).run_dir == folder.path  # more epochs, for instance
+    assert find_restore_point(config).run_dir == folder.path  # more epochs, for instance
 
 
 def test_auto_goes_on_with_the_newest_unfinished_run_of_that_name(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", name="digits")
-    assert find(config) == Past()
+    assert find_restore_point(config) == RestorePoint()
     for name, is_finished in (("2024-01-01", False), ("2024-01-02", False), ("2024-01-03", True)):
         make_run(config, f"runs/digits/{name}", is_finished=is_finished, lanes=4)
     make_run(config, "runs/other/2024-01-09", lanes=4)
-    assert find(config).run_dir == Path("runs/digits/2024-01-02").resolve()
+    assert find_restore_point(config).run_dir == Path("runs/digits/2024-01-02").resolve()
 
 
 def test_auto_begins_anew_when_all_runs_of_that_name_are_finished(make_config: MakeConfig) -> None:
@@ -65,7 +72,7 @@ def test_auto_begins_anew_when_all_runs_of_that_name_are_finished(make_config: M
     make_run(config, "runs/run/2024-01-01", is_finished=True)
     Path("runs/run/notes.txt").write_text("no run")
     Path("runs/run/zzz").mkdir()
-    assert find(config) == Past()
+    assert find_restore_point(config) == RestorePoint()
 
 
 def test_auto_leaves_a_run_alone_that_is_being_trained(make_config: MakeConfig) -> None:
@@ -73,37 +80,37 @@ def test_auto_leaves_a_run_alone_that_is_being_trained(make_config: MakeConfig) 
     make_run(config, "runs/run/2024-01-01")
     newer = make_run(config, "runs/run/2024-01-02")
     with opened(config, newer.path):
-        assert find(config).run_dir == Path("runs/run/2024-01-01").resolve()
-    assert find(config).run_dir == newer.path
+        assert find_restore_point(config).run_dir == Path("runs/run/2024-01-01").resolve()
+    assert find_restore_point(config).run_dir == newer.path
 
 
 def test_auto_restarts_an_unfinished_own_loop_in_the_folder_that_run_dir_names(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", run_dir="mine", train_fn=lambda *arguments: None, loss_fn=None)
-    assert find(config) == Past()
+    assert find_restore_point(config) == RestorePoint()
     folder = make_run(config, "mine", threads=2)
-    assert find(config) == Past(folder.path, {"lanes": None, "threads": 2})
+    assert find_restore_point(config) == RestorePoint(folder.path, {"lanes": None, "threads": 2})
     folder.result.write_text("{}")
     with pytest.raises(ConfigError, match="run_dir=mine holds a finished run, and train_fn can only start from the"):
-        find(config)
+        find_restore_point(config)
 
 
 def test_auto_gives_an_own_loop_without_run_dir_a_new_folder(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", train_fn=lambda *arguments: None, loss_fn=None)
     make_run(config, "runs/run/2024-01-01")
-    assert find(config) == Past()
+    assert find_restore_point(config) == RestorePoint()
 
 
 def test_a_path_goes_on_with_that_run_even_if_it_is_finished(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old", is_finished=True, lanes=8)
-    assert find(make_config(resume="old")) == Past(folder.path, {"lanes": 8, "threads": None})
-    assert find(make_config(resume="old", run_dir="./old")).run_dir == folder.path
+    assert find_restore_point(make_config(resume="old")) == RestorePoint(folder.path, {"lanes": 8, "threads": None})
+    assert find_restore_point(make_config(resume="old", run_dir="./old")).run_dir == folder.path
 
 
 def test_the_path_of_a_checkpoint_begins_a_new_run_with_its_lanes(make_config: MakeConfig) -> None:
     config = make_config()
     identity = identity_of(config, lanes=8, samples=100, device=torch.device("cpu"))
     path = save(make_run(config, "old"), 3, {**identity, "threads": 2})
-    past = find(make_config(resume=str(path), run_dir="new"))
+    past = find_restore_point(make_config(resume=str(path), run_dir="new"))
     assert past.run_dir is None
     assert (past.lanes(config), past.threads(config)) == (8, 2)
 
@@ -111,9 +118,9 @@ def test_the_path_of_a_checkpoint_begins_a_new_run_with_its_lanes(make_config: M
 def test_a_checkpoint_is_found_by_its_own_path_alone(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old")
     path = save(folder, 3, {})
-    assert checkpoint_in("old/checkpoints/step-00000003") == path
+    assert named_checkpoint("old/checkpoints/step-00000003") == path
     for other in ("auto", "never", "old", "old/checkpoints", "nowhere"):
-        assert checkpoint_in(other) is None
+        assert named_checkpoint(other) is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ def test_a_path_that_is_no_run_says_what_to_give(resume: str, text: str, make_co
     Path("empty").mkdir()
     Path("file.pt").write_text("")
     with pytest.raises(ConfigError) as caught:
-        find(make_config(resume=resume))
+        find_restore_point(make_config(resume=resume))
     assert str(caught.value).startswith(text)
 
 
@@ -143,13 +150,13 @@ def test_a_damaged_checkpoint_is_refused_by_name(make_config: MakeConfig) -> Non
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"lanes": 4', '"lanes": 2'))
     with pytest.raises(ConfigError, match=r"manifest\.json has changed since it was written"):
-        find(make_config(resume=str(path)))
+        find_restore_point(make_config(resume=str(path)))
 
 
 def test_two_folders_for_one_run_conflict(make_config: MakeConfig) -> None:
     make_run(make_config(), "old")
     with pytest.raises(ConfigError, match="resume=old and run_dir=new are two folders; keep one of them"):
-        find(make_config(resume="old", run_dir="new"))
+        find_restore_point(make_config(resume="old", run_dir="new"))
 
 
 @pytest.mark.parametrize("content", ["", "- a list", "lanes: [4", b"\xff\xfe\x00"])
@@ -158,7 +165,7 @@ def test_a_run_whose_config_cannot_be_read_is_named(content: str | bytes, make_c
     folder.config.write_bytes(content if isinstance(content, bytes) else content.encode())
     said = r"old/config\.yaml cannot be read, and no checkpoint says what it held; give another run folder"
     with pytest.raises(ConfigError, match=said):
-        find(make_config(resume="old"))
+        find_restore_point(make_config(resume="old"))
 
 
 @pytest.mark.parametrize("content", ["", "lanes: [4", None])
@@ -172,45 +179,45 @@ def test_a_run_whose_config_is_damaged_is_known_by_its_newest_checkpoint(
     folder.config.unlink()
     if content is not None:
         folder.config.write_text(content)
-    past = Past(folder.path, {"lanes": 4, "threads": 1})
-    assert find(make_config(resume=str(folder.path))) == past
-    assert find(make_config(resume="auto", run_dir=str(folder.path))) == past
-    assert find(make_config(resume="auto", name="mine")) == past
+    past = RestorePoint(folder.path, {"lanes": 4, "threads": 1})
+    assert find_restore_point(make_config(resume=str(folder.path))) == past
+    assert find_restore_point(make_config(resume="auto", run_dir=str(folder.path))) == past
+    assert find_restore_point(make_config(resume="auto", name="mine")) == past
 
 
 def test_auto_passes_over_a_run_of_which_nothing_can_be_read(make_config: MakeConfig) -> None:
     good = make_run(make_config(), "runs/mine/2024-01-01_00-00-00", lanes=4)
     make_run(make_config(), "runs/mine/2024-01-02_00-00-00").config.write_text("")
-    assert find(make_config(resume="auto", name="mine")).run_dir == good.path
+    assert find_restore_point(make_config(resume="auto", name="mine")).run_dir == good.path
 
 
 def test_a_run_with_an_empty_result_has_not_finished(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "runs/mine/2024-01-01_00-00-00", lanes=4)
     folder.result.touch()
-    assert find(make_config(resume="auto", name="mine")).run_dir == folder.path
+    assert find_restore_point(make_config(resume="auto", name="mine")).run_dir == folder.path
 
 
 # --- lanes and threads ------------------------------------------------------------------------------------------------
 
 
 def test_lanes_are_those_of_the_first_launch(make_config: MakeConfig) -> None:
-    past = Past(settled={"lanes": 8, "threads": 2})
+    past = RestorePoint(settled={"lanes": 8, "threads": 2})
     assert past.lanes(make_config()) == 8
     assert past.lanes(make_config(lanes=8)) == 8
-    assert Past().lanes(make_config()) is None
-    assert Past().lanes(make_config(lanes=2)) == 2
+    assert RestorePoint().lanes(make_config()) is None
+    assert RestorePoint().lanes(make_config(lanes=2)) == 2
 
 
 def test_other_lanes_than_those_of_the_run_show_both(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=8; leave lanes out, or begin a new"):
-        Past(settled={"lanes": 8}).lanes(make_config(lanes=4))
+        RestorePoint(settled={"lanes": 8}).lanes(make_config(lanes=4))
 
 
 def test_threads_of_the_config_go_before_those_of_the_run(make_config: MakeConfig) -> None:
-    past = Past(settled={"lanes": 8, "threads": 2})
+    past = RestorePoint(settled={"lanes": 8, "threads": 2})
     assert past.threads(make_config()) == 2
     assert past.threads(make_config(threads=1)) == 1
-    assert Past().threads(make_config()) is None
+    assert RestorePoint().threads(make_config()) is None
 
 
 # --- whether they still fit together ----------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ def identity(config: Config, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_config_that_has_not_changed_fits(make_config: MakeConfig) -> None:
-    assert check_fit(identity(make_config(seed=3)), identity(make_config(seed=3)), SOURCE) == []
+    assert check_compatible(identity(make_config(seed=3)), identity(make_config(seed=3)), SOURCE) == []
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,7 @@ def test_a_config_that_has_not_changed_fits(make_config: MakeConfig) -> None:
 def test_how_and_where_a_run_is_carried_out_may_change_without_a_word(
     hands: dict[str, Any], make_config: MakeConfig
 ) -> None:
-    assert check_fit(identity(make_config()), identity(make_config(**hands)), SOURCE) == []
+    assert check_compatible(identity(make_config()), identity(make_config(**hands)), SOURCE) == []
 
 
 @pytest.mark.parametrize(
@@ -254,12 +261,12 @@ def test_how_and_where_a_run_is_carried_out_may_change_without_a_word(
 def test_what_may_change_in_the_middle_of_a_run_is_told(
     then: dict[str, Any], now: dict[str, Any], change: str, make_config: MakeConfig
 ) -> None:
-    assert check_fit(identity(make_config(**then)), identity(make_config(**now)), SOURCE) == [change]
+    assert check_compatible(identity(make_config(**then)), identity(make_config(**now)), SOURCE) == [change]
 
 
 def test_another_device_and_other_versions_are_told(make_config: MakeConfig) -> None:
     then = {**identity(make_config(), device=torch.device("cuda")), "versions": {"python": "3.9.0", "torch": "1.0"}}
-    changes = check_fit(then, identity(make_config()), SOURCE)
+    changes = check_compatible(then, identity(make_config()), SOURCE)
     assert [change.partition(" ")[0] for change in changes] == ["device", "versions.python", "versions.torch"]
     assert changes[0] == "device cuda → cpu"
 
@@ -277,7 +284,7 @@ def test_what_gives_steps_their_meaning_may_not_change(
     then: dict[str, Any], now: dict[str, Any], key: str, values: tuple[Any, Any], make_config: MakeConfig
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_fit(identity(make_config(**then)), identity(make_config(**now)), SOURCE)
+        check_compatible(identity(make_config(**then)), identity(make_config(**now)), SOURCE)
     assert caught.value.problems == [
         f"{key}={values[1]} but {SOURCE} was made with {key}={values[0]}; "
         "keep that, or begin a new run with --resume never"
@@ -286,7 +293,7 @@ def test_what_gives_steps_their_meaning_may_not_change(
 
 def test_all_that_does_not_fit_is_reported_together(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_fit(identity(make_config(seed=1)), identity(make_config(seed=2), lanes=8, samples=101), SOURCE)
+        check_compatible(identity(make_config(seed=1)), identity(make_config(seed=2), lanes=8, samples=101), SOURCE)
     assert [problem.partition("=")[0] for problem in caught.value.problems] == ["seed", "lanes", "samples"]
 
 
@@ -298,8 +305,8 @@ def test_an_identity_survives_the_manifest(make_config: MakeConfig) -> None:
     save(folder, 3, identity(config))
     found = store.newest_valid(pytest.fail)
     assert found is not None
-    assert check_fit(found[1].identity, identity(config), SOURCE) == []
+    assert check_compatible(found[1].identity, identity(config), SOURCE) == []
 
 
 def test_every_key_that_is_left_out_of_the_identity_exists() -> None:
-    assert set(Config.model_fields) >= HANDS
+    assert set(Config.model_fields) >= EXECUTION_KEYS

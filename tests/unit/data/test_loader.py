@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, Subset
 from paceline.data import batches
 from paceline.data.feed import to_device
 from paceline.data.loader import (
-    Dealt,
     EpochSampler,
+    EvalBatch,
     KeyedDataset,
     Lane,
     LaneSampler,
@@ -383,4 +383,4 @@ def test_a_finished_batch_must_have_a_row_for_each_sample() -> None:
 
     keyed = KeyedDataset(Short(), seed=0)
     with pytest.raises(DataError, match="__getitems__ gave 2 rows for 3 samples; it must give one row a sample"):
-        keyed.whole(Dealt(0, [4, 7, 9]))
+        keyed.whole(EvalBatch(0, [4, 7, 9]))

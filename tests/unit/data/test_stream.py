@@ -16,7 +16,7 @@ from paceline import shard
 from paceline.data.claims import claim_of
 from paceline.data.loader import Lane
 from paceline.data.shard import Share
-from paceline.data.stream import Reading, StreamTurns
+from paceline.data.stream import Reading, StreamSteps
 from paceline.data.stream_loader import StreamLoader
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
@@ -54,12 +54,12 @@ class ByHand:
         yield from (100 * index + number for number in range(self.lengths[index]))
 
 
-def turns_of(dataset: Any, **options: Any) -> StreamTurns:
+def turns_of(dataset: Any, **options: Any) -> StreamSteps:
     defaults: dict[str, Any] = {
         "seed": 3, "batch_size": 4, "lanes": 3, "workers": 0, "epochs": 1, "max_steps": None, "step": 0, "mark": (0, 0),
         "world": ALONE, "progress": Progress(), "tell": lambda text: pytest.fail(text),
     }  # fmt: skip
-    return StreamTurns(dataset, **{**defaults, **options})
+    return StreamSteps(dataset, **{**defaults, **options})
 
 
 def plain(turns: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.config import Config
-from paceline.data.feed import Inputs
+from paceline.data.feed import LaneInputs
 from paceline.data.loader import Lane
 from paceline.engine.cuda_graph import (
     MOST_FORMS,
@@ -44,8 +44,8 @@ class Pair(NamedTuple):
 # --- the form of inputs ---------------------------------------------------------------------------------------------
 
 
-def nested(x: torch.Tensor, y: Any) -> list[Inputs]:
-    return [Inputs({"x": x, "more": (y, None)}, torch.arange(4), torch.tensor(0))]
+def nested(x: torch.Tensor, y: Any) -> list[LaneInputs]:
+    return [LaneInputs({"x": x, "more": (y, None)}, torch.arange(4), torch.tensor(0))]
 
 
 def test_other_values_have_the_same_form() -> None:
@@ -62,8 +62,8 @@ def test_other_values_have_the_same_form() -> None:
         nested(torch.zeros(4, 2), [torch.ones(4)]),
         nested(torch.zeros(4, 2), {"y": torch.ones(4)}),
         nested(torch.zeros(4, 2), torch.ones(4)) * 2,
-        [Inputs({"z": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), torch.tensor(0))],
-        [Inputs({"x": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), None)],
+        [LaneInputs({"z": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), torch.tensor(0))],
+        [LaneInputs({"x": torch.zeros(4, 2), "more": (torch.ones(4), None)}, torch.arange(4), None)],
     ],
     ids=["shape", "dtype", "device", "none", "list", "dict", "lanes", "key", "epoch"],
 )
@@ -72,10 +72,10 @@ def test_other_shapes_types_and_nestings_are_another_form(other: Any) -> None:
 
 
 def test_only_tensors_can_be_given_to_a_recording() -> None:
-    _check_inputs([Inputs({"x": [torch.zeros(1)], "y": Pair(torch.zeros(1), None)}, None, None)])
+    _check_inputs([LaneInputs({"x": [torch.zeros(1)], "y": Pair(torch.zeros(1), None)}, None, None)])
     for thing, name in (("text", "str"), (3, "int"), (1.5, "float")):
         with pytest.raises(CannotRecord, match=rf"a batch holds a {name}, which is not a tensor"):
-            _check_inputs([Inputs({"x": [torch.zeros(1), (thing,)]}, None, None)])
+            _check_inputs([LaneInputs({"x": [torch.zeros(1), (thing,)]}, None, None)])
 
 
 # --- what a model keeps on the host ---------------------------------------------------------------------------------
@@ -266,12 +266,14 @@ class Fake(StepGraph):
             obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
         )  # fmt: skip
 
-    def _record(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], *, with_marks: bool = False) -> Recording | str:
+    def _record(
+        self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], *, with_marks: bool = False
+    ) -> Recording | str:
         self.done.append("record with marks" if with_marks else "record")
         marks: Any = ["mark"] if with_marks else []
         return self.reason or Recording([], [], torch.zeros(1), marks, torch.Generator())
 
-    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[Inputs]) -> torch.Tensor:
+    def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
         self.done.append("replay with marks" if recording.marks else "replay")
         return torch.ones(1)
 
@@ -279,7 +281,7 @@ class Fake(StepGraph):
         """Whether the step was replayed."""
         total = step_samples if step_samples is not None else samples * LANES
         lanes = [Lane(0, lane, samples, total, list(range(samples))) for lane in range(LANES)]
-        return self.take(lanes, [Inputs((torch.zeros(samples, width),), None, None)] * LANES) is not None
+        return self.take(lanes, [LaneInputs((torch.zeros(samples, width),), None, None)] * LANES) is not None
 
 
 @pytest.mark.parametrize(("is_in_ddp", "steps"), [(False, WARM_UP), (True, WARM_UP_IN_DDP)])
@@ -475,7 +477,7 @@ class Work:
     def __init__(self, clock: DeviceClock, device: Device) -> None:
         self.clock, self.device, self.shy = clock, device, 0
 
-    def __call__(self, lanes: Sequence[Lane], inputs: Sequence[Inputs], segment: Any) -> torch.Tensor:
+    def __call__(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Any) -> torch.Tensor:
         for lane, brought in zip(lanes, inputs, strict=True):
             with segment(lane):
                 self.clock.enter(FORWARD)
@@ -502,7 +504,7 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
 
     def ride(width: int, value: float = 0.0) -> bool:
         lanes = [Lane(0, lane, BATCH, BATCH * LANES, list(range(BATCH))) for lane in range(LANES)]
-        inputs = [Inputs((torch.full((BATCH, width), value),), None, None) for _ in lanes]
+        inputs = [LaneInputs((torch.full((BATCH, width), value),), None, None) for _ in lanes]
         clock.enter(FORWARD)
         is_replayed = graph.take(lanes, inputs) is not None
         if not is_replayed:

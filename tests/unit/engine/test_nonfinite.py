@@ -12,7 +12,7 @@ from torch import nn
 from paceline import Sum
 from paceline.config import build
 from paceline.data.feed import Feed
-from paceline.data.loader import Lane, Turn
+from paceline.data.loader import Lane, StepInputs
 from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.nonfinite import are_finite
 from paceline.engine.precision import GROW_AFTER, Scaler
@@ -68,7 +68,7 @@ class Run:
         for lane, data in enumerate(batches):
             indices = list(range(lane * BATCH, lane * BATCH + len(data[1])))
             taken.append(Lane(step, lane, len(data[1]), samples, indices, data))
-        row = self.stepper.take(Turn(step, 0, taken, ends_epoch=False, ends_run=False))
+        row = self.stepper.take(StepInputs(step, 0, taken, ends_epoch=False, ends_run=False))
         assert row[-1] == 0  # the host has decided
         return row[LANES].view(-1, 2)
 
@@ -226,7 +226,7 @@ def test_a_count_that_is_no_number_is_a_bad_loss() -> None:
 def test_a_lane_without_samples_has_no_say() -> None:
     run = Run(normed(), lanes=2, find_unused_parameters=True)
     lanes = [Lane(0, 0, BATCH, BATCH, [0, 1, 2, 3], batch(0)), Lane(0, 1, 0, BATCH, [0, 1, 2, 3], batch(1, torch.nan))]
-    assert run.stepper.take(Turn(0, 0, lanes, ends_epoch=False, ends_run=False))[1] == BATCH
+    assert run.stepper.take(StepInputs(0, 0, lanes, ends_epoch=False, ends_run=False))[1] == BATCH
     assert run.said == []
 
 

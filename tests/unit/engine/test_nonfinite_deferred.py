@@ -14,11 +14,11 @@ from torch import nn
 
 from paceline.config import build
 from paceline.data.feed import Feed
-from paceline.data.loader import Lane, Turn
+from paceline.data.loader import Lane, StepInputs
 from paceline.engine.buffers import Buffers
 from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.ema import Ema
-from paceline.engine.nonfinite import Guard, Past, found_bad
+from paceline.engine.nonfinite import FinishedStep, Guard, found_bad
 from paceline.engine.replica import Single
 from paceline.engine.step import LANES, NO_NORM, NORM, Stepper
 from paceline.errors import NotFinite
@@ -121,7 +121,7 @@ class Run:
             Lane(step, lane, BATCH, BATCH * len(batches), list(range(lane * BATCH, (lane + 1) * BATCH)), data)
             for lane, data in enumerate(batches)
         ]
-        return self.stepper.take(Turn(step, 0, taken, ends_epoch=False, ends_run=False))
+        return self.stepper.take(StepInputs(step, 0, taken, ends_epoch=False, ends_run=False))
 
     def state(self) -> dict[str, Any]:
         """All that a step may change, to the last bit."""
@@ -305,8 +305,8 @@ def reviewing(**keys: Any) -> tuple[Guard, list[str]]:
     return guard, said
 
 
-def past(step: int, *totals: tuple[float, float], is_skipped: bool = True) -> Past:
-    return Past(step, [(lane, [2 * lane, 2 * lane + 1]) for lane in range(len(totals))], totals, is_skipped)
+def past(step: int, *totals: tuple[float, float], is_skipped: bool = True) -> FinishedStep:
+    return FinishedStep(step, [(lane, [2 * lane, 2 * lane + 1]) for lane in range(len(totals))], totals, is_skipped)
 
 
 GOOD = (1.0, 2.0)

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import Config
 from paceline.launch import machines
-from paceline.launch.machines import Here
+from paceline.launch.machines import LocalMachine
 
 MakeConfig = Callable[..., Config]
 
@@ -42,8 +42,8 @@ def test_as_many_ranks_as_there_is_room_for(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(machines, "usable_cores", lambda: cores)
-    assert Here(make_config(**keys)).ranks_for(lanes) == ranks
+    assert LocalMachine(make_config(**keys)).ranks_for(lanes) == ranks
 
 
 def test_lanes_that_no_number_in_the_range_can_share_are_left_to_be_refused(make_config: MakeConfig) -> None:
-    assert Here(make_config(procs=4)).ranks_for(6) == 4
+    assert LocalMachine(make_config(procs=4)).ranks_for(6) == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import ray_worker
-from paceline.launch.stalls import Silence
+from paceline.launch.stalls import StallDetector
 from paceline.observe import events, failures
 from paceline.observe.failures import Failure
 from paceline.run.folder import RunFolder
@@ -47,9 +47,9 @@ def failed(rank: int, error: str = "ValueError", **facts: object) -> Failure:
     return replace(told, **facts)  # type: ignore[arg-type]
 
 
-def quiet(folder: RunFolder, ranks: int) -> Silence:
+def quiet(folder: RunFolder, ranks: int) -> StallDetector:
     """What never finds a hang."""
-    return Silence(folder, ranks, timeout_s=0)
+    return StallDetector(folder, ranks, timeout_s=0)
 
 
 def save(folder: RunFolder, step: int) -> None:

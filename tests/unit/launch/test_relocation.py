@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Config, read_yaml
-from paceline.launch.relocation import FolderKeeper, loss_of
+from paceline.launch.relocation import FolderWatcher, loss_of
 from paceline.observe.events import Events, read
 from paceline.run.folder import RunFolder, opened
 
@@ -16,13 +16,13 @@ MakeConfig = Callable[..., Config]
 
 
 @pytest.fixture
-def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderKeeper]]:
+def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderWatcher]]:
     """A run folder that this process has locked, and a keeper whose thread never looks: the test does."""
     config = make_config(run_dir="runs/mine", seed=7)
     with opened(config, None) as folder:
         with closing(Events(folder.events)) as events:
             events.write("before")
-        keeper = FolderKeeper(folder, config)
+        keeper = FolderWatcher(folder, config)
         keeper._ended.set()
         with keeper:
             yield folder, keeper
@@ -32,7 +32,7 @@ def warnings_in(folder: RunFolder) -> list[str]:
     return [event["text"] for event in read(folder.events) if event["event"] == "warning"]
 
 
-def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderKeeper]) -> None:
+def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
     folder, keeper = held
     before = sorted(folder.path.rglob("*"))
     keeper.look()
@@ -42,7 +42,7 @@ def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderKeeper
 
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
-    held: tuple[RunFolder, FolderKeeper], tmp_path: Path, is_moved: bool
+    held: tuple[RunFolder, FolderWatcher], tmp_path: Path, is_moved: bool
 ) -> None:
     folder, keeper = held
     folder.path.rename("moved")
@@ -61,7 +61,7 @@ def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
     assert folder.config.read_text() == "of another run"
 
 
-def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder, FolderKeeper]) -> None:
+def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
     folder, keeper = held
     folder.path.rename("moved")
     Path("other").mkdir()
@@ -77,7 +77,7 @@ def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder
     [("runs/mine", "runs/yours", "runs/yours"), ("runs/mine", "elsewhere", "elsewhere"), ("runs", "old", "old/mine")],
 )
 def test_a_folder_that_was_moved_is_reached_by_its_old_path(
-    held: tuple[RunFolder, FolderKeeper], tmp_path: Path, source: str, target: str, place: str
+    held: tuple[RunFolder, FolderWatcher], tmp_path: Path, source: str, target: str, place: str
 ) -> None:
     folder, keeper = held
     Path(source).rename(target)
@@ -92,7 +92,7 @@ def test_a_folder_that_was_moved_is_reached_by_its_old_path(
 
 
 def test_a_folder_that_is_moved_again_and_again_is_followed(
-    held: tuple[RunFolder, FolderKeeper], tmp_path: Path
+    held: tuple[RunFolder, FolderWatcher], tmp_path: Path
 ) -> None:
     folder, keeper = held
     for before, after in (("runs/mine", "a"), ("a", "b"), ("b", "c")):
@@ -107,7 +107,7 @@ def test_a_folder_that_is_moved_again_and_again_is_followed(
 
 
 def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
-    held: tuple[RunFolder, FolderKeeper],
+    held: tuple[RunFolder, FolderWatcher],
 ) -> None:
     folder, keeper = held
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
         assert text.startswith(f"{folder.path} was deleted; the run continues in a new folder, without")
 
 
-def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, FolderKeeper], tmp_path: Path) -> None:
+def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, FolderWatcher], tmp_path: Path) -> None:
     """`rm -r` leaves the folder if a rank writes to it meanwhile."""
     folder, keeper = held
     folder.path.rename("moved")
@@ -139,14 +139,14 @@ def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: Ma
     config = make_config(run_dir="run")
     folder = RunFolder.create(config)
     folder.config.unlink()
-    with opened(config, folder.path), FolderKeeper(folder, config) as keeper:
+    with opened(config, folder.path), FolderWatcher(folder, config) as keeper:
         keeper.look()
     assert not folder.config.exists()
     assert not folder.events.exists()
 
 
 def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
-    held: tuple[RunFolder, FolderKeeper], tmp_path: Path
+    held: tuple[RunFolder, FolderWatcher], tmp_path: Path
 ) -> None:
     folder, keeper = held
     folder.path.rename("moved")
@@ -159,7 +159,7 @@ def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
 
 def test_a_keeper_looks_by_itself(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run")
-    with opened(config, None) as folder, FolderKeeper(folder, config):
+    with opened(config, None) as folder, FolderWatcher(folder, config):
         folder.path.rename("moved")
         while not folder.path.exists():
             pass

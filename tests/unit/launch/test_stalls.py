@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import stalls
-from paceline.launch.stalls import Silence
+from paceline.launch.stalls import StallDetector
 from paceline.observe.hangs import Place
 from paceline.observe.watchdog import ENDED
 from paceline.run.folder import RunFolder, write_json
@@ -23,12 +23,12 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[Silence, int], bool]:
+def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[StallDetector, int], bool]:
     """Looks once a second for so many seconds; whether there was a hang in the end."""
     now = [1000.0]
     monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
 
-    def pass_s(judge: Silence, seconds: int, gap_s: float = 1.0) -> bool:
+    def pass_s(judge: StallDetector, seconds: int, gap_s: float = 1.0) -> bool:
         found = False
         for _ in range(seconds):
             now[0] += gap_s
@@ -43,7 +43,7 @@ def beat(folder: RunFolder, rank: int, number: int) -> None:
 
 
 def test_silence_of_all_ranks_is_a_hang_and_one_beat_ends_it(folder: RunFolder, pass_s: Callable[..., bool]) -> None:
-    judge = Silence(folder, 2, timeout_s=5)
+    judge = StallDetector(folder, 2, timeout_s=5)
     beat(folder, 0, 3)
     beat(folder, 1, 3)
     assert not pass_s(judge, 20)
@@ -53,7 +53,7 @@ def test_silence_of_all_ranks_is_a_hang_and_one_beat_ends_it(folder: RunFolder, 
 
 
 def test_ranks_that_have_not_begun_or_have_ended_are_not_silent(folder: RunFolder, pass_s: Callable[..., bool]) -> None:
-    judge = Silence(folder, 2, timeout_s=5)
+    judge = StallDetector(folder, 2, timeout_s=5)
     assert not pass_s(judge, 100)
     beat(folder, 0, ENDED)
     assert not pass_s(judge, 100)
@@ -64,13 +64,13 @@ def test_ranks_that_have_not_begun_or_have_ended_are_not_silent(folder: RunFolde
 def test_time_in_which_the_launcher_was_stopped_too_is_not_counted(
     folder: RunFolder, pass_s: Callable[..., bool]
 ) -> None:
-    judge = Silence(folder, 1, timeout_s=5)
+    judge = StallDetector(folder, 1, timeout_s=5)
     beat(folder, 0, 3)
     pass_s(judge, 2)
     assert not pass_s(judge, 1, gap_s=3600)
 
 
 def test_without_a_timeout_there_is_no_hang(folder: RunFolder, pass_s: Callable[..., bool]) -> None:
-    judge = Silence(folder, 1, timeout_s=0)
+    judge = StallDetector(folder, 1, timeout_s=0)
     beat(folder, 0, 3)
     assert not pass_s(judge, 100)

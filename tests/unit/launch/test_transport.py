@@ -29,7 +29,7 @@ from paceline.launch.cluster.transport import (
     connect,
     handshake,
 )
-from paceline.launch.fork_server import Birth
+from paceline.launch.fork_server import RankSpec
 from paceline.observe.watchdog import DUMP_SIGNAL
 
 KEY = b"k" * 32
@@ -240,7 +240,9 @@ def test_a_message_has_a_bounded_size() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Start(attempt=2, ranks=[Birth({"RANK": "1"}, "/work", "/run/rank-1.log", ("/run/job.bin", "", "1.5"), True)]),
+        Start(
+            attempt=2, ranks=[RankSpec({"RANK": "1"}, "/work", "/run/rank-1.log", ("/run/job.bin", "", "1.5"), True)]
+        ),
         Signal(number=10),
         Signal(number=DUMP_SIGNAL),
         End(number=15, grace_s=5),  # type: ignore[arg-type]
@@ -254,7 +256,7 @@ def test_orders_arrive_as_they_were_sent(message: BaseModel) -> None:
         arrived = left.receive(ORDER)
         assert arrived == message
         if isinstance(arrived, Start):
-            assert isinstance(arrived.ranks[0], Birth)
+            assert isinstance(arrived.ranks[0], RankSpec)
         left.send(RanksState(attempt=1, pids={0: 4711}, codes={1: -9}))
         assert right.receive(RANKS_STATE).codes == {1: -9}
 

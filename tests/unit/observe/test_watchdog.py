@@ -18,7 +18,7 @@ from paceline.observe import watchdog
 from paceline.observe.hangs import Place, read_place
 from paceline.observe.lines import recovered_line
 from paceline.observe.progress import Progress
-from paceline.observe.watchdog import Heart, watching
+from paceline.observe.watchdog import Watchdog, watching
 from paceline.run.folder import RunFolder, write_json
 from paceline.system import cpu_time
 
@@ -50,11 +50,11 @@ def progress() -> Progress:
 
 
 @pytest.fixture
-def heart(folder: RunFolder, progress: Progress, clock: Callable[[float], None]) -> Heart:
-    return Heart(0, folder, 0, 2, progress, log=2)
+def heart(folder: RunFolder, progress: Progress, clock: Callable[[float], None]) -> Watchdog:
+    return Watchdog(0, folder, 0, 2, progress, log=2)
 
 
-def beat(heart: Heart, clock: Callable[[float], None], seconds: float = 1.0) -> Place:
+def beat(heart: Watchdog, clock: Callable[[float], None], seconds: float = 1.0) -> Place:
     clock(seconds)
     heart._beat()
     return read_place(heart.folder, heart.rank)
@@ -64,7 +64,9 @@ def beat(heart: Heart, clock: Callable[[float], None], seconds: float = 1.0) -> 
 
 
 @pytest.mark.parametrize("field", ["phase", "epoch", "step", "batch", "samples"])
-def test_any_progress_is_a_move(heart: Heart, progress: Progress, clock: Callable[[float], None], field: str) -> None:
+def test_any_progress_is_a_move(
+    heart: Watchdog, progress: Progress, clock: Callable[[float], None], field: str
+) -> None:
     beat(heart, clock)
     assert [beat(heart, clock).idle_s for _ in range(3)] == [1, 2, 3]
     setattr(progress, field, "evaluating" if field == "phase" else 50)
@@ -72,7 +74,7 @@ def test_any_progress_is_a_move(heart: Heart, progress: Progress, clock: Callabl
 
 
 def test_cpu_time_is_a_move_before_the_first_samples_only(
-    heart: Heart, progress: Progress, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    heart: Watchdog, progress: Progress, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = iter(range(1, 100))
     monkeypatch.setattr(watchdog, "others_cpu_s", lambda: next(used))
@@ -83,7 +85,7 @@ def test_cpu_time_is_a_move_before_the_first_samples_only(
     assert [beat(heart, clock).idle_s for _ in range(3)] == [1, 2, 3]
 
 
-def test_less_than_a_hundredth_of_a_core_is_no_move(heart: Heart) -> None:
+def test_less_than_a_hundredth_of_a_core_is_no_move(heart: Watchdog) -> None:
     assert heart.is_busy(10.0, 1001)
     assert not heart.is_busy(10.04, 1002)
     assert not heart.is_busy(11.0, 1101)
@@ -91,7 +93,7 @@ def test_less_than_a_hundredth_of_a_core_is_no_move(heart: Heart) -> None:
 
 
 def test_a_process_that_was_stopped_for_an_hour_has_not_been_idle_for_an_hour(
-    heart: Heart, clock: Callable[[float], None]
+    heart: Watchdog, clock: Callable[[float], None]
 ) -> None:
     beat(heart, clock)
     assert beat(heart, clock, seconds=3600).idle_s < 10
@@ -121,7 +123,7 @@ def test_a_child_that_ends_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch
 # --- what is written and read -------------------------------------------------------------------------------
 
 
-def test_a_beat_tells_rank_process_place_and_line(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_beat_tells_rank_process_place_and_line(heart: Watchdog, clock: Callable[[float], None]) -> None:
     told = beat(heart, clock)
     assert (told.rank, told.pid, told.phase, told.step) == (0, os.getpid(), "training", 3)
     assert told.place == "training, step 3"
@@ -129,12 +131,14 @@ def test_a_beat_tells_rank_process_place_and_line(heart: Heart, clock: Callable[
     assert told.location.startswith(f"{__file__}:")
 
 
-def test_a_folder_that_is_gone_does_not_end_the_run(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_folder_that_is_gone_does_not_end_the_run(heart: Watchdog, clock: Callable[[float], None]) -> None:
     heart.folder.logs.rename(heart.folder.path / "elsewhere")
     beat(heart, clock)
 
 
-def test_a_beat_that_stays_the_same_makes_a_rank_silent_and_old(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_beat_that_stays_the_same_makes_a_rank_silent_and_old(
+    heart: Watchdog, clock: Callable[[float], None]
+) -> None:
     write_json(heart.folder.place(1), asdict(Place(1, "there", 7, beat=4, idle_s=2.0)))
     fresh = heart.look()[1]
     assert (fresh.is_silent, fresh.idle_s) == (False, 2.0)
@@ -145,26 +149,28 @@ def test_a_beat_that_stays_the_same_makes_a_rank_silent_and_old(heart: Heart, cl
     assert not heart.look()[1].is_silent
 
 
-def test_a_rank_that_has_ended_is_not_silent(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_rank_that_has_ended_is_not_silent(heart: Watchdog, clock: Callable[[float], None]) -> None:
     write_json(heart.folder.place(1), asdict(Place(1, "there", 7, beat=watchdog.ENDED)))
     heart.look()
     clock(10)
     assert not heart.look()[1].is_silent
 
 
-def test_a_rank_that_has_not_started_is_idle_since_this_one_began(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_rank_that_has_not_started_is_idle_since_this_one_began(
+    heart: Watchdog, clock: Callable[[float], None]
+) -> None:
     clock(30)
     missing = heart.look()[1]
     assert (missing.pid, missing.idle_s, missing.is_silent) == (0, 30.0, False)
 
 
-def test_ranks_of_a_larger_world_are_not_looked_at(heart: Heart) -> None:
+def test_ranks_of_a_larger_world_are_not_looked_at(heart: Watchdog) -> None:
     write_json(heart.folder.place(2), asdict(Place(2, "there", 7, beat=4)))
     assert [place.rank for place in heart.look()] == [0, 1]
 
 
 def test_others_are_read_only_when_it_is_about_time(folder: RunFolder) -> None:
-    afters = [Heart(timeout_s, folder, 0, 2, Progress(), log=2).look_after_s for timeout_s in (3, 15, 600)]
+    afters = [Watchdog(timeout_s, folder, 0, 2, Progress(), log=2).look_after_s for timeout_s in (3, 15, 600)]
     assert afters == [0, 5, 300]
 
 
@@ -176,7 +182,7 @@ def test_a_rank_looks_again_before_it_ends_the_run(
     does_move: bool, folder: RunFolder, progress: Progress, clock: Callable[[float], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    heart = Heart(8, folder, 0, 2, progress, log=os.open(folder.log(0), os.O_WRONLY | os.O_APPEND))
+    heart = Watchdog(8, folder, 0, 2, progress, log=os.open(folder.log(0), os.O_WRONLY | os.O_APPEND))
     codes: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     stopped = Place(1, "there", 7, beat=4, waits_in="barrier")
@@ -201,7 +207,7 @@ def test_a_rank_looks_again_before_it_ends_the_run(
         assert "training continues" in shown[-1]
 
 
-def test_a_stop_counts_as_one_beat(heart: Heart, clock: Callable[[float], None]) -> None:
+def test_a_stop_counts_as_one_beat(heart: Watchdog, clock: Callable[[float], None]) -> None:
     beat(heart, clock)
     assert beat(heart, clock, seconds=11).idle_s == watchdog.BEAT_S
 

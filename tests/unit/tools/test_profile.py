@@ -17,7 +17,7 @@ import torch
 
 from paceline.cli.profile import show
 from paceline.config import Config
-from paceline.data.loader import Turn
+from paceline.data.loader import StepInputs
 from paceline.errors import ConfigError
 from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
@@ -325,7 +325,7 @@ def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tm
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
     clock = Clock()
     watch = Watch(clock, torch.device("cpu"), 1, 2, Events(None))
-    for _ in watch.over(lambda losses: [Turn(step, 0, [], False, False) for step in range(5)])(None):
+    for _ in watch.over(lambda losses: [StepInputs(step, 0, [], False, False) for step in range(5)])(None):
         for phase in (FORWARD, REDUCTION, OTHER, DATA):
             clock.enter(phase)
             time.sleep(0.001)
@@ -386,10 +386,10 @@ def test_the_short_run_saves_nothing_tells_nobody_and_ignores_the_past(make_conf
 
 
 def test_the_last_step_does_what_any_other_does() -> None:
-    cut = Turn(24, 0, [], ends_epoch=True, ends_run=True, breaks_off=True)
-    assert as_any_other(cut) == Turn(24, 0, [], ends_epoch=False, ends_run=False)
-    whole = Turn(24, 0, [], ends_epoch=True, ends_run=True)
-    assert as_any_other(whole) == Turn(24, 0, [], ends_epoch=True, ends_run=False)
+    cut = StepInputs(24, 0, [], ends_epoch=True, ends_run=True, breaks_off=True)
+    assert as_any_other(cut) == StepInputs(24, 0, [], ends_epoch=False, ends_run=False)
+    whole = StepInputs(24, 0, [], ends_epoch=True, ends_run=True)
+    assert as_any_other(whole) == StepInputs(24, 0, [], ends_epoch=True, ends_run=False)
 
 
 def test_a_loop_of_the_users_own_is_refused(make_config: Callable[..., Config]) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import Lane, Turn
-from paceline.engine.nonfinite import Past
+from paceline.data.loader import Lane, StepInputs
+from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import NO_NORM, NORM
 from paceline.observe.clock import PHASES, Clock
 from paceline.observe.stragglers import Stragglers
-from paceline.worker.loop import LAG, Fit, LossRecord, Plan, is_recorded, log_interval, record_interval
+from paceline.worker.loop import LAG, LoopPlan, StepLog, TrainState, is_recorded, log_interval, record_interval
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
-PLAN = Plan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
+PLAN = LoopPlan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
 STEPS, LANES = 12, 3
 FACTS = -3 - len(PHASES)
 
@@ -31,7 +31,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.reviewed: list[Past] = []
+        self.reviewed: list[FinishedStep] = []
 
     def write(self, event: str, **fields: Any) -> None:
         self.events.append({"event": event, **fields})
@@ -42,7 +42,7 @@ class Listener:
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
-    def review(self, steps: Sequence[Past]) -> None:
+    def review(self, steps: Sequence[FinishedStep]) -> None:
         self.reviewed += steps
 
 
@@ -54,16 +54,18 @@ class Pair(World):
         return [tensor, torch.cat([torch.cat([10 * rows[:, :NORM], rows[:, NORM:]], dim=1).flatten(), 3 * facts])]
 
 
-def make(world: World = HERE, plan: Plan = PLAN, fit: Fit | None = None) -> tuple[LossRecord, Fit, Listener]:
-    fit, listener = fit or Fit(), Listener()
+def make(
+    world: World = HERE, plan: LoopPlan = PLAN, fit: TrainState | None = None
+) -> tuple[StepLog, TrainState, Listener]:
+    fit, listener = fit or TrainState(), Listener()
     clock, stragglers = Clock(), Stragglers(["here"] * world.size)
-    record = LossRecord(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
+    record = StepLog(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
     return record, fit, listener
 
 
-def turn(step: int, *, ends_epoch: bool = False, breaks_off: bool = False) -> Turn:
+def turn(step: int, *, ends_epoch: bool = False, breaks_off: bool = False) -> StepInputs:
     lanes = [Lane(step, lane, 2, 2 * LANES, [step, lane]) for lane in range(LANES)]
-    return Turn(step, 0, lanes, ends_epoch=ends_epoch, ends_run=breaks_off, breaks_off=breaks_off)
+    return StepInputs(step, 0, lanes, ends_epoch=ends_epoch, ends_run=breaks_off, breaks_off=breaks_off)
 
 
 def lr_of(step: int) -> float:
@@ -79,7 +81,7 @@ def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> torch.
     return torch.tensor([*pairs, norm, float(is_skipped)], dtype=torch.float64)  # whose sums depend on their order
 
 
-def summed(record: LossRecord, fit: Fit, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
+def summed(record: StepLog, fit: TrainState, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
     for step in range(STEPS):
         record.add(turn(step), row(step, is_skipped=step in skipped.get("skipped", ())), lr_of(step))
         if step in sends:
@@ -210,7 +212,7 @@ def records(chance: random.Random | None = None) -> list[dict[str, Any]]:
             saved = asdict(fit)
         if happens(0.02):  # a kill: the run resumes from the checkpoint, and later events are removed
             written = [event for event in [*written, *listener.of("step")] if event["step"] <= saved["step"]]
-            record, fit, listener = make(plan=plan, fit=Fit.from_dict(saved))
+            record, fit, listener = make(plan=plan, fit=TrainState.from_dict(saved))
     record.collect()
     return [{**event, "time": None} for event in [*written, *listener.of("step")]]
 
@@ -372,6 +374,6 @@ def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
 
 def test_a_checkpoint_that_counts_epochs_from_0_is_read_with_epochs_from_1() -> None:
     rows = [{"epoch": 0, "step": 5, "train_loss": 0.5}, {"epoch": 1, "step": 10, "train_loss": 0.25}]
-    fit = Fit.from_dict({**asdict(Fit()), "history": rows})
+    fit = TrainState.from_dict({**asdict(TrainState()), "history": rows})
     assert [row["epoch"] for row in fit.history] == [1, 2]
-    assert Fit.from_dict(asdict(fit)) == fit
+    assert TrainState.from_dict(asdict(fit)) == fit

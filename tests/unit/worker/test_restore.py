@@ -12,8 +12,8 @@ import torch
 from paceline.checkpoint.state import capture
 from paceline.config import Config
 from paceline.engine.optimizers import make_optimizer
-from paceline.worker.loop import Fit
-from paceline.worker.restore import Found, restore
+from paceline.worker.loop import TrainState
+from paceline.worker.restore import LoadedCheckpoint, restore
 
 MakeConfig = Callable[..., Config]
 
@@ -31,9 +31,9 @@ def found(stepper: Any) -> Any:
     for parameter in stepper.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     stepper.optimizer.step()
-    counters = {"loop": asdict(Fit(step=1)), "stepper": {}}
+    counters = {"loop": asdict(TrainState(step=1)), "stepper": {}}
     state = copy.deepcopy(capture(stepper.model, stepper.optimizer, None, counters))
-    return Found(Path("c"), SimpleNamespace(), [], state)  # type: ignore[arg-type]
+    return LoadedCheckpoint(Path("c"), SimpleNamespace(), [], state)  # type: ignore[arg-type]
 
 
 def test_each_group_goes_on_with_what_the_config_says_of_it_now(make_config: MakeConfig) -> None:

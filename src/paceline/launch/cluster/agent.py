@@ -30,8 +30,8 @@ from paceline.launch.cluster.messages import (
 )
 from paceline.launch.cluster.transport import BadMessage, Connection, HandshakeFailed, KeysDiffer, connect
 from paceline.launch.fork_server import LOOK_S
-from paceline.launch.machines import room
-from paceline.launch.processes import Ranks
+from paceline.launch.machines import capacity
+from paceline.launch.processes import LocalRanks
 from paceline.run.folder import RunFolder
 from paceline.run.outcome import Outcome, collect
 from paceline.system.signals import SIGNALS, handled, heeded
@@ -104,7 +104,9 @@ def _joined(config: Config, rendezvous: str, patience_s: float, say: Say) -> Con
 def _ask(connection: Connection, config: Config) -> Welcome | Refused:
     """Introduce this host to the head; its answer."""
     try:
-        hello = Hello(name=socket.gethostname(), room=room(config)[1], versions=versions(), config=fingerprint(config))
+        hello = Hello(
+            name=socket.gethostname(), room=capacity(config)[1], versions=versions(), config=fingerprint(config)
+        )
         connection.send(hello)
         return connection.receive(ANSWER)
     except BaseException:
@@ -112,7 +114,7 @@ def _ask(connection: Connection, config: Config) -> Welcome | Refused:
         raise
 
 
-def _follow(connection: Connection, ranks: Ranks, variables: dict[str, str], asked: list[int], say: Say) -> Over:
+def _follow(connection: Connection, ranks: LocalRanks, variables: dict[str, str], asked: list[int], say: Say) -> Over:
     """Do as the head says until the run is over; report the ranks' state to it; pass signals on to the ranks."""
     told: tuple[dict[int, int], dict[int, int]] = ({}, {})
     attempt, passed_on = 0, 0.0
@@ -155,7 +157,7 @@ def _outcome_of(over: Over) -> Outcome:
 
 
 @contextmanager
-def _hearing(ranks: Ranks) -> Iterator[list[int]]:
+def _hearing(ranks: LocalRanks) -> Iterator[list[int]]:
     """The requests to stop, once they come: the first is for the ranks, a second one ends this host's part."""
     asked: list[int] = []
 

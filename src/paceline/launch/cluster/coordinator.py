@@ -29,8 +29,8 @@ from paceline.launch import network
 from paceline.launch import processes as processes
 from paceline.launch.cluster.messages import HELLO, RANKS_STATE, End, Message, Over, Refused, Signal, Start, Welcome
 from paceline.launch.cluster.transport import BadMessage, Connection, Listener
-from paceline.launch.fork_server import Birth
-from paceline.launch.machines import Meeting, fitting, room, serve_store, variables_of
+from paceline.launch.fork_server import RankSpec
+from paceline.launch.machines import Rendezvous, capacity, fitting, serve_store, variables_of
 from paceline.observe.failures import HOST_LOST
 from paceline.world import PATIENCE
 
@@ -73,10 +73,10 @@ class Hosts:
         assert self.config.rendezvous is not None
         self.host = address_in(self.config.rendezvous)[0]
         self.least, self.most = self.config.nodes_range
-        self.room = room(self.config)[1]
+        self.room = capacity(self.config)[1]
         self._variables = network.variables_towards(self.host)
         self._arrived: queue.SimpleQueue[Guest] = queue.SimpleQueue()
-        self._own: processes.Ranks | None = None
+        self._own: processes.LocalRanks | None = None
         self._own_ranks = 0
         self._attempt = 0
         self._last_came = time.monotonic()
@@ -138,7 +138,7 @@ class Hosts:
     # --- one life --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def meeting(self, ranks: int) -> Iterator[Meeting]:
+    def meeting(self, ranks: int) -> Iterator[Rendezvous]:
         """In a store of this process, at a port that the system chooses."""
         seats = seated(ranks, self._rooms())
         self._own_ranks, taken = seats[0], seats[0]
@@ -151,7 +151,7 @@ class Hosts:
         )
         store, common = serve_store(self.host)
         places = [(local, number) for number in seats for local in range(number)]
-        yield Meeting([{**variables_of(rank, ranks, *place), **common} for rank, place in enumerate(places)])
+        yield Rendezvous([{**variables_of(rank, ranks, *place), **common} for rank, place in enumerate(places)])
         del store
 
     @contextmanager
@@ -161,7 +161,7 @@ class Hosts:
             yield self
         self._own = None
 
-    def start(self, births: Sequence[Birth]) -> None:
+    def start(self, births: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on, each on its host."""
         assert self._own is not None
         self._attempt += 1

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from paceline.launch.fork_server import Birth
+from paceline.launch.fork_server import RankSpec
 
 
 class Message(BaseModel):
@@ -44,7 +44,7 @@ class Start(Message):
 
     type: Literal["start"] = "start"
     attempt: int
-    ranks: list[Birth]
+    ranks: list[RankSpec]
 
 
 class Signal(Message):

@@ -58,10 +58,10 @@ def examine(path: Path | None, overrides: Sequence[str], procs: str | None, say:
 def plan_of(config: Config) -> Plan:
     """The ranks that a run would have here, or ConfigError where it could not begin."""
     from paceline.data.batches import lanes_of
-    from paceline.launch.machines import Here
+    from paceline.launch.machines import LocalMachine
     from paceline.world import pick_backend, pick_device
 
-    ranks = Here(config).ranks_for(config.lanes)
+    ranks = LocalMachine(config).ranks_for(config.lanes)
     device = pick_device(config.device, 0)
     backend = pick_backend(config.backend, device, ranks)
     lanes_of(0, ranks, config.lanes or ranks)
@@ -95,7 +95,7 @@ def _build(raw: dict[str, Any], folder: Path, *, has_functions: bool) -> tuple[C
 
 def _of_config(config: Config, *, is_asked: bool, machine: Machine, say: Say) -> Iterator[Finding]:
     """Whether the config's functions travel and do a step; `is_asked` if the number of processes was given."""
-    from paceline.launch.machines import room
+    from paceline.launch.machines import capacity
     from paceline.tools.doctor import checks
 
     travel = _travel(config)
@@ -104,7 +104,7 @@ def _of_config(config: Config, *, is_asked: bool, machine: Machine, say: Say) ->
         yield _way_to(config.rendezvous)
     if travel.state == "failure":
         return
-    most = room(config)[1]
+    most = capacity(config)[1]
     tried = most if is_asked else min(most, MOST_RANKS)
     say(f"rehearsal: one step on the CPU, processes: {tried}")
     trial, finding = _rehearsal(config, tried, machine)
@@ -121,8 +121,8 @@ def _of_ranks(config: Config, machine: Machine, say: Say, trial: Trial | None = 
     try:
         plan = plan_of(config)
         yield checks.check_ranks(*plan, machine)
-        if trial is not None and (room := checks.check_rank_memory(trial, plan.ranks, plan.device, machine)):
-            yield room
+        if trial is not None and (capacity := checks.check_rank_memory(trial, plan.ranks, plan.device, machine)):
+            yield capacity
         if plan.ranks > 1:
             say(f"all-reduce: {plan.ranks} ranks, {plan.backend}")
             with _trial_folder(machine) as folder:

@@ -16,7 +16,7 @@ from paceline.config import Config
 from paceline.config.functions import Missing
 from paceline.data.augment import Augment
 from paceline.data.feed import with_images
-from paceline.data.loader import Dealt, KeyedDataset
+from paceline.data.loader import EvalBatch, KeyedDataset
 from paceline.data.rows import rows_of
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream, make_datasets
@@ -58,7 +58,7 @@ class Task:
         rows = rows_of(self.dataset, config.data_on_device, HERE)
         if rows is not None:
             return rows.gather(rows.finder(self.dataset)(np.asarray(places)))
-        return KeyedDataset(self.dataset, config.seed).whole(Dealt(0, places)).data
+        return KeyedDataset(self.dataset, config.seed).whole(EvalBatch(0, places)).data
 
     def expected(self, batch: Any) -> Any:
         """What the trained model says of a batch."""

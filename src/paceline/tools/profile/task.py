@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Store
 from paceline.config import Config
-from paceline.data.loader import Turn
+from paceline.data.loader import StepInputs
 from paceline.data.rows import gathered
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
@@ -35,7 +35,7 @@ from paceline.system.signals import Stop
 from paceline.tools.profile import trace
 from paceline.tools.profile.facts import Operator, Profile, Setting
 from paceline.tools.profile.trace import Cost, Mark, Span
-from paceline.worker.loop import Fit
+from paceline.worker.loop import TrainState
 from paceline.worker.main import build_data, build_loop, build_model, build_step, open_events, settle_device
 from paceline.world import World
 
@@ -66,7 +66,7 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     fit_scalers(model, training, config.seed, progress)
     config, stepper, plan, _ = build_step(config, model, training, None, lanes, world, events, progress)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
-    loop = build_loop(config, stepper, None, plan, saver, Stop(), Fit(), world, events, progress)
+    loop = build_loop(config, stepper, None, plan, saver, Stop(), TrainState(), world, events, progress)
     watch = Watch(stepper.clock, world.device, warm_up, steps, events)
     loop.turns = watch.over(loop.turns)
     loop.run()
@@ -98,10 +98,10 @@ class Watch:
         # Parts of the step hold on to their clock, so it stays the same one, and is listened to.
         clock.enter = self._on_enter  # type: ignore[method-assign]
 
-    def over(self, turns: Callable[[Any], Iterable[Turn]]) -> Callable[[Any], Iterator[Turn]]:
+    def over(self, turns: Callable[[Any], Iterable[StepInputs]]) -> Callable[[Any], Iterator[StepInputs]]:
         """The same turns; between them it is looked whether something is to begin or to end."""
 
-        def watched(losses: Any) -> Iterator[Turn]:
+        def watched(losses: Any) -> Iterator[StepInputs]:
             for turn in turns(losses):
                 yield as_any_other(turn)
                 self._on_step(turn.step + 1)
@@ -155,7 +155,7 @@ class Watch:
         return time.time_ns()
 
 
-def as_any_other(turn: Turn) -> Turn:
+def as_any_other(turn: StepInputs) -> StepInputs:
     """A turn without what follows the last one of a run, which no other step has to do."""
     return turn._replace(ends_run=False, ends_epoch=turn.ends_epoch and not turn.breaks_off, breaks_off=False)
 

@@ -19,7 +19,7 @@ from ray.tune.search import Searcher
 
 from paceline.config import Config, dump_yaml
 from paceline.errors import PacelineError
-from paceline.launch.local import Request, hearing
+from paceline.launch.local import StopRequest, hearing
 from paceline.launch.ray import Cluster, cluster, in_thread
 from paceline.run.folder import RunFolder
 from paceline.tools.tune.folder import StudyFolder
@@ -144,7 +144,7 @@ def search(ahead: Ahead, config: Config, parallel: int) -> bool:
             tune_config=tune.TuneConfig(search_alg=ahead, num_samples=-1, max_concurrent_trials=parallel),
             run_config=tune.RunConfig(name="tune", storage_path=str(storage), stop=Stopper(ahead), verbose=0),
         )
-        request = Request()
+        request = StopRequest()
         with hearing(request, f"the study is in {home}"):
             done = in_thread(tuner.fit)
             while not done.done():

@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna.pruners import BasePruner
 
-from paceline.checkpoint.resume import HANDS
+from paceline.checkpoint.resume import EXECUTION_KEYS
 from paceline.config import Config, build, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
 from paceline.launch.environment import which_cores
@@ -131,7 +131,7 @@ def _checked(plan: Plan) -> Config:
 
 def _identity(plan: Plan, goal: Goal) -> dict[str, Any]:
     """All that must stay while a study goes on: the space, the goal, and what decides what a run computes."""
-    raw = {key: value for key, value in plan.raw.items() if key not in HANDS}
+    raw = {key: value for key, value in plan.raw.items() if key not in EXECUTION_KEYS}
     space = {key: str(domain) for key, domain in plan.space.items()}
     identity: dict[str, Any] = json.loads(
         json.dumps({**raw, **space, "metric": goal.metric, "mode": goal.mode}, default=str)
