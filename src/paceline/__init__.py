@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Muon", "Result", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets", "errors", "indices_at",
-    "linear_cross_entropy", "load", "models", "shard",
+    "Callback", "Muon", "Result", "Run", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets", "errors",
+    "indices_at", "linear_cross_entropy", "load", "models", "shard",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from paceline import errors
+    from paceline.callbacks import Callback, Run
     from paceline.data.order import indices_at
     from paceline.data.scaler import StandardScaler
     from paceline.data.shard import shard
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Trainer": "paceline.trainer",
+    "Callback": "paceline.callbacks",
+    "Run": "paceline.callbacks",
     "Result": "paceline.results.result",
     "Muon": "paceline.engine.muon",
     "StandardScaler": "paceline.data.scaler",

@@ -281,7 +281,7 @@ def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = start(num_epochs=6)
-    monkeypatch.setattr("paceline.worker.loop.LOOK_S", 0.0)
+    monkeypatch.setattr("paceline.worker.step_log.SAMPLE_S", 0.0)
     monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
     timed = start(num_epochs=6)
     assert all_of(timed) == all_of(wanted)

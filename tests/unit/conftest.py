@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import Config, build
+from paceline.config import Config, Settings, build
+
+from .helpers import settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,12 @@ def make_config() -> Callable[..., Config]:
         return build({**named, **keys})
 
     return make
+
+
+@pytest.fixture
+def make_settings(make_config: Callable[..., Config]) -> Callable[..., Settings]:
+    """Builds the settings of such a config for a single rank on the CPU."""
+    return lambda **keys: settings_of(make_config(**keys))
 
 
 def make_model(**options: Any) -> torch.nn.Module:

@@ -16,6 +16,7 @@ import yaml
 
 from paceline.checkpoint.store import MANIFEST, Damaged, Store, read_manifest
 from paceline.config import Config, to_plain
+from paceline.engine.precision import resolve
 from paceline.errors import ConfigError
 from paceline.run.folder import RunFolder
 
@@ -129,9 +130,10 @@ def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
 
 def identity_of(config: Config, *, lanes: int, samples: int | None, device: torch.device) -> dict[str, Any]:
     """What a checkpoint says of its run: everything that decides what the run computes."""
-    plain = {
-        key: _with_text_keys(to_plain(value)) for key, value in config.__dict__.items() if key not in EXECUTION_KEYS
-    }
+    resolved = {**config.__dict__, "precision": resolve(config.precision, device)}
+    if not config.callbacks:  # as in checkpoints from before there were any
+        del resolved["callbacks"]
+    plain = {key: _with_text_keys(to_plain(value)) for key, value in resolved.items() if key not in EXECUTION_KEYS}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     return {
         "config": plain,

@@ -58,6 +58,7 @@ class Saver:
         self._owes = False
         self._has_warned = False
         self.saved_step = -1  # the last one that this rank knows to be published
+        self._reported_step = -1
 
     # --- what the loop asks and is told ------------------------------------------------------------------------
 
@@ -82,6 +83,13 @@ class Saver:
     def reserve(self, state: State) -> None:
         """Have the memory for copies made ready, beside training."""
         self._reserved = self._writer.submit(self._staging.reserve, state, self._share(state))
+
+    def newly_published(self) -> Path | None:
+        """The checkpoint that was published since the last call, if there is one; the same on all ranks."""
+        if self.saved_step == self._reported_step:
+            return None
+        self._reported_step = self.saved_step
+        return self._store.path(self.saved_step)
 
     # --- saving ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Nothing here knows about devices, processes or the environment.
 
 from paceline.config.build import build, override, resolve_tables
 from paceline.config.checks import describe, unknown_names
+from paceline.config.resolved import Settings
 from paceline.config.schema import (
     FUNCTION_KEYS,
     Augmentation,
@@ -26,6 +27,7 @@ __all__ = [
     "Log",
     "Pacing",
     "Schedule",
+    "Settings",
     "build",
     "describe",
     "dump_yaml",

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from paceline.callbacks import Callback
 from paceline.config.checks import conflicts, describe, unknown_arguments, unknown_names, wrong_losses
 from paceline.config.functions import FunctionNotFound, home_of, name_of, resolve
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
@@ -41,6 +42,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
+    problems += make_callbacks(config)
     problems += unknown_names(config) + wrong_losses(config)
     problems += unknown_arguments(config)
     problems += resolve_tables(config, folder)
@@ -118,6 +120,10 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric
             for name, metric in config.metrics.items()
         }
+    config.callbacks = [
+        resolved(f"callbacks.{place}", value) if isinstance(value, str) else value
+        for place, value in enumerate(config.callbacks)
+    ]
     if callable(config.train_fn):
         try:
             inspect.signature(config.train_fn).bind(*TRAIN_FN_ARGUMENTS)
@@ -128,6 +134,19 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             )
         except ValueError:
             pass  # a builtin without a signature
+    return problems
+
+
+def make_callbacks(config: Config) -> list[str]:
+    """Make callbacks of the classes and functions in `callbacks`; what is wrong with them, one sentence each."""
+    problems = []
+    for place, value in enumerate(config.callbacks):
+        made = value() if callable(value) and not isinstance(value, Callback) else value
+        if not isinstance(made, Callback | str):  # a name that was not found is reported already
+            problems.append(
+                f"callbacks.{place}=<{type(made).__name__}> is not a callback; derive its class from paceline.Callback"
+            )
+        config.callbacks[place] = made
     return problems
 
 

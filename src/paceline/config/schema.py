@@ -19,7 +19,7 @@ NAMED_SECTIONS = ("optimizer", "schedule")  # for which the name alone will do
 MANAGED_KEYS = (
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
     "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
-    "curriculum", "difficulty_fn", "step_mode", "data_on_device", "compression", "shard_optimizer",
+    "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
@@ -210,6 +210,7 @@ class Config(_Section):
     augment: Augmentation | None = None
     curriculum: Pacing | None = None
     difficulty_fn: Function | None = None
+    callbacks: Annotated[list[Any], BeforeValidator(_listed)] = []
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.feed import LaneInputs
 from paceline.data.loader import Lane
 from paceline.data.seeding import seed_for, seed_generators
@@ -61,7 +61,7 @@ class StepGraph:
         self,
         work: Work,
         model: torch.nn.Module,
-        config: Config,
+        settings: Settings,
         world: World,
         clock: DeviceClock,
         *,
@@ -76,7 +76,7 @@ class StepGraph:
         `has_one_form` says that all such steps are known to have one form, `obstacle` why it cannot work, if that is
         known already; `say` takes the one line about it. All ranks.
         """
-        self.work, self.model, self.config, self.world, self.clock = work, model, config, world, clock
+        self.work, self.model, self.settings, self.world, self.clock = work, model, settings, world, clock
         self.say, self.full_step = say, full_step
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
@@ -129,7 +129,7 @@ class StepGraph:
             generator.graphsafe_set_state(recording.randomness)
             self._last = recording
         for lane, graph in zip(lanes, recording.graphs, strict=True):
-            generator.manual_seed(seed_for(self.config.seed, "forward", lane.step, lane.lane))
+            generator.manual_seed(seed_for(self.settings.seed, "forward", lane.step, lane.lane))
             graph.replay()
         self.clock.take_in(recording.marks)
         return recording.row.clone()
@@ -184,7 +184,7 @@ class StepGraph:
         self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], *, with_marks: bool = False
     ) -> Recording | str:
         """Record a step, or say why it cannot be. Nothing is computed by it."""
-        host = HostState(self.model, self.config.loss_fn)
+        host = HostState(self.model, self.settings.loss_fn)
         # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
@@ -210,7 +210,7 @@ class StepGraph:
     @contextmanager
     def _recording(self, graphs: list[torch.cuda.CUDAGraph], lane: Lane) -> Iterator[None]:
         """A segment of a step that is recorded, and not computed."""
-        seed_generators(self.config.seed, "forward", lane.step, lane.lane)
+        seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
         before = _host_generators()
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as those that pin memory or write a checkpoint, go on meanwhile.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
 from paceline.data.loader import Lane
 from paceline.engine.buffers import LOSS, Copies, Name
@@ -37,7 +37,7 @@ class Backward:
     def __init__(
         self,
         replica: Replica | Single,
-        config: Config,
+        settings: Settings,
         feed: Feed,
         guard: Guard | None,
         *,
@@ -47,30 +47,30 @@ class Backward:
         through_ddp: bool,
     ) -> None:
         """All ranks."""
-        self.replica, self.config, self.feed, self.guard, self.world = replica, config, feed, guard, world
+        self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
         self.clock = clock
-        self.loss_fn = config.function("loss_fn")
+        self.loss_fn = settings.function("loss_fn")
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # somebody may make more of them trainable
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
-        self.reduction = Reduction(world, config.exact, config.compression)
+        self.reduction = Reduction(world, settings.exact, settings.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Copies(), Copies()
         self._watched = self._buffers.parameters()
         self._goes_back = False  # to a copy of the buffers
         self._votes = guard is not None and world.size > 1  # or the losses of a single rank speak for themselves
         self.hook: BucketHook | None = None
         # DDP must know what is unused before the other lanes have run.
-        if through_ddp and isinstance(replica, Replica) and not config.find_unused_parameters:
+        if through_ddp and isinstance(replica, Replica) and not settings.find_unused_parameters:
             vote = guard.vote if self._votes and guard else None
             self.hook = BucketHook(self.parameters, self.reduction, vote, lambda: clock.enter(REDUCTION))
             replica.on_buffers = self._on_buffers
             replica.register_comm_hook(self.hook, reduce_bucket)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
         self._value_of = _value_of
-        if config.step_mode == "compile" and self.hook is None:
+        if settings.step_mode == "compile" and self.hook is None:
             self._value_of = torch.compile(_value_of, dynamic=False)  # model and loss fused into each other
-        elif config.step_mode == "compile":
+        elif settings.step_mode == "compile":
             replica.module.compile(dynamic=False)
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -121,11 +121,11 @@ class Backward:
         """After the last lane: the gradients of the step, and each lane's loss as its sum and its count. All ranks."""
         if self._goes_back:
             (self._after_first if self._follows_first else self._before).put_back(self._buffers.live())
-        if self.hook is None and self.config.find_unused_parameters:
+        if self.hook is None and self.settings.find_unused_parameters:
             self._reduce_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
-        if self.config.exact and self.world.size > 1 and self.world.device.type == "cuda":
+        if self.settings.exact and self.world.size > 1 and self.world.device.type == "cuda":
             self._begin_at_round_addresses()
         if self._counts_itself:
             # In one format on all ranks: a count may be any kind of tensor, that of an empty lane is a float.
@@ -136,7 +136,7 @@ class Backward:
         """What must be finite: the gradients, which hold the votes of all ranks; for a single rank its losses, too."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         losses = [total for total, _ in self._totals]
-        if self.config.precision == "fp16":  # where the check divides what it looks at
+        if self.settings.precision == "fp16":  # where the check divides what it looks at
             losses = [loss.clone() for loss in losses]
         return gradients if self._votes else [*gradients, *losses]
 
@@ -153,8 +153,8 @@ class Backward:
         """The loss's sum and its count; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)
         batch = self.feed.batch(inputs)
-        with self._stance(lane), _explained(self.config.precision):
-            with autocast(self.config.precision, self.world.device):
+        with self._stance(lane), _explained(self.settings.precision):
+            with autocast(self.settings.precision, self.world.device):
                 value = self._value_of(model, self.loss_fn, batch)
             self._counts_itself = isinstance(value, (tuple, list))
             weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
@@ -172,7 +172,7 @@ class Backward:
 
     def _stance(self, lane: Lane) -> AbstractContextManager[Any]:
         """Compiled code is for one size of lanes; a smaller one is not worth compiling for."""
-        is_whole = self.config.step_mode != "compile" or len(lane.indices) == self.config.batch_size
+        is_whole = self.settings.step_mode != "compile" or len(lane.indices) == self.settings.batch_size
         return nullcontext() if is_whole else torch.compiler.set_stance("force_eager")
 
     def _versions(self) -> list[tuple[Name, torch.Tensor, int]]:
@@ -194,9 +194,9 @@ class Backward:
     def _add_to_sum(self, place: int, is_last: bool) -> None:
         """Put the gradients of the lane that has just run where they belong in the tree."""
         missing = [name for name, p in self.named if p.grad is None]
-        if missing and not self.config.find_unused_parameters:
+        if missing and not self.settings.find_unused_parameters:
             raise UnusedParameters(missing)
-        if is_last and not self.config.find_unused_parameters:  # they stay in the parameters, and take the others in
+        if is_last and not self.settings.find_unused_parameters:  # they stay in the parameters, and take the others in
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             for branch in self.lane_sum.remaining(place):
                 torch._foreach_add_(gradients, branch)
@@ -223,7 +223,7 @@ class Backward:
         if self._votes and self.guard is not None and mine:
             cast(self.guard.vote, mine[0])
         summed = reduce_after_backward(
-            gradients, self.parameters, self.reduction, bucket_bytes=self.config.bucket_mb * 2**20
+            gradients, self.parameters, self.reduction, bucket_bytes=self.settings.bucket_mb * 2**20
         )
         for parameter, gradient in zip(self.parameters, summed, strict=True):
             parameter.grad = gradient

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.loader import Lane
 from paceline.engine.buffers import Buffers, Copies
 from paceline.engine.losses import number_on
@@ -59,7 +59,7 @@ class Guard:
     def __init__(
         self,
         buffers: Buffers,
-        config: Config,
+        settings: Settings,
         world: World,
         *,
         on_bad: Callable[[str], None],
@@ -67,8 +67,8 @@ class Guard:
         is_deferred: bool = False,
     ) -> None:
         """`buffers` are put back after a bad step; `on_bad` takes the warning; `original` gives users' indices."""
-        self.config, self.world, self.on_bad, self.original = config, world, on_bad, original
-        self.scaler = Scaler() if config.precision == "fp16" else None
+        self.settings, self.world, self.on_bad, self.original = settings, world, on_bad, original
+        self.scaler = Scaler() if settings.precision == "fp16" else None
         self.is_deferred = is_deferred
         self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
         self.skipped_in_a_row = 0
@@ -170,17 +170,17 @@ class Guard:
         return [culprit for of_rank in self.world.gather_objects(found) for culprit in of_rank]
 
     def _check_limit(self, step: int, last: str) -> None:
-        limit = self.config.nan_limit
+        limit = self.settings.nan_limit
         if self.skipped_in_a_row >= limit:
             raise NotFinite(f"nan_limit={limit} steps in a row were not finite, the last was step {step + 1}: {last}")
 
     def _tell(self, step: int, who: str) -> None:
-        if self.config.nan == "stop":
+        if self.settings.nan == "stop":
             raise NotFinite(
                 f"nan=stop and step {step + 1} is not finite: {who}; "
                 "look at these samples, or set nan: skip to train on without such steps"
             )
-        if self.config.nan == "skip":
+        if self.settings.nan == "skip":
             self.on_bad(f"step {step + 1} is skipped, it is not finite: {who}")
 
     def _restore(self) -> None:

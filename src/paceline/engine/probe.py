@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.buffers import Buffers, Copies, Name
@@ -60,13 +60,13 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def probe_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int, world: World) -> Findings:
+def probe_forward(model: torch.nn.Module, settings: Settings, batch: Any, lanes: int, world: World) -> Findings:
     """What all ranks together have found; a ConfigError if lanes cannot keep it. All ranks."""
-    is_allowed = _may_send(config, lanes, world)
-    copies = copy_of((model, config.loss_fn, batch))
+    is_allowed = _may_send(settings, lanes, world)
+    copies = copy_of((model, settings.loss_fn, batch))
     mine = Findings()
     if all(world.gather_objects(copies is not None)):
-        mine = _probe(copies, config, is_allowed, world.device)
+        mine = _probe(copies, settings, is_allowed, world.device)
     found = _united(world.gather_objects(mine))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # of the copies
@@ -76,7 +76,7 @@ def probe_forward(model: torch.nn.Module, config: Config, batch: Any, lanes: int
             "is neither separate for each lane nor saved; make it a torch.nn.Module and the state a buffer of it"
         )
     if found.collective is not None and not is_allowed:
-        raise ConfigError(_refusal(found.collective, config, lanes, world))
+        raise ConfigError(_refusal(found.collective, settings, lanes, world))
     return found
 
 
@@ -88,24 +88,24 @@ def copy_of(value: Any) -> Any:
         return None
 
 
-def uneven_warning(collective: str, samples: int | None, config: Config, lanes: int) -> str | None:
+def uneven_warning(collective: str, samples: int | None, settings: Settings, lanes: int) -> str | None:
     """What may fail in a step that is not full, if the run has one (pure)."""
-    if samples is not None and samples % (config.batch_size * lanes) == 0:
+    if samples is not None and samples % (settings.batch_size * lanes) == 0:
         return None
     return (
         f"the model or loss_fn calls {collective}: in the last step of an epoch the ranks have batches of different "
         "sizes, where a collective fails or hangs if its tensors follow the batch; use a number of samples that "
-        f"{config.batch_size * lanes} divides, or your own train_fn"
+        f"{settings.batch_size * lanes} divides, or your own train_fn"
     )
 
 
-def _may_send(config: Config, lanes: int, world: World) -> bool:
+def _may_send(settings: Settings, lanes: int, world: World) -> bool:
     """Whether a collective in a forward pass meets the same one on all ranks, and the user accepts what it means."""
-    return lanes == 1 or (not config.exact and lanes == world.size)
+    return lanes == 1 or (not settings.exact and lanes == world.size)
 
 
-def _refusal(collective: str, config: Config, lanes: int, world: World) -> str:
-    if config.exact:
+def _refusal(collective: str, settings: Settings, lanes: int, world: World) -> str:
+    if settings.exact:
         return (
             f"exact=true but the model or loss_fn calls {collective}, whose result depends on the number of ranks; set "
             "exact: false and leave lanes out, or use your own train_fn"
@@ -116,7 +116,7 @@ def _refusal(collective: str, config: Config, lanes: int, world: World) -> str:
     )
 
 
-def _probe(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, device: torch.device) -> Findings:
+def _probe(copies: tuple[Any, Any, Any], settings: Settings, is_allowed: bool, device: torch.device) -> Findings:
     """What this rank finds. An error is left to the first step, unless other ranks may wait in a collective."""
     model, loss_fn, batch = copies
     _shift(model)
@@ -125,10 +125,10 @@ def _probe(copies: tuple[Any, Any, Any], config: Config, is_allowed: bool, devic
     has_hidden_state, place = False, None
     with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
         try:
-            with autocast(config.precision, device):
-                seed_generators(config.seed, "probe")
+            with autocast(settings.precision, device):
+                seed_generators(settings.seed, "probe")
                 output, target = run_model(model, batch)
-                has_hidden_state = _has_hidden_state(loss_fn, output, target, config)
+                has_hidden_state = _has_hidden_state(loss_fn, output, target, settings)
         except CollectiveFound as error:
             place = user_location(error)
         except Exception:  # the first step reports it
@@ -153,17 +153,17 @@ def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
     return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
 
 
-def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, config: Config) -> bool:
+def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, settings: Settings) -> bool:
     """Whether a loss with the same buffers and generators gives another value for the same output and target."""
     holder = Buffers(torch.nn.Module(), loss_fn)
     before, values = Copies(), []
     before.take(holder.live())
     for _ in range(2):
         before.put_back(holder.live())
-        seed_generators(config.seed, "probe")
+        seed_generators(settings.seed, "probe")
         values.append(loss_fn(_cloned(output), _cloned(target)))
     first, second = ([number.detach().double() for number in map(torch.as_tensor, _numbers(each))] for each in values)
-    near = 0.0 if config.exact else NEAR
+    near = 0.0 if settings.exact else NEAR
     return not all(
         torch.allclose(*pair, rtol=near, atol=near, equal_nan=True) for pair in zip(first, second, strict=True)
     )

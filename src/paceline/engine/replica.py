@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from paceline.config import Config
+from paceline.config import Config, Settings
 from paceline.data.feed import Feed
 from paceline.data.seeding import keyed_generators
 from paceline.data.sources import is_stream
@@ -143,25 +143,25 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_view
 
 
-def replicate(model: torch.nn.Module, config: Config, world: World) -> Replica | Single:
+def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Replica | Single:
     """Wrap the model in DDP, with rank 0's weights on every rank; or do without where the config says so. All ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
-    model = place(model, config, world.device)
-    if config.sync_batchnorm:
-        model = _with_shared_statistics(model, config, world)
-    if config.train_fn is None and world.size > 1:
+    model = place(model, settings, world.device)
+    if settings.sync_batchnorm:
+        model = _with_shared_statistics(model, settings, world)
+    if settings.train_fn is None and world.size > 1:
         _check_layers(model)
-    if not config.ddp and world.size > 1:
+    if not settings.ddp and world.size > 1:
         raise ConfigError(f"ddp=false cannot be kept by {world.size} ranks; use a single one")
-    if config.compression == "powersgd" and world.size > 1:
-        if config.channels_last is True:
+    if settings.compression == "powersgd" and world.size > 1:
+        if settings.channels_last:
             raise ConfigError("compression=powersgd cannot send filters that lie by channels; set channels_last: false")
         if world.backend == "gloo" and world.device.type == "cuda":  # only the default stream waits for Gloo's sums
             raise ConfigError(
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
-    return _in_ddp(model, config, world) if config.ddp else Single(model, config.loss_fn)
+    return _in_ddp(model, settings, world) if settings.ddp else Single(model, settings.loss_fn)
 
 
 def _check_layers(model: torch.nn.Module) -> None:
@@ -185,10 +185,10 @@ def _check_layers(model: torch.nn.Module) -> None:
             )
 
 
-def place(model: torch.nn.Module, config: Config, device: torch.device) -> torch.nn.Module:
+def place(model: torch.nn.Module, settings: Settings, device: torch.device) -> torch.nn.Module:
     """The model on its device, in the layout that the config asks for; what is left to `auto` is as it comes."""
     model = model.to(device)
-    if config.channels_last is True:
+    if settings.channels_last:
         _lay(model, torch.channels_last)
     return model
 
@@ -205,25 +205,24 @@ def _lay(model: torch.nn.Module, layout: torch.memory_format) -> None:
             module.weight.data = module.weight.data.to(memory_format=layout)
 
 
-def _with_shared_statistics(model: torch.nn.Module, config: Config, world: World) -> torch.nn.Module:
+def _with_shared_statistics(model: torch.nn.Module, settings: Settings, world: World) -> torch.nn.Module:
     if world.device.type != "cuda":
         raise ConfigError("sync_batchnorm=true but the ranks run on the CPU, torch has it for GPUs; remove it")
-    if config.train_fn is None and config.lanes not in (None, world.size):
+    if settings.train_fn is None and settings.lanes not in (None, world.size):
         # A rank whose lanes are empty in a short step would not meet the others there.
         raise ConfigError(
-            f"sync_batchnorm=true needs one lane for each rank, but lanes={config.lanes} and there are {world.size} "
+            f"sync_batchnorm=true needs one lane for each rank, but lanes={settings.lanes} and there are {world.size} "
             "ranks; leave lanes out, or use as many processes"
         )
     converted: torch.nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
 
 
-def settle_layout(config: Config, model: torch.nn.Module, feed: Feed, world: World) -> Config:
-    """The config with `channels_last` decided, alike on all ranks. All ranks."""
-    by_channels = config.channels_last
-    if by_channels == "auto":
-        by_channels = all(world.gather_objects(_suits_channels(model, feed, world.device)))
-    return config.model_copy(update={"channels_last": by_channels})
+def is_channels_last(config: Config, model: torch.nn.Module, feed: Feed, world: World) -> bool:
+    """Whether images and filters are laid out channels-last; the same on all ranks. All ranks."""
+    if config.channels_last == "auto":
+        return all(world.gather_objects(_suits_channels(model, feed, world.device)))
+    return config.channels_last
 
 
 def _suits_channels(model: torch.nn.Module, feed: Feed, device: torch.device) -> bool:
@@ -265,15 +264,15 @@ def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
     return model(*inputs), target
 
 
-def _in_ddp(model: torch.nn.Module, config: Config, world: World) -> Replica:
+def _in_ddp(model: torch.nn.Module, settings: Settings, world: World) -> Replica:
     return Replica(
         model,
-        config.loss_fn,
+        settings.loss_fn,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         # The managed loop reduces by itself where parameters may be unused (step.py).
-        find_unused_parameters=config.find_unused_parameters and config.train_fn is not None,
-        static_graph=config.static_graph,
-        bucket_cap_mb=config.bucket_mb,
+        find_unused_parameters=settings.find_unused_parameters and settings.train_fn is not None,
+        static_graph=settings.static_graph,
+        bucket_cap_mb=settings.bucket_mb,
         gradient_as_bucket_view=True,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
 from paceline.data.loader import Lane, StepInputs
 from paceline.data.seeding import seed_generators
@@ -26,12 +27,40 @@ from paceline.errors import ConfigError
 from paceline.observe.clock import FORWARD, OPTIMIZER, Clock, DeviceClock
 from paceline.world import World
 
+Number = torch.Tensor | float
 Segment = Callable[[Lane], AbstractContextManager[None]]
 
-# The row of a step: the loss's (sum, count) for each lane of the rank, then these columns.
-NORM, SKIPPED = -2, -1
-LANES = slice(0, NORM)
-NO_NORM = -1.0  # of gradients that nobody has measured
+NO_NORM = -1.0  # of gradients whose norm was not computed
+
+
+class StepResult(NamedTuple):
+    """The numbers of one step on its device, as one row, so that they travel to the host together.
+
+    The rows of several steps or ranks, stacked in front, have the same names.
+    """
+
+    row: torch.Tensor
+
+    @classmethod
+    def of(cls, lane_losses: Sequence[torch.Tensor], grad_norm: Number, is_skipped: Number) -> StepResult:
+        """The result of the lanes of one rank: for each lane the sum of its loss and the count, one after the other."""
+        device = lane_losses[0].device
+        return cls(torch.stack([*lane_losses, number_on(grad_norm, device), number_on(is_skipped, device)]))
+
+    @property
+    def lane_losses(self) -> torch.Tensor:
+        """The loss of each lane of the rank: its sum and its count."""
+        return self.row[..., :-2].reshape(*self.row.shape[:-1], -1, 2)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of the gradients before they were clipped, NO_NORM where nothing is clipped; equal on all ranks."""
+        return self.row[..., -2]
+
+    @property
+    def is_skipped(self) -> torch.Tensor:
+        """1 if the device has skipped the update, else 0; equal on all ranks."""
+        return self.row[..., -1]
 
 
 class Stepper:
@@ -41,7 +70,7 @@ class Stepper:
         self,
         replica: Replica | Single,
         optimizer: torch.optim.Optimizer,
-        config: Config,
+        settings: Settings,
         feed: Feed,
         *,
         lr_factor: Callable[[int], float],
@@ -51,35 +80,35 @@ class Stepper:
         through_ddp: bool | None = None,
     ) -> None:
         """`say` takes a warning. A single rank has nothing to reduce and does without DDP, unless asked. All ranks."""
-        self.replica, self.optimizer, self.config, self.feed, self.world = replica, optimizer, config, feed, world
+        self.replica, self.optimizer, self.settings, self.feed, self.world = replica, optimizer, settings, feed, world
         self.lr_factor, self.lanes_per_rank = lr_factor, lanes_per_rank
-        if config.step_mode == "graph" and world.device.type != "cuda":
+        if settings.step_mode == "graph" and world.device.type != "cuda":
             raise ConfigError("step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto")
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
         self.base_lrs = lrs_of(optimizer)
         self.lr = self.base_lrs[0]  # of the first group, as of the last step
-        self.ema = Ema(replica.module, config.ema) if config.ema is not None else None
+        self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
         self.guard: Guard | None = None
-        if config.nan != "off" or config.precision == "fp16":
-            is_deferred = config.nan == "skip" and config.precision != "fp16" and can_skip(optimizer)
+        if settings.nan != "off" or settings.precision == "fp16":
+            is_deferred = settings.nan == "skip" and settings.precision != "fp16" and can_skip(optimizer)
             self.guard = Guard(
-                replica.forward_state, config, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
+                replica.forward_state, settings, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
             )
         self.sharding: Sharding | None = None
-        if config.shard_optimizer and world.size > 1:
-            self.sharding = Sharding(optimizer, world, bucket_bytes=config.bucket_mb * 2**20)
+        if settings.shard_optimizer and world.size > 1:
+            self.sharding = Sharding(optimizer, world, bucket_bytes=settings.bucket_mb * 2**20)
         self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else Clock()
         self.backward = Backward(
-            replica, config, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
+            replica, settings, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,
         )  # fmt: skip
         self.parameters = self.backward.parameters
         self.graph: StepGraph | None = None
-        if config.step_mode != "eager" and isinstance(self.clock, DeviceClock):
+        if settings.step_mode != "eager" and isinstance(self.clock, DeviceClock):
             is_in_ddp = self.backward.hook is not None
-            full_step = config.batch_size * lanes_per_rank * world.size
+            full_step = settings.batch_size * lanes_per_rank * world.size
             self.graph = StepGraph(
-                self.work, replica.module, config, world, self.clock,
+                self.work, replica.module, settings, world, self.clock,
                 full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
                 say=say,
             )  # fmt: skip
@@ -100,12 +129,10 @@ class Stepper:
             return sha256_of_each(self.sharding.brought())
         return sha256_of_optimizer(self.optimizer) if self.world.is_main else None
 
-    def take(self, turn: StepInputs) -> torch.Tensor:
+    def take(self, turn: StepInputs) -> StepResult:
         """One update, unless the step is not finite: then nothing changes. All ranks.
 
-        Returns one row on the device: the loss's sum and count for each lane of this rank; the norm of the gradients
-        before they were clipped; 1 if the device has skipped the step, else 0. Where the host has skipped it, nothing
-        is counted.
+        A step that the host has skipped has counts of 0 in its result.
         """
         factor = self.lr_factor(turn.step)
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
@@ -115,16 +142,16 @@ class Stepper:
             self._probe(inputs[0])
         self.clock.enter(FORWARD)
         replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
-        return replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly)
+        return StepResult(replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly))
 
     def _probe(self, inputs: LaneInputs) -> None:
         """Find out, before the first step, what a forward pass changes and sends. All ranks."""
         self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
-        seed_generators(self.config.seed, "probe")
-        found = probe_forward(self.replica.module, self.config, self.feed.batch(inputs), lanes, self.world)
+        seed_generators(self.settings.seed, "probe")
+        found = probe_forward(self.replica.module, self.settings, self.feed.batch(inputs), lanes, self.world)
         self.replica.adopt(found.moving)
-        if found.collective is not None and lanes > 1 and not self.config.sync_batchnorm:
-            warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.config, lanes)
+        if found.collective is not None and lanes > 1 and not self.settings.sync_batchnorm:
+            warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.settings, lanes)
             if warning is not None:
                 self.say(warning)
 
@@ -142,7 +169,7 @@ class Stepper:
 
     @contextmanager
     def _eagerly(self, lane: Lane) -> Iterator[None]:
-        seed_generators(self.config.seed, "forward", lane.step, lane.lane)
+        seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
         yield
 
     def _update(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
@@ -154,10 +181,10 @@ class Stepper:
             is_bad = found_bad(self.backward.sums())
         elif self.guard is not None and not self.guard.allows(self.backward.sums()):
             self._skip(lanes, inputs, torch.stack(tuple(totals)))
-            return self._row([number_on(0, self.world.device)] * len(totals), NO_NORM, 0)
+            return StepResult.of([number_on(0, self.world.device)] * len(totals), NO_NORM, 0).row
         norm: torch.Tensor | float = NO_NORM  # without clipping it would cost a pass over the gradients
-        if self.config.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        if self.settings.clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         if is_bad is not None:
             self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         (self.sharding or self.optimizer).step()
@@ -165,10 +192,7 @@ class Stepper:
             self.ema.update(is_bad)
         if self.guard is not None and is_bad is not None:
             self.guard.undo_if(is_bad)
-        return self._row(totals, norm, is_bad if is_bad is not None else 0)
-
-    def _row(self, totals: Sequence[torch.Tensor], *tail: torch.Tensor | float) -> torch.Tensor:
-        return torch.stack([*totals, *(number_on(number, self.world.device) for number in tail)])
+        return StepResult.of(totals, norm, is_bad if is_bad is not None else 0).row
 
     def _skip(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], totals: torch.Tensor) -> None:
         assert self.guard is not None
@@ -187,13 +211,13 @@ class Stepper:
             return "shard_optimizer=true sends weights between the ranks in each step, which is not recorded"
         if self.world.size > 1 and self.world.backend != "nccl":
             return f"{self.world.backend} adds up the gradients of {self.world.size} ranks on the host"
-        if self.world.size > 1 and self.config.compression == "powersgd":
+        if self.world.size > 1 and self.settings.compression == "powersgd":
             return "compression=powersgd counts its steps on the host"
         if any(isinstance(module, torch.jit.ScriptModule) for module in self.replica.module.modules()):
             return "TorchScript does not show what its modules keep on the host"
-        if self.config.precision == "fp16":
+        if self.settings.precision == "fp16":
             return "precision=fp16 adapts its loss scale on the host"
-        if self.config.nan == "stop":
+        if self.settings.nan == "stop":
             return "nan=stop looks at the gradients of each step on the host"
         if self.guard is not None and not self.guard.is_deferred:
             return f"{name}, as it is set, cannot skip a step that is not finite; use fused: true, or nan: off"

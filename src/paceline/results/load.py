@@ -162,7 +162,7 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
     if extra is not None:
         values |= _found(given, extra.parent.resolve() / str(given.get("folder") or ""))
     # How the run was launched is no part of how its model is used.
-    values |= {"launcher": "auto", "resume": "never", "run_dir": None, "time_limit": None}
+    values |= {"launcher": "auto", "resume": "never", "run_dir": None, "time_limit": None, "callbacks": []}
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

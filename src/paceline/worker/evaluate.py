@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Settings
 from paceline.data.feed import Feed, to_device
 from paceline.data.loader import EvalBatch
 from paceline.data.seeding import seed_generators
@@ -36,12 +36,12 @@ OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a 
 class Evaluator:
     """Measures a model on a data set whose batches are dealt to the ranks."""
 
-    def __init__(self, feed: Feed, config: Config, world: World, moving: set[Name] | None = None) -> None:
+    def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[Name] | None = None) -> None:
         """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
-        self.feed, self.config, self.world, self.moving = feed, config, world, moving
+        self.feed, self.settings, self.world, self.moving = feed, settings, world, moving
         self.batches, self.sampler = feed.dealt()
-        metrics = make_metrics(config.metrics)
-        losses = {"val_loss": config.function("loss_fn")} if config.loss_fn is not None else {}
+        metrics = make_metrics(settings.metrics)
+        losses = {"val_loss": settings.function("loss_fn")} if settings.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for name, metric in self.stateful.items():
             if not hasattr(metric, "reset") or not hasattr(metric, "update"):
@@ -157,13 +157,13 @@ class Evaluator:
         """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
         was_training = model.training
         model.eval()
-        buffers, before = Buffers(model, self.config.loss_fn, self.moving), Copies()
+        buffers, before = Buffers(model, self.settings.loss_fn, self.moving), Copies()
         before.take(buffers.live())
 
         def outcome_of(dealt: EvalBatch) -> tuple[Any, Any, int]:
-            seed_generators(self.config.seed, "evaluation", dealt.batch)
+            seed_generators(self.settings.seed, "evaluation", dealt.batch)
             before.put_back(buffers.live())
-            with self._stance(), autocast(self.config.precision, self.world.device):
+            with self._stance(), autocast(self.settings.precision, self.world.device):
                 output, target = run_model(model, self.feed.evaluation_batch(dealt))
             return _in_full(output), target, len(dealt.indices)
 
@@ -175,7 +175,7 @@ class Evaluator:
 
     def _stance(self) -> AbstractContextManager[Any]:
         """Compiled code is for training: its batches have one size."""
-        return torch.compiler.set_stance("force_eager") if self.config.step_mode == "compile" else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.settings.step_mode == "compile" else nullcontext()
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
         row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)

@@ -17,23 +17,14 @@ from paceline.data.stream_loader import StreamLoader
 from paceline.engine.digest import find_difference
 from paceline.engine.replica import Replica, Single
 from paceline.errors import ReplicasDiffer
-from paceline.observe.events import Events
-from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.worker.context import Context
 from paceline.worker.result import write_patiently
-from paceline.world import World, is_joined
+from paceline.world import is_joined
 
 
-def run_own_loop(
-    config: Config,
-    replica: Replica | Single,
-    training: Any,
-    validation: Any | None,
-    world: World,
-    events: Events,
-    progress: Progress,
-) -> Any:
+def run_own_loop(context: Context, replica: Replica | Single, training: Any, validation: Any | None) -> Any:
     """Call the user's `train_fn` and return what it returns. All ranks."""
+    config, world, events, progress = context.config, context.world, context.events, context.progress
     progress.phase = "building the loaders"
 
     def on_training_batch(epoch: int, batch: int, batches: int) -> None:
@@ -62,7 +53,7 @@ def run_own_loop(
         train_loader = StreamLoader(
             training,
             on_batch=lambda epoch, batch, samples: note_training_batch(epoch, batch, None, samples),
-            tell=lambda text: events.write("warning", text=text),
+            tell=context.warn,
             **shared,
         )
     else:
@@ -85,23 +76,17 @@ def run_own_loop(
     return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)
 
 
-def compare_ranks(
-    model: torch.nn.Module,
-    trained: Collection[str],
-    folder: RunFolder,
-    world: World,
-    events: Events,
-    progress: Progress,
-) -> None:
+def compare_ranks(context: Context, model: torch.nn.Module, trained: Collection[str]) -> None:
     """Stop a run whose ranks have ended `train_fn` with different weights, and keep rank 0's. All ranks.
 
     `trained` names the parameters that were trainable before. Buffers may differ, as DDP leaves them.
     """
+    world, progress, folder = context.world, context.progress, context.folder
     if world.size == 1:
         return
     if not is_joined():
         text = "train_fn has left the process group, so the weights of the ranks are not compared; rank 0's are saved"
-        events.write("warning", text=text)
+        context.warn(text)
         return
     progress.phase = "comparing the weights of the ranks"
     found = find_difference(model, trained, world)

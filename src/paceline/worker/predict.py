@@ -12,12 +12,13 @@ from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream, make_datasets, original_indices
-from paceline.engine.replica import make_model, place, place_loss, settle_layout
+from paceline.engine.replica import is_channels_last, make_model, place
 from paceline.errors import DataError
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
 from paceline.run.folder import RunFolder, write_json
 from paceline.run.outcome import Predictions, write_value
+from paceline.worker.build import build_settings
 from paceline.worker.evaluate import Evaluator
 from paceline.world import World
 
@@ -64,11 +65,10 @@ def _apply(
     load_weights(model, weights)
     progress.phase = "evaluating"
     feed, _ = make_feeds(dataset, None, config, world)
-    config = settle_layout(config, model, feed, world)
-    feed.by_channels = config.channels_last is True
-    model = place(model, config, world.device)
-    config = config.model_copy(update={"loss_fn": place_loss(config.loss_fn, world.device)})
-    method: Any = getattr(Evaluator(feed, config, world), what)
+    settings = build_settings(config, world, channels_last=is_channels_last(config, model, feed, world))
+    feed.by_channels = settings.channels_last
+    model = place(model, settings, world.device)
+    method: Any = getattr(Evaluator(feed, settings, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
     events.write("run_finished")
     events.close()

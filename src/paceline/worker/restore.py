@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.callbacks import Callback
 from paceline.checkpoint.resume import check_compatible, named_checkpoint
 from paceline.checkpoint.state import State, load, put_loss, put_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
@@ -14,7 +16,7 @@ from paceline.engine.step import Stepper
 from paceline.observe.events import Events, rewind
 from paceline.observe.progress import Progress
 from paceline.run.folder import RunFolder
-from paceline.worker.loop import TrainState
+from paceline.worker.state import TrainState
 from paceline.world import World
 
 
@@ -50,13 +52,14 @@ def report_checkpoint(past: LoadedCheckpoint, identity: dict[str, Any], world: W
     events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
 
 
-def restore(past: LoadedCheckpoint, config: Config, stepper: Stepper) -> TrainState:
-    """Give the optimizer, the averages and the counters what the checkpoint holds."""
-    settings = [{**group} for group in stepper.optimizer.param_groups]
+def restore(past: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]) -> TrainState:
+    """Restore the optimizer, the averages, the counters and the callbacks; the state of the loop."""
+    config = stepper.settings
+    groups = [{**group} for group in stepper.optimizer.param_groups]
     places = stepper.sharding.mine if stepper.sharding is not None else None
     put_optimizer(past.state, stepper.optimizer, past.path, places)
     if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
-        for group, here in zip(stepper.optimizer.param_groups, settings, strict=True):
+        for group, here in zip(stepper.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in here.items() if key not in ("params", "lr")})
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
@@ -64,6 +67,10 @@ def restore(past: LoadedCheckpoint, config: Config, stepper: Stepper) -> TrainSt
     put_loss(past.state, config.loss_fn, past.path)
     counters = past.state.rest["counters"]
     stepper.set_counters(counters["stepper"])
+    saved = counters.get("callbacks", [])
+    if len(saved) == len(callbacks):  # another number: the callbacks were changed, and begin as they are
+        for callback, content in zip(callbacks, saved, strict=True):
+            callback.load_state_dict(content)
     return TrainState.from_dict(counters["loop"])
 
 

@@ -18,7 +18,7 @@ from paceline.engine.nonfinite import are_finite
 from paceline.engine.precision import GROW_AFTER, Scaler
 from paceline.engine.reduce import cast
 from paceline.engine.replica import Single
-from paceline.engine.step import LANES, Stepper
+from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, NotFinite
 from paceline.world import World
 
@@ -68,9 +68,9 @@ class Run:
         for lane, data in enumerate(batches):
             indices = list(range(lane * BATCH, lane * BATCH + len(data[1])))
             taken.append(Lane(step, lane, len(data[1]), samples, indices, data))
-        row = self.stepper.take(StepInputs(step, 0, taken, ends_epoch=False, ends_run=False))
-        assert row[-1] == 0  # the host has decided
-        return row[LANES].view(-1, 2)
+        result = self.stepper.take(StepInputs(step, 0, taken, ends_epoch=False, ends_run=False))
+        assert result.is_skipped == 0  # the host has decided
+        return result.lane_losses
 
     def state(self) -> dict[str, Any]:
         """All that a step may change, to the last bit."""
@@ -226,7 +226,7 @@ def test_a_count_that_is_no_number_is_a_bad_loss() -> None:
 def test_a_lane_without_samples_has_no_say() -> None:
     run = Run(normed(), lanes=2, find_unused_parameters=True)
     lanes = [Lane(0, 0, BATCH, BATCH, [0, 1, 2, 3], batch(0)), Lane(0, 1, 0, BATCH, [0, 1, 2, 3], batch(1, torch.nan))]
-    assert run.stepper.take(StepInputs(0, 0, lanes, ends_epoch=False, ends_run=False))[1] == BATCH
+    assert run.stepper.take(StepInputs(0, 0, lanes, ends_epoch=False, ends_run=False)).lane_losses[0, 1] == BATCH
     assert run.said == []
 
 

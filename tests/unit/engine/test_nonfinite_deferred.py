@@ -20,7 +20,7 @@ from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.ema import Ema
 from paceline.engine.nonfinite import FinishedStep, Guard, found_bad
 from paceline.engine.replica import Single
-from paceline.engine.step import LANES, NO_NORM, NORM, Stepper
+from paceline.engine.step import NO_NORM, Stepper, StepResult
 from paceline.errors import NotFinite
 from paceline.world import World
 
@@ -116,7 +116,7 @@ class Run:
         assert guard.is_deferred == is_deferred
         self.guard = guard
 
-    def take(self, step: int, *batches: Batch) -> torch.Tensor:
+    def take(self, step: int, *batches: Batch) -> StepResult:
         taken = [
             Lane(step, lane, BATCH, BATCH * len(batches), list(range(lane * BATCH, (lane + 1) * BATCH)), data)
             for lane, data in enumerate(batches)
@@ -145,13 +145,13 @@ def test_weights_optimizer_average_and_buffers_stay_as_they_were(
 ) -> None:
     run = Run(monkeypatch, lanes=lanes, ema=0.9, clip_norm=0.5)
     good = run.take(0, *(batch(seed) for seed in range(lanes)))
-    assert good[-1] == 0
+    assert good.is_skipped == 0
     before = run.state()
     row = run.take(1, *(batch(seed, poison if seed == lanes - 1 else None) for seed in range(lanes)))
     assert run.state() == before
-    assert row[-1] == 1
-    assert row[LANES].view(-1, 2)[:-1].isfinite().all()  # and the others' losses are told as they are
-    assert run.take(2, *(batch(seed) for seed in range(lanes)))[-1] == 0
+    assert row.is_skipped == 1
+    assert row.lane_losses[:-1].isfinite().all()  # and the others' losses are told as they are
+    assert run.take(2, *(batch(seed) for seed in range(lanes))).is_skipped == 0
     assert all(run.state()[name] != before[name] for name in before if not name.endswith("empty"))
     assert run.said == []  # nobody has looked yet
 
@@ -162,10 +162,10 @@ def test_the_row_holds_the_norm_that_the_gradients_had_before_clipping(
 ) -> None:
     clipped, free = (Run(monkeypatch, is_deferred=is_deferred, **keys) for keys in ({"clip_norm": 1e-3}, {}))
     row = clipped.take(0, batch(0))
-    assert free.take(0, batch(0))[NORM] == NO_NORM
+    assert free.take(0, batch(0)).grad_norm == NO_NORM
     gradients = [parameter.grad for parameter in free.stepper.parameters if parameter.grad is not None]
-    assert row[NORM] == torch.nn.utils.get_total_norm(gradients)
-    assert row[NORM] > 1e-3
+    assert row.grad_norm == torch.nn.utils.get_total_norm(gradients)
+    assert row.grad_norm > 1e-3
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -183,14 +183,14 @@ def test_infinite_gradients_of_a_finite_loss_are_left_out(monkeypatch: pytest.Mo
     run = Run(monkeypatch, ema=0.9, loss_fn=lambda output, target: Explode.apply(output).square().mean())
     before = {name: value for name, value in run.state().items() if name != "optimizer"}
     row = run.take(0, batch(0))
-    assert row[-1] == 1
-    assert row.isfinite().all()
+    assert row.is_skipped == 1
+    assert row.row.isfinite().all()
     assert {name: value for name, value in run.state().items() if name != "optimizer"} == before
 
 
 def test_a_bad_loss_counts_even_where_no_gradient_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, loss_fn=lambda output, target: (output[:, 0] + torch.nan).clamp(-9, 9).mean())
-    assert run.take(0, batch(0))[-1] == 1
+    assert run.take(0, batch(0)).is_skipped == 1
 
 
 class Twice(nn.Module):
@@ -219,7 +219,7 @@ def test_buffers_that_change_their_shape_come_back(monkeypatch: pytest.MonkeyPat
     run.take(0, batch(0))
     before = run.state()
     assert len(run.model.seen) == 2
-    assert run.take(1, batch(1, torch.inf))[-1] == 1
+    assert run.take(1, batch(1, torch.inf)).is_skipped == 1
     assert run.state() == before
     run.take(2, batch(2))
     assert len(run.model.seen) == 3
@@ -238,7 +238,8 @@ def test_good_steps_have_the_bits_of_those_that_the_host_has_checked(
     checked = Run(monkeypatch, lanes=lanes, make=make, clip_norm=0.5, is_deferred=False)
     for step, poison in enumerate([None, None, torch.nan, None]):
         rows = [
-            run.take(step, *(batch(9 * step + lane, poison) for lane in range(lanes))) for run in (deferred, checked)
+            run.take(step, *(batch(9 * step + lane, poison) for lane in range(lanes))).row
+            for run in (deferred, checked)
         ]
         if poison is None:
             assert torch.equal(*rows)

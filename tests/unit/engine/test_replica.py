@@ -43,10 +43,10 @@ def test_no_fingerprint_depends_on_the_layout(make_config: MakeConfig) -> None:
     assert torch.equal(digests_of(rows), digests_of(channels))
 
 
-def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_config: MakeConfig) -> None:
+def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_settings: MakeConfig) -> None:
     model = filters()
     before = [parameter.stride() for parameter in model.parameters()]
-    assert [parameter.stride() for parameter in place(model, make_config(), CPU).parameters()] == before
+    assert [parameter.stride() for parameter in place(model, make_settings(), CPU).parameters()] == before
 
 
 class Mapped(nn.Module):

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.callbacks import Run
 from paceline.cli.profile import show
 from paceline.config import Config
-from paceline.data.loader import StepInputs
 from paceline.errors import ConfigError
 from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
@@ -26,7 +26,7 @@ from paceline.tools.profile import trace
 from paceline.tools.profile.advice import advice_on
 from paceline.tools.profile.facts import Operator, Profile, Setting
 from paceline.tools.profile.profile import profile, shortened
-from paceline.tools.profile.task import Account, Watch, as_any_other, last_in, operators_in, put_together
+from paceline.tools.profile.task import Account, StepProfiler, last_in, operators_in, put_together
 from paceline.tools.profile.trace import Cost, Mark, Span
 
 SETTING = Setting(
@@ -324,17 +324,20 @@ def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tm
 
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
     clock = Clock()
-    watch = Watch(clock, torch.device("cpu"), 1, 2, Events(None))
-    for _ in watch.over(lambda losses: [StepInputs(step, 0, [], False, False) for step in range(5)])(None):
-        for phase in (FORWARD, REDUCTION, OTHER, DATA):
+    watch = StepProfiler(clock, torch.device("cpu"), 1, 2, Events(None))
+    run = Run(0, 1, torch.device("cpu"), Path(), torch.nn.Identity(), 6)
+    while not run.stop_requested:
+        for phase in (DATA, FORWARD, REDUCTION, OTHER):
             clock.enter(phase)
             time.sleep(0.001)
-    watch.stop()
+        run.step_number += 1
+        watch.on_step(run, {})
+    assert run.step_number == 5  # one to warm up, two that are timed, two that are traced
     account = watch.account([])
     assert sum(account.host_ms) == pytest.approx(account.step_ms)
     assert len(account.own_ms) == 2
     assert sum(account.own_ms) / 2 == pytest.approx(account.step_ms - account.host_ms[REDUCTION])
-    assert [mark.phase for mark in watch.traced_marks] == [DATA, *2 * [FORWARD, REDUCTION, OTHER, DATA], OTHER]
+    assert [mark.phase for mark in watch.traced_marks] == [OTHER, *2 * [DATA, FORWARD, REDUCTION, OTHER], OTHER]
 
 
 # --- one profile of all ranks ----------------------------------------------------------------------------------------
@@ -383,13 +386,6 @@ def test_the_short_run_saves_nothing_tells_nobody_and_ignores_the_past(make_conf
     assert (short.resume, short.max_restarts, short.time_limit) == ("never", 0, None)
     assert given.resume == "auto"
     assert shortened(make_config(), 25).log.every_steps == 100  # as rarely as later in a run
-
-
-def test_the_last_step_does_what_any_other_does() -> None:
-    cut = StepInputs(24, 0, [], ends_epoch=True, ends_run=True, breaks_off=True)
-    assert as_any_other(cut) == StepInputs(24, 0, [], ends_epoch=False, ends_run=False)
-    whole = StepInputs(24, 0, [], ends_epoch=True, ends_run=True)
-    assert as_any_other(whole) == StepInputs(24, 0, [], ends_epoch=True, ends_run=False)
 
 
 def test_a_loop_of_the_users_own_is_refused(make_config: Callable[..., Config]) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from paceline.callbacks import Callback
 from paceline.checkpoint.state import capture
 from paceline.config import Config
 from paceline.engine.optimizers import make_optimizer
-from paceline.worker.loop import TrainState
 from paceline.worker.restore import LoadedCheckpoint, restore
+from paceline.worker.state import EARLIER_NAMES, TrainState
+
+from ..helpers import settings_of
 
 MakeConfig = Callable[..., Config]
 
@@ -23,8 +26,9 @@ def stepper_of(config: Config) -> Any:
     model = torch.nn.Linear(3, 2)
     optimizer = make_optimizer(config, model)
     return SimpleNamespace(
-        model=model, optimizer=optimizer, ema=None, sharding=None, set_counters=lambda counters: None
-    )
+        model=model, optimizer=optimizer, settings=settings_of(config), ema=None, sharding=None,
+        set_counters=lambda counters: None,
+    )  # fmt: skip
 
 
 def found(stepper: Any) -> Any:
@@ -42,7 +46,7 @@ def test_each_group_goes_on_with_what_the_config_says_of_it_now(make_config: Mak
     before = stepper_of(make_config(optimizer={"name": "muon", "weight_decay": 0.1, "rest": rest}))
     config = make_config(optimizer={"name": "muon", "weight_decay": 0.3, "rest": {**rest, "momentum": 0.7}})
     after = stepper_of(config)
-    fit = restore(found(before), config, after)
+    fit = restore(found(before), after, [])
     assert fit.step == 1
     assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.3, 0.0]
     assert [group["momentum"] for group in after.optimizer.param_groups] == [0.95, 0.7]
@@ -56,5 +60,33 @@ def test_an_optimizer_of_the_users_own_goes_on_with_the_settings_of_the_checkpoi
         return make_config(optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay))
 
     after = stepper_of(own(0.3))
-    restore(found(stepper_of(own(0.1))), own(0.3), after)
+    restore(found(stepper_of(own(0.1))), after, [])
     assert after.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+class Counter(Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_callbacks_get_their_state_back_and_other_callbacks_begin_as_they_are(make_config: MakeConfig) -> None:
+    stepper, saved, first = stepper_of(make_config()), found(stepper_of(make_config())), Counter()
+    saved.state.rest["counters"]["callbacks"] = [{"steps": 7}]
+    restore(saved, stepper, [first])
+    assert first.steps == 7
+    others = [Counter(), Counter()]
+    restore(saved, stepper, others)
+    assert [other.steps for other in others] == [0, 0]
+
+
+def test_checkpoints_of_earlier_versions_have_other_names() -> None:
+    content = asdict(TrainState(step=3, is_evaluation_due=True, stream_position=(2, 1)))
+    for name, earlier in EARLIER_NAMES.items():
+        content[earlier] = content.pop(name)
+    assert TrainState.from_dict(content) == TrainState(step=3, is_evaluation_due=True, stream_position=(2, 1))

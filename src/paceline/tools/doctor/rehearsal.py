@@ -18,7 +18,8 @@ from paceline.observe.progress import Progress
 from paceline.run.folder import RunFolder
 from paceline.run.outcome import write_value
 from paceline.tools.doctor.checks import Trial
-from paceline.worker.main import build_data, build_model, train
+from paceline.worker.build import build_data, build_model, build_settings
+from paceline.worker.main import train
 from paceline.world import World
 
 SAMPLES = 8  # of a micro-batch, and to validate on
@@ -73,7 +74,7 @@ def rehearse(config: Config, folder: RunFolder, world: World, progress: Progress
 
 def build(config: Config, training: Any, folder: RunFolder, world: World, progress: Progress) -> None:
     """What a loop of the user's own is given: the model in DDP, and samples. All ranks."""
-    replicate(build_model(config, progress), config, world)
+    replicate(build_model(config, progress), build_settings(config, world, channels_last=False), world)
     progress.phase = "fetching a sample"
     next(iter(training)) if is_stream(training) else fetch(training, [0])
     if world.is_main:

@@ -36,7 +36,7 @@ def profile(config: Config, steps: int, folder: Path) -> Profile:
     from paceline.world import pick_device
 
     warm_up = WARM_UP if pick_device(config.device, 0).type == "cpu" else WARM_UP_ON_GPU
-    short = shortened(config, warm_up + 2 * steps)
+    short = shortened(config, warm_up + 2 * steps + 1)  # the last is not measured: it ends the run
     if is_main_process() and short.run_dir is None:
         short.run_dir = new_folder(None, Path("runs") / config.name / "profile")
     found: Profile = launch.start(short, partial(task.profile, warm_up=warm_up, steps=steps), folder).load_value()

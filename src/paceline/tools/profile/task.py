@@ -1,7 +1,7 @@
-"""What a rank does to be profiled: the managed loop as ever, a few steps long, and nothing is saved.
+"""What a rank does to be profiled: the managed loop with a callback, for a few steps, without saving anything.
 
-First the step becomes warm. Then some steps are timed as they are, because a profiler slows down what it looks at; then
-as many are traced.
+After some steps to warm up, steps are timed as they are, because a profiler slows down what it observes; then as many
+are traced.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
 
+from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Store
 from paceline.config import Config
-from paceline.data.loader import StepInputs
 from paceline.data.rows import gathered
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
@@ -35,8 +35,9 @@ from paceline.system.signals import Stop
 from paceline.tools.profile import trace
 from paceline.tools.profile.facts import Operator, Profile, Setting
 from paceline.tools.profile.trace import Cost, Mark, Span
-from paceline.worker.loop import TrainState
-from paceline.worker.main import build_data, build_loop, build_model, build_step, open_events, settle_device
+from paceline.worker.build import build_data, build_loop, build_model, build_step, use_own_stream
+from paceline.worker.context import open_context
+from paceline.worker.state import TrainState
 from paceline.world import World
 
 MOST_OPERATORS = 10
@@ -58,33 +59,32 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     """Leave where the time of a step goes as the job's value, and a trace of each rank. All ranks."""
     # Kineto's lines are for those who work on it.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    events = open_events(config, folder, world)
-    lanes = config.lanes or world.size
-    config = settle_device(config, world)
+    use_own_stream(world)
+    context = open_context(config, folder, world, progress)
+    events = context.events
     training, _ = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)
-    config, stepper, plan, _ = build_step(config, model, training, None, lanes, world, events, progress)
+    stepper, plan, _ = build_step(context, model, training, None)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
-    loop = build_loop(config, stepper, None, plan, saver, Stop(), TrainState(), world, events, progress)
-    watch = Watch(stepper.clock, world.device, warm_up, steps, events)
-    loop.turns = watch.over(loop.turns)
-    loop.run()
-    watch.stop()
+    profiler = StepProfiler(stepper.clock, world.device, warm_up, steps, events)
+    build_loop(context, stepper, None, plan, saver, Stop(), TrainState(), [profiler]).run()
 
     progress.phase = "writing the trace"
-    events.write("progress", epoch=0, phase=progress.phase, batch=watch.total - 1, batches=watch.total)
-    spans = trace.write(watch.profiler, watch.traced_marks, folder.trace(world.rank), os.getpid())
-    accounts = world.gather_objects(watch.account(spans))
+    events.write("progress", epoch=0, phase=progress.phase, batch=profiler.total - 1, batches=profiler.total)
+    spans = trace.write(profiler.profiler, profiler.traced_marks, folder.trace(world.rank), os.getpid())
+    accounts = world.gather_objects(profiler.account(spans))
     if world.is_main:
-        setting = setting_of(config, stepper, lanes, world)
+        setting = setting_of(stepper, world)
         write_value(folder, put_together(accounts, setting, world.device.type, steps, folder))
     events.write("run_finished")
     events.close()
 
 
-class Watch:
-    """Follows a loop from step to step: when it is warm, what its clock says, and the trace."""
+class StepProfiler(Callback):
+    """Times the steps of a loop that is warm, then traces as many, then stops it."""
+
+    needs_step_metrics = False
 
     def __init__(self, clock: Clock, device: torch.device, warm_up: int, steps: int, events: Events) -> None:
         self.device, self.steps, self.events = device, steps, events
@@ -97,21 +97,6 @@ class Watch:
         self._enter = clock.enter
         # Parts of the step hold on to their clock, so it stays the same one, and is listened to.
         clock.enter = self._on_enter  # type: ignore[method-assign]
-
-    def over(self, turns: Callable[[Any], Iterable[StepInputs]]) -> Callable[[Any], Iterator[StepInputs]]:
-        """The same turns; between them it is looked whether something is to begin or to end."""
-
-        def watched(losses: Any) -> Iterator[StepInputs]:
-            for turn in turns(losses):
-                yield as_any_other(turn)
-                self._on_step(turn.step + 1)
-
-        return watched
-
-    def stop(self) -> None:
-        """After the last step."""
-        self._traced.append(self._now())
-        self.profiler.stop()
 
     @property
     def traced_marks(self) -> list[Mark]:
@@ -137,15 +122,20 @@ class Watch:
         self.marks.append(Mark(phase, time.time_ns()))
         self._enter(phase)
 
-    def _on_step(self, done: int) -> None:
-        """Before the data of the next step is fetched; `done` steps have been taken."""
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """Begin or end to time or to trace."""
+        done = run.step_number
         if self.timed_from <= done <= self.traced_from:
             is_end = done in (self.timed_from, self.traced_from)
             self._timed.append(self._now() if is_end else time.time_ns())
         if done == self.traced_from:
             self.profiler.start()  # which takes its time
             self._traced.append(self._now())
-            self.marks.append(Mark(DATA, self._traced[0]))
+            self.marks.append(Mark(OTHER, self._traced[0]))
+        if done == self.total:
+            self._traced.append(self._now())
+            self.profiler.stop()
+            run.stop("the profiler")
         part = ("warming up", "timing", "tracing")[(done >= self.timed_from) + (done >= self.traced_from)]
         self.events.write_sometimes("progress", epoch=0, phase=part, batch=done - 1, batches=self.total)
 
@@ -153,11 +143,6 @@ class Watch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the host runs ahead of it
         return time.time_ns()
-
-
-def as_any_other(turn: StepInputs) -> StepInputs:
-    """A turn without what follows the last one of a run, which no other step has to do."""
-    return turn._replace(ends_run=False, ends_epoch=turn.ends_epoch and not turn.breaks_off, breaks_off=False)
 
 
 # --- what all ranks have found together ------------------------------------------------------------------------------
@@ -207,13 +192,14 @@ def operators_in(accounts: list[Account], steps: int, device: str) -> list[Opera
     return [Operator(name, (ms := us[name] / 1e3 / count), calls[name] / count, ms / whole) for name in dearest]
 
 
-def setting_of(config: Config, stepper: Stepper, lanes: int, world: World) -> Setting:
-    """What was settled for this run."""
+def setting_of(stepper: Stepper, world: World) -> Setting:
+    """The settings of the run that its time depends on."""
+    config = stepper.settings
     optimizer, dataset = stepper.optimizer, stepper.feed.dataset
     return Setting(
         workers=config.workers,
         batch_size=config.batch_size,
-        lanes=lanes,
+        lanes=config.lanes,
         threads=torch.get_num_threads(),
         cores=usable_cores(),
         ranks_here=min(ranks_here(), world.size),

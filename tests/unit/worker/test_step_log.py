@@ -1,4 +1,4 @@
-"""The record of losses: what is told of steps does not depend on when the host learns of them."""
+"""The log of steps: its events do not depend on when the losses reach the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch
 
 from paceline.data.loader import Lane, StepInputs
 from paceline.engine.nonfinite import FinishedStep
-from paceline.engine.step import NO_NORM, NORM
+from paceline.engine.step import NO_NORM, StepResult
 from paceline.observe.clock import PHASES, Clock
 from paceline.observe.stragglers import Stragglers
-from paceline.worker.loop import LAG, LoopPlan, StepLog, TrainState, is_recorded, log_interval, record_interval
+from paceline.worker.state import LoopPlan, TrainState
+from paceline.worker.step_log import LAG, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
-PLAN = LoopPlan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False, best=None)
+PLAN = LoopPlan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False)
 STEPS, LANES = 12, 3
 FACTS = -3 - len(PHASES)
 
@@ -51,7 +52,7 @@ class Pair(World):
 
     def gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows, facts = tensor[:FACTS].view(-1, 2 * LANES + 2), tensor[FACTS:]
-        return [tensor, torch.cat([torch.cat([10 * rows[:, :NORM], rows[:, NORM:]], dim=1).flatten(), 3 * facts])]
+        return [tensor, torch.cat([torch.cat([10 * rows[:, :-2], rows[:, -2:]], dim=1).flatten(), 3 * facts])]
 
 
 def make(
@@ -72,13 +73,15 @@ def lr_of(step: int) -> float:
     return 0.5 ** (step + 1)
 
 
-def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> torch.Tensor:
+def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> StepResult:
     generator = torch.Generator().manual_seed(step)
     losses = torch.rand(LANES, dtype=torch.float64, generator=generator) * 10 ** (step % 7)
     if is_skipped:
         losses[1] = torch.nan
     pairs = [number for loss in losses.tolist() for number in (loss, 2.0)]
-    return torch.tensor([*pairs, norm, float(is_skipped)], dtype=torch.float64)  # whose sums depend on their order
+    return StepResult(
+        torch.tensor([*pairs, norm, float(is_skipped)], dtype=torch.float64)
+    )  # whose sums depend on their order
 
 
 def summed(record: StepLog, fit: TrainState, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
@@ -108,7 +111,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
     total = 0.0
     for step in range(STEPS):
         if step not in skipped:
-            total += row(step)[:NORM].view(-1, 2)[:, 0].double().sum().item()
+            total += row(step).lane_losses[:, 0].double().sum().item()
     assert fit.sums.epoch == fit.sums.window == total
     assert fit.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
     assert record.epoch_mean() == total / fit.sums.epoch_count
@@ -116,7 +119,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
 
 def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
     record, fit, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
-    record.add(turn(0), torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0]), lr_of(0))
+    record.add(turn(0), StepResult(torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0])), lr_of(0))
     record.collect()
     assert (fit.sums.epoch, fit.sums.epoch_count) == (9 + 90, 12 + 120)
     [past] = listener.reviewed
@@ -127,7 +130,7 @@ def test_rows_of_several_formats_go_together() -> None:
     """A loss in float64, and the zeros of a step that the host has skipped."""
     record, fit, _ = make()
     record.add(turn(0), row(0), lr_of(0))
-    record.add(turn(1), torch.zeros(2 * LANES + 2), lr_of(1))
+    record.add(turn(1), StepResult(torch.zeros(2 * LANES + 2)), lr_of(1))
     record.collect()
     assert fit.sums.epoch_count == 2 * LANES
 
@@ -143,7 +146,7 @@ def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int
     assert [past.step for past in listener.reviewed if past.is_skipped] == [1, 6, 7]
     for past in listener.reviewed:
         assert past.lanes == [(lane, [past.step, lane]) for lane in range(LANES)]
-        expected = row(past.step, is_skipped=past.is_skipped)[:NORM].double().view(-1, 2).tolist()
+        expected = row(past.step, is_skipped=past.is_skipped).lane_losses.double().tolist()
         assert str(past.totals) == str(expected)
 
 
@@ -228,7 +231,7 @@ def test_records_do_not_depend_on_log_points_checkpoints_and_restarts() -> None:
 
 
 def test_a_record_that_is_written_later_has_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.worker.loop.time.time", lambda: 1000.1234)
+    monkeypatch.setattr("paceline.worker.step_log.time.time", lambda: 1000.1234)
     record, fit, listener = make(plan=replace(PLAN, log_every_steps=2))
     for step in range(3):  # the last one is of the next window
         record.add(turn(step), row(step), lr_of(step))
@@ -236,7 +239,7 @@ def test_a_record_that_is_written_later_has_its_own_step(monkeypatch: pytest.Mon
     assert listener.events == []
     record.settle()
     [event] = listener.of("step")
-    losses = [row(step)[:NORM].double().view(-1, 2).sum(0) for step in range(3)]
+    losses = [row(step).lane_losses.double().sum(0) for step in range(3)]
     assert event.pop("loss") == ((losses[0] + losses[1])[0] / 12).item()
     assert event == {
         "event": "step", "time": 1000.123, "step": 2, "steps": 40, "epoch": 1, "epochs": 2, "lr": 0.25,
@@ -267,7 +270,7 @@ def test_the_norm_of_the_gradients_is_that_of_the_recorded_step(
 def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
     clock = [100.0]
-    monkeypatch.setattr("paceline.worker.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
     record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
@@ -313,7 +316,7 @@ def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -
     """By the slowest rank's time, which all of them have been told."""
     clock = [100.0]
     monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("paceline.worker.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
     pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
     record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
     for step in range(1, 120):

@@ -1,0 +1,205 @@
+"""Builds what a run trains with: data, model, settings, step, inputs, loop. In the order in which a rank does so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.callbacks import BestCheckpoint, Callback
+from paceline.checkpoint.saver import Saver
+from paceline.config import Config, Settings
+from paceline.data import batches
+from paceline.data.curriculum import Curriculum, make_curriculum
+from paceline.data.feed import make_feeds
+from paceline.data.loader import LaneSampler, StepInputs, steps_of
+from paceline.data.seeding import keyed_generators, seed_generators
+from paceline.data.sources import is_stream, make_datasets, size_of
+from paceline.data.stream import StreamSteps
+from paceline.engine.optimizers import lr_at, make_optimizer
+from paceline.engine.precision import resolve
+from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.step import Stepper
+from paceline.errors import ConfigError
+from paceline.observe.progress import Progress
+from paceline.system.signals import Stop
+from paceline.worker.context import Context
+from paceline.worker.evaluate import Evaluator
+from paceline.worker.loop import Loop
+from paceline.worker.state import LoopPlan, TrainState
+from paceline.world import World
+
+SLOW_AVERAGE = 0.5  # share of the initial weights in the average of the weights at the end, from which a run is warned
+SHORT_RUN = 20  # steps: runs as short as this one are trials, and are not warned
+
+
+def use_own_stream(world: World) -> None:
+    """Use a CUDA stream of our own: graphs cannot be recorded on the stream that a process begins with."""
+    if world.device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
+
+
+def build_data(config: Config, progress: Progress) -> tuple[Any, Any | None]:
+    """The training and the validation data."""
+    progress.phase = "building the data set"
+    seed_generators(config.seed, "data set")
+    return make_datasets(config)
+
+
+def build_model(config: Config, progress: Progress) -> torch.nn.Module:
+    """The user's model, on the CPU."""
+    progress.phase = "building the model"
+    return make_model(config)
+
+
+def build_settings(config: Config, world: World, *, channels_last: bool) -> Settings:
+    """The config with its lanes and its precision decided, the layout as given, and the loss on the device."""
+    return Settings.of(
+        config,
+        lanes=config.lanes or world.size,
+        precision=resolve(config.precision, world.device),
+        channels_last=channels_last,
+        loss_fn=place_loss(config.loss_fn, world.device),
+    )
+
+
+def build_step(
+    context: Context, model: torch.nn.Module, training: Any, validation: Any | None
+) -> tuple[Stepper, LoopPlan, Evaluator | None]:
+    """The step over the training data, the length of the run, and the evaluation. All ranks."""
+    config, world, progress = context.config, context.world, context.progress
+    progress.phase = "building the step"
+    feed, validation_feed = make_feeds(training, validation, config, world)
+    settings = build_settings(config, world, channels_last=is_channels_last(config, model, feed, world))
+    for each in (feed, validation_feed):
+        if each is not None:
+            each.by_channels = settings.channels_last
+    replica = replicate(model, settings, world)
+    plan = build_plan(context, feed.dataset, settings.lanes)
+    progress.phase = "building the optimizer"
+    with keyed_generators(config.seed, "optimizer"):
+        optimizer = make_optimizer(config, replica.module)
+    stepper = Stepper(
+        replica,
+        optimizer,
+        settings,
+        feed,
+        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
+        lanes_per_rank=settings.lanes // world.size,
+        world=world,
+        say=context.warn,
+    )
+    if validation_feed is None:
+        return stepper, plan, None
+    return stepper, plan, Evaluator(validation_feed, settings, world, replica.forward_state.moving)
+
+
+def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
+    """How many steps the run has, and when it logs and compares; warns of settings that are probably not meant."""
+    config = context.config
+    total, epochs = length_of(config, training, lanes)
+    for text in surprises(config, total):
+        context.warn(text)
+    return LoopPlan(
+        total_steps=total,
+        epochs=epochs,
+        log_every_steps=config.log.every_steps,
+        check_replicas_every=config.check_replicas_every,
+        log_digests=config.log.digests,
+        ranks_by_loss=config.curriculum is not None and config.curriculum.by == "loss",
+    )
+
+
+def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int]:
+    """The number of steps, None if it is not known beforehand, and of epochs."""
+    size = size_of(training)
+    if size is not None:
+        per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
+        total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
+        return total, -(-total // per_epoch)
+    if config.max_steps is None and config.schedule.name != "constant":
+        raise ConfigError(
+            f"schedule.name={config.schedule.name} must know where the run ends, which an iterable data set does not "
+            "tell; set max_steps, or use schedule.name: constant"
+        )
+    return config.max_steps, config.num_epochs
+
+
+def surprises(config: Config, total_steps: int | None) -> list[str]:
+    """Warnings about settings that are allowed, but probably not meant, in a run of this length (pure)."""
+    if total_steps is None:
+        return []
+    found = []
+    if config.max_steps is not None and total_steps < config.max_steps:
+        found.append(
+            f"max_steps={config.max_steps} is not reached: num_epochs={config.num_epochs} ends the run after "
+            f"{total_steps} steps; raise num_epochs"
+        )
+    if config.ema is not None and total_steps > SHORT_RUN and config.ema**total_steps > SLOW_AVERAGE:
+        found.append(
+            f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
+            f"the weights at the beginning; use ema: {1 - float(f'{10 / total_steps:.1g}'):g}"
+        )
+    return found
+
+
+def build_callbacks(config: Config) -> list[Callback]:
+    """The callbacks of the config and those that its keys stand for."""
+    best = config.checkpoint.best
+    return [*([BestCheckpoint(best.metric, best.mode)] if best is not None else []), *config.callbacks]
+
+
+def build_loop(
+    context: Context, stepper: Stepper, evaluator: Evaluator | None, plan: LoopPlan, saver: Saver, stop: Stop,
+    state: TrainState, callbacks: list[Callback],
+) -> Loop:  # fmt: skip
+    """The managed loop over the inputs of all steps to come. All ranks."""
+    inputs = build_inputs(context, stepper, plan, state)
+    if evaluator is not None:
+        context.progress.phase = "trying the evaluation"
+        evaluator.try_measures(stepper.replica.module)
+    return Loop(context, stepper, inputs, evaluator, plan, saver, stop, state, callbacks)
+
+
+def build_inputs(
+    context: Context, stepper: Stepper, plan: LoopPlan, state: TrainState
+) -> Callable[[torch.Tensor | None], Iterable[StepInputs]]:
+    """The inputs of this rank for each step from the present one; a function of the samples' losses. All ranks."""
+    settings, feed, world, progress = stepper.settings, stepper.feed, context.world, context.progress
+    training, lanes = feed.dataset, settings.lanes
+    if settings.curriculum is not None:
+        progress.phase = "ranking the samples"
+    curriculum = make_curriculum(settings, training)
+    if is_stream(training):
+        return lambda losses: StreamSteps(
+            training, seed=settings.seed, batch_size=settings.batch_size, lanes=lanes, workers=settings.workers,
+            epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step, mark=state.stream_position,
+            world=world, progress=progress, tell=context.warn,
+        )  # fmt: skip
+    if plan.ranks_by_loss:
+        Evaluator(feed, settings, world).try_losses(stepper.replica.module)
+    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    assert total is not None
+
+    def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
+        """Without losses that rank the samples, no further than the first epoch."""
+        paced, end = curriculum, total
+        if plan.ranks_by_loss and losses is None:
+            end = min(per_epoch, total)
+        elif settings.curriculum is not None and plan.ranks_by_loss:
+            paced = Curriculum(losses, settings.curriculum, first_epoch=1)
+        sampler = partial(
+            LaneSampler,
+            seed=settings.seed,
+            size=len(training),
+            batch_size=settings.batch_size,
+            lanes=lanes,
+            steps=range(state.step, end),
+            ridden=batches.lanes_of(world.rank, world.size, lanes),
+            curriculum=paced,
+        )
+        return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
+
+    return inputs

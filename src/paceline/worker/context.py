@@ -1,0 +1,44 @@
+"""`Context`: what every part of a rank's work needs, instead of five parameters each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config import Config
+from paceline.observe.events import VERSION, Events
+from paceline.observe.progress import Progress
+from paceline.run.folder import RunFolder
+from paceline.run.provenance import origin_of
+from paceline.world import World
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank of one run: its config as written, its run folder, its process group, and where it reports."""
+
+    config: Config
+    folder: RunFolder
+    world: World
+    events: Events
+    progress: Progress
+
+    def warn(self, text: str) -> None:
+        """Write a warning into the events, from rank 0."""
+        self.events.write("warning", text=text)
+
+
+def open_context(
+    config: Config, folder: RunFolder, world: World, progress: Progress, *, is_held: bool = False
+) -> Context:
+    """The context of a run, whose events begin with `run_started`; held events reach the file when released."""
+    events = Events(folder.events if world.is_main else None, is_held=is_held)
+    context = Context(config, folder, world, events, progress)
+    if world.is_main:
+        events.write(
+            "run_started", version=VERSION, name=config.name, run_dir=str(folder.path), seed=config.seed,
+            world_size=world.size, lanes=config.lanes or world.size, device=world.device.type, backend=world.backend,
+            **origin_of(config.folder, world.device),
+        )  # fmt: skip
+        for text in world.warnings:
+            context.warn(text)
+    return context

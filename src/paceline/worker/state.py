@@ -1,0 +1,72 @@
+"""All that the managed loop carries from step to step, and what it knows of the run's length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Names of fields in checkpoints of earlier versions.
+EARLIER_NAMES = {
+    "is_evaluation_due": "owes_evaluation",
+    "is_epoch_cut_short": "is_broken_off",
+    "stream_position": "mark",
+    "sample_losses": "losses",
+}
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """How long the run is, and what the loop does at which steps."""
+
+    total_steps: int | None  # None where an iterable data set decides
+    epochs: int  # begun by the end of the run
+    log_every_steps: int | None  # None: `step` events by the step number, `pace` events by the clock
+    check_replicas_every: int
+    log_digests: bool
+    ranks_by_loss: bool = False  # the samples, after the first epoch
+
+
+@dataclass
+class LossSums:
+    """Losses so far: since the last `step` event, and in this epoch."""
+
+    window: float = 0.0
+    window_count: float = 0.0
+    epoch: float = 0.0
+    epoch_count: float = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        """Add the loss of one step."""
+        self.window += total
+        self.window_count += count
+        self.epoch += total
+        self.epoch_count += count
+
+
+@dataclass
+class TrainState:
+    """The state of the loop between two steps. A checkpoint holds it, so a run resumes at any step."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # of training; evaluations are not counted
+    history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
+    sums: LossSums = field(default_factory=LossSums)
+    is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
+    is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` has cut short
+    stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
+    sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, where they are ranked by them
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> TrainState:
+        """The state that `asdict` was given; also of checkpoints of earlier versions."""
+        content = {**content}
+        for name, earlier in EARLIER_NAMES.items():
+            if earlier in content:
+                content[name] = content.pop(earlier)
+        # Checkpoints of earlier versions count epochs from 0.
+        history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
+        return cls(**{**content, "history": history, "sums": LossSums(**content["sums"])})

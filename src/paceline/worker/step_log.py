@@ -1,0 +1,247 @@
+"""The losses of steps: on the device until a log point or a checkpoint, then `step` and `pace` events.
+
+The clock chooses the log points. Which steps are recorded, and the numbers of each, are functions of the run alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.data.loader import StepInputs
+from paceline.engine.nonfinite import FinishedStep
+from paceline.engine.step import StepResult
+from paceline.observe.clock import OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.events import Events
+from paceline.observe.stragglers import Stragglers
+from paceline.system.memory import Memory
+from paceline.worker.state import LoopPlan, TrainState
+from paceline.world import World
+
+SHORTEST_S, LONGEST_S = 0.1, 1.0  # between two log points, unless the config sets log.every_steps
+SHARE = 0.004  # of the time, for what the ranks send each other at log points
+INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]  # in steps
+DENSITY = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
+SAMPLE_S = 1.0  # of training between two steps of a GPU whose phases are timed
+LAG, LAG_SHARE = 2, 20  # steps, or a part of the interval, that a GPU works on while a log point travels to the host
+
+
+class PendingStep(NamedTuple):
+    """What the host keeps of a step until its numbers have arrived."""
+
+    step: int  # from 0
+    epoch: int
+    lr: float
+    time: float  # at which the device was given the step
+    is_recorded: bool  # in a `step` event
+    lanes: list[tuple[int, Any]]  # of this rank, with their indices
+
+
+class PendingRows(NamedTuple):
+    """The numbers of several steps on their way to the host."""
+
+    numbers: torch.Tensor  # of each rank: the rows of its steps, then facts about the rank
+    arrived: torch.cuda.Event | None
+    steps: list[PendingStep]
+    is_log_point: bool
+
+
+class StepLog:
+    """Collects the results of steps and writes their events; adds their losses to the state of the loop."""
+
+    def __init__(
+        self,
+        world: World,
+        state: TrainState,
+        plan: LoopPlan,
+        events: Events,
+        clock: Clock,
+        stragglers: Stragglers,
+        review: Callable[[Sequence[FinishedStep]], None],
+    ) -> None:
+        """`review` is called with the steps whose losses have arrived."""
+        self._world, self._state, self._plan, self._events, self._review = world, state, plan, events, review
+        self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
+        self._facts = -3 - len(PHASES)  # where they begin: memory, cost, milliseconds of a step and of each phase
+        self._every, self._trained_s, self._sample_at_s = 1, 0.0, SAMPLE_S
+        self._cost_s = 0.0  # of sending the last log point
+        self._rows: list[torch.Tensor] = []
+        self._steps: list[PendingStep] = []
+        self._sent: PendingRows | None = None
+        self.last: dict[str, float | None] = {}  # the loss, grad_norm and lr of the newest step that has arrived
+        self.restart_clock()
+
+    def add(self, inputs: StepInputs, result: StepResult, lr: float) -> None:
+        """Keep the result of a step; no synchronisation."""
+        self._rows.append(result.row)
+        lanes = [(lane.lane, lane.indices) for lane in inputs.lanes]
+        is_kept = is_recorded(inputs, self._plan.log_every_steps)
+        self._steps.append(PendingStep(inputs.step, inputs.epoch, lr, time.time(), is_kept, lanes))
+        self._samples += inputs.lanes[0].step_samples
+        self._timed_steps += 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is a log point; the same on all ranks."""
+        return step % self._interval == 0
+
+    @property
+    def _interval(self) -> int:
+        """Steps between log points."""
+        return self._plan.log_every_steps or self._every
+
+    def is_overdue(self, step: int) -> bool:
+        """Whether a log point was sent so many steps ago that waiting for it costs nothing."""
+        if self._sent is None or not self._sent.is_log_point:
+            return False
+        return step > self._sent.steps[-1].step + max(LAG, self._interval // LAG_SHARE)
+
+    def send(self, *, is_log_point: bool = False) -> None:
+        """Begin to copy the rows to the host, without waiting. All ranks."""
+        self.settle()
+        began = time.perf_counter()
+        rows = torch.stack(self._rows).double().flatten()
+        # Facts of the host go along from pinned memory: a copy from other memory would wait for the device.
+        is_on_gpu = rows.device.type == "cuda"
+        known = [self._memory.used, self._cost_s, *self._clock.means(self._timed_steps)]
+        facts = torch.tensor(known, dtype=rows.dtype, pin_memory=is_on_gpu).to(rows.device, non_blocking=True)
+        self._clock.enter(REDUCTION)
+        numbers = torch.stack(self._world.gather_equal(torch.cat([rows, facts])))
+        self._clock.enter(OTHER)
+        arrived = None
+        if is_on_gpu:
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+        self._sent = PendingRows(numbers, arrived, self._steps, is_log_point)
+        self._rows, self._steps = [], []
+        if is_log_point:
+            self._cost_s = time.perf_counter() - began
+            self._restart_steps()
+
+    def settle(self) -> None:
+        """Wait for the rows that were sent, and write their events. All ranks."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        if sent.arrived is not None:
+            sent.arrived.synchronize()
+        # Steps × ranks × columns.
+        rows = sent.numbers[:, : self._facts].reshape(len(sent.numbers), len(sent.steps), -1).transpose(0, 1)
+        result = StepResult(rows)
+        skipped = [bool(flag) for flag in result.is_skipped[:, 0].tolist()]
+        # Steps × lanes × 2, in the order of the lanes at any number of ranks: the sums are the same to the last bit.
+        totals = result.lane_losses.reshape(len(skipped), -1, 2).contiguous()
+        norms = result.grad_norm[:, 0].tolist()
+        with self._events.batch():
+            # Step by step, so that the sums do not depend on how many steps arrive together.
+            for step, (total, count), norm, is_skipped in zip(
+                sent.steps, totals.sum(dim=1).tolist(), norms, skipped, strict=True
+            ):
+                self._take_in(step, total, count, norm, is_skipped=is_skipped)
+            if sent.is_log_point:
+                self._report_pace(sent)
+        known = zip(sent.steps, totals.tolist(), skipped, strict=True)
+        self._review(
+            [FinishedStep(step.step, step.lanes, of_lanes, was_skipped) for step, of_lanes, was_skipped in known]
+        )
+
+    def collect(self) -> None:
+        """Write the events of all steps so far. All ranks."""
+        self.settle()
+        if self._rows:
+            self.send()
+            self.settle()
+
+    def _take_in(self, step: PendingStep, total: float, count: float, norm: float, *, is_skipped: bool) -> None:
+        """Add the loss of one step to the sums; with a recorded step, close the window since the last one."""
+        sums = self._state.sums
+        sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
+        grad_norm = norm if not is_skipped and 0 <= norm < math.inf else None
+        self.last = {"loss": total / count if count and not is_skipped else None, "grad_norm": grad_norm, "lr": step.lr}
+        if step.is_recorded:
+            self._events.write(
+                "step", time=round(step.time, 3),
+                step=step.step + 1, steps=self._plan.total_steps, epoch=step.epoch + 1, epochs=self._plan.epochs,
+                loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
+                lr=step.lr, grad_norm=grad_norm,
+            )  # fmt: skip
+            sums.window = sums.window_count = 0.0
+
+    def _report_pace(self, sent: PendingRows) -> None:
+        """Report time and memory since the last log point, and choose the next ones."""
+        step = sent.steps[-1].step + 1
+        memory, cost_s, *means = sent.numbers[:, self._facts :].T.tolist()  # of each, a number for each rank
+        step_ms = [round(each, 3) for each in means[0]]
+        phases = self._clock.phases_of(list(zip(*means, strict=True)))
+        phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        self._state.seconds += elapsed
+        self._events.write(
+            "pace", step=step, steps=self._plan.total_steps, epoch=sent.steps[-1].epoch + 1, epochs=self._plan.epochs,
+            samples_per_s=round(self._samples / elapsed, 1),
+            step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
+        )  # fmt: skip
+        if found := self._stragglers.see(step_ms, phase_ms, elapsed):
+            self._events.write("straggler", step=step, **found)
+        self._restart_window()
+        # A rank that is early waits for the others in the gather; the smallest cost is that of the last rank.
+        self._adapt(len(sent.steps), max(means[0]) / 1e3, min(cost_s))
+
+    def _adapt(self, steps: int, step_s: float, cost_s: float) -> None:
+        """Choose when the next log points are, from numbers that all ranks have in common."""
+        self._trained_s += steps * step_s
+        self._every = log_interval(step_s, self._trained_s, cost_s)
+        if self._trained_s >= self._sample_at_s:
+            self._clock.ask()
+            self._sample_at_s = self._trained_s + SAMPLE_S
+
+    def epoch_mean(self) -> float | None:
+        """The mean loss of this epoch so far; None if every step was skipped."""
+        sums = self._state.sums
+        return sums.epoch / sums.epoch_count if sums.epoch_count else None
+
+    def restart_epoch(self) -> None:
+        """Begin the sums of an epoch."""
+        self._state.sums.epoch = self._state.sums.epoch_count = 0.0
+
+    def restart_clock(self) -> None:
+        """Begin to measure time again, so that an evaluation does not count as slow training."""
+        self._clock.forget()
+        self._restart_window()
+        self._restart_steps()
+
+    def _restart_window(self) -> None:
+        self._samples = 0
+        self._since = time.perf_counter()
+
+    def _restart_steps(self) -> None:
+        self._timed_steps = 0
+        self._clock.restart()
+
+
+def is_recorded(inputs: StepInputs, every_steps: int | None) -> bool:
+    """Whether a step gets a `step` event: a function of the run alone, so that the curves of equal runs are equal."""
+    step = inputs.step + 1
+    return step % (every_steps or record_interval(step)) == 0 or (inputs.ends_epoch and not inputs.breaks_off)
+
+
+def record_interval(step: int) -> int:
+    """Steps between two recorded ones around `step`: all of the first steps, fewer of later ones (pure).
+
+    It does not depend on the length of the run, which may be unknown, or be changed when the run is resumed.
+    """
+    return INTERVALS[bisect_left(INTERVALS, step / DENSITY)]
+
+
+def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:
+    """Steps between two log points, each of which costs the ranks `cost_s` seconds (pure).
+
+    A short run is logged in detail, a long one about once a second, so that logging costs next to nothing.
+    """
+    pause = min(max(elapsed_s / 50, SHORTEST_S, cost_s / SHARE), LONGEST_S)
+    wanted = pause / max(step_s, 1e-6)
+    return next(each for each in INTERVALS if each >= wanted)
