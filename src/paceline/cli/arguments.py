@@ -13,7 +13,7 @@ from paceline.formatting import printable
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
 PACKAGE = Path(__file__).parents[1]
 RECIPES = PACKAGE / "recipes"
@@ -63,9 +63,9 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
 
 def newest_run() -> Path:
     """The run below `runs` that was started last; told, because nobody has named it."""
-    from paceline.run.folder import newest_below
+    from paceline.run.layout import newest_run_below
 
-    found = newest_below(Path("runs"))
+    found = newest_run_below(Path("runs"))
     if found is None:
         raise ConfigError("there is no run below runs; give a run folder")
     typer.echo(printable(f"the newest run: {found}"), err=True)
@@ -74,7 +74,7 @@ def newest_run() -> Path:
 
 def find_run(path: Path) -> RunFolder:
     """A folder that holds a run, or will."""
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     folder = RunFolder(path.resolve())
     if not folder.holds_run():

@@ -37,7 +37,8 @@ def submit(
     It saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
     from paceline import config
-    from paceline.run.folder import RunFolder, new_folder
+    from paceline.run.layout import RunFolder
+    from paceline.run.lifecycle import new_folder
     from paceline.tools.submit import Plan, script
     from paceline.tools.submit import submit as hand_over
 

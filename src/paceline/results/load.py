@@ -19,7 +19,7 @@ from paceline.config.functions import FunctionNotFound, Missing, resolve
 from paceline.errors import ConfigError
 from paceline.results.result import Trained
 from paceline.results.trust import check
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.result_file import ResultFile, read_result
 from paceline.system.paths import is_file
 

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.config import FUNCTION_KEYS
 from paceline.errors import ConfigError
 from paceline.observe.event_types import parse
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:

@@ -44,7 +44,9 @@ from paceline.observe.lines import failed_line, warning_line
 from paceline.observe.progress import Progress
 from paceline.observe.watchdog import watching
 from paceline.run import job
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import reopen
 from paceline.run.provenance import origin_of
 from paceline.system.exit_codes import DONE
 from paceline.system.parent import die_with_parent
@@ -107,7 +109,7 @@ def train_by_own_loop(config: Config, folder: RunFolder, world: World, progress:
     if config.resume == "auto":
         events.write("warning", text="Paceline keeps no checkpoints for train_fn: it starts from the beginning")
     if world.is_main:
-        folder.reopen(config)
+        reopen(folder, config)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)

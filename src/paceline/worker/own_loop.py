@@ -19,7 +19,7 @@ from paceline.engine.replica import Replica, Single
 from paceline.errors import ReplicasDiffer
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.worker.result import write_patiently
 from paceline.world import World, is_joined
 

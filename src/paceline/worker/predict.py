@@ -16,7 +16,8 @@ from paceline.engine.replica import make_model, place, place_loss, settle_layout
 from paceline.errors import DataError
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import Predictions, write_value
 from paceline.worker.evaluate import Evaluator
 from paceline.world import World

@@ -21,7 +21,7 @@ from paceline.observe.events import Events, read, rewind
 from paceline.observe.sinks import process, trackers
 from paceline.observe.sinks.sink import Channel, Event
 from paceline.observe.sinks.tracker import Ending, Tracker
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 MakeConfig = Callable[..., Config]
 

@@ -15,7 +15,10 @@ from paceline.checkpoint.resume import EXECUTION_KEYS
 from paceline.config import Config, build, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
 from paceline.launch.environment import which_cores
-from paceline.run.folder import RunFolder, new_folder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
+from paceline.run.lock import locked
 from paceline.tools.tune import report
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.goal import Goal, pick_goal
@@ -74,7 +77,7 @@ def tune(plan: Plan, say: Callable[[str], None], show: Callable[[str], None]) ->
     folder = StudyFolder(new_folder(plan.run_dir or Path("runs") / f"{name}-tune", Path()))
     is_managed = config.train_fn is None
     shares = shares_of(plan.parallel, gpus_here(config.device), sorted(which_cores()))
-    with RunFolder(folder.path).locked(), ExitStack() as stack:
+    with locked(RunFolder(folder.path)), ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(share))) for share in shares]
         pruner = make_pruner(plan.pruner, config.num_epochs) if isinstance(plan.pruner, str) else plan.pruner
         study = Study(

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import build, read_yaml
 from paceline.errors import PacelineError, Stopped
 from paceline.observe.events import read
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import TIME_IS_UP, describe
 from paceline.tools.tune.goal import RETURNED
