@@ -50,7 +50,7 @@ def hint(name: str, *others: str) -> str:
 
 def build_config(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
     """The config that a command line means, and the folder it comes from."""
-    from paceline import config, launch
+    from paceline import config, launch, trainer
 
     path = find_config(target)
     raw = config.read_yaml(path)
@@ -58,7 +58,7 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
     raw |= {key: value for key, value in options.items() if value is not None}
     folder = path.parent.resolve()
     launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
-    return config.build(raw, folder=folder), folder
+    return trainer.build_config(raw, folder), folder
 
 
 def newest_run() -> Path:

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from paceline.checkpoint.state import has_average
 from paceline.checkpoint.store import Damaged, Store, step_of, verify
 from paceline.checkpoint.weights import stored_sha256
-from paceline.config import FUNCTION_KEYS, Config, describe, read_yaml, unknown_names
-from paceline.config.functions import FunctionNotFound, Missing, resolve
+from paceline.config import FUNCTION_KEYS, Config, problems_of, read_yaml
+from paceline.config.functions import FunctionNotFound, Missing, full_name, resolve
+from paceline.engine.config_checks import unknown_names
 from paceline.errors import ConfigError
 from paceline.results.result import Trained
 from paceline.results.trust import check
@@ -166,8 +167,8 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([describe(detail) for detail in error.errors(include_url=False)]) from None
-    if problems := unknown_names(config):
+        raise ConfigError(problems_of(error)) from None
+    if problems := list(unknown_names(config)):
         raise ConfigError(problems)
     return config
 
@@ -195,9 +196,8 @@ def _found(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def _function(key: str, name: str, folder: Path | None) -> Any:
-    full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
     try:
-        return resolve(full, folder)
+        return resolve(full_name(key, name), folder)
     except FunctionNotFound as reason:
         if any(mark in name for mark in INLINE):
             return Missing(f"{key}={name}", NOT_FOUND)

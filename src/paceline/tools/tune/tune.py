@@ -12,7 +12,7 @@ from typing import Any
 from optuna.pruners import BasePruner
 
 from paceline.checkpoint.resume import EXECUTION_KEYS
-from paceline.config import Config, build, dump_yaml, override
+from paceline.config import Config, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
 from paceline.launch.environment import which_cores
 from paceline.run.atomic_files import write_text
@@ -28,6 +28,7 @@ from paceline.tools.tune.shares import gpus_here, shares_of
 from paceline.tools.tune.space import Space, examples_of, words_of
 from paceline.tools.tune.study import Candidate, Study, make_pruner
 from paceline.tools.tune.trial import TrialRun, Worker
+from paceline.trainer import build_config
 
 ENGINES = ("optuna", "ray")
 
@@ -124,7 +125,7 @@ def _checked(plan: Plan) -> Config:
         problems[f"--engine {plan.engine} is not known; use {', '.join(ENGINES)}"] = None
     for values in examples_of(plan.space):
         try:
-            config = build(plan.config_of(values), folder=plan.folder)
+            config = build_config(plan.config_of(values), plan.folder)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
