@@ -1,7 +1,8 @@
-"""`Trainer`: the Python face of the config. It trains nothing itself."""
+"""`Trainer`, which takes every config key as a keyword. Training itself is in `launch` and `worker`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,21 @@ if TYPE_CHECKING:
     from paceline.results.result import Result
 
 
+def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
+    """A valid config whose optimizer, metrics and loss exist, or one ConfigError that lists every mistake."""
+    return build(raw, folder=folder, checks=[_engine_problems])
+
+
+def _engine_problems(config: Config) -> Iterator[str]:
+    # Imports torch, and the user's modules may set variables for torch: they are imported before.
+    from paceline.engine.config_checks import unknown_names, unsuitable_loss
+
+    yield from unknown_names(config)
+    yield from unsuitable_loss(config)
+
+
 class Trainer:
-    """One run, ready to start. Every keyword is a config key; functions may be lambdas, closures or of a notebook."""
+    """One run, ready to start. Every keyword is a config key; functions may be lambdas, closures or from a notebook."""
 
     def __init__(
         self,
@@ -27,7 +41,7 @@ class Trainer:
     ) -> None:
         named = {"model_fn": model_fn, "dataset_fn": dataset_fn, "df": df, "train_fn": train_fn}
         raw = {**named, "batch_size": batch_size, "num_epochs": num_epochs, **options}
-        self.config: Config = build(raw)
+        self.config: Config = build_config(raw)
         self._folder = Path()
 
     @classmethod

@@ -12,7 +12,7 @@ from paceline.checkpoint.store import Store
 from paceline.cli.trained import checkpoints
 from paceline.observe.events import Events
 from paceline.run import tensor_files
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 SCRIPT = """
 import os, signal, sys

@@ -111,7 +111,7 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
         (["digits", "--procs", "none"], "procs='none' must be a number of processes, or least:most such as 1:4"),
         (["digits", "--resume", "nowhere"], "resume=nowhere does not exist"),
         (["digits", "lanes=6", "--procs", "4"], "lanes=6 cannot be ridden by 4 ranks"),
-        (["digits", "device=cpu", "backend=nccl"], "backend=nccl cannot work with device=cpu"),
+        (["digits", "device=cpu", "backend=nccl"], "backend=nccl needs a GPU, but device=cpu"),
     ],
 )
 def test_a_wrong_command_line_ends_with_exit_code_2(run, words: list[str], said: str) -> None:

@@ -19,6 +19,7 @@ from faults import INDEX, Disturbed, count, events, outcome, saved_steps, send_s
 import paceline
 from paceline.checkpoint.store import Store, verify
 from paceline.errors import ConfigError
+from paceline.run.lock import locked
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +147,10 @@ def test_the_programs_own_handlers_are_back_after_a_run() -> None:
 
 
 def test_a_folder_in_use_is_not_trained_twice() -> None:
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     start(num_epochs=1, model_fn=layer_net)
-    with RunFolder(Path("run")).locked(), pytest.raises(ConfigError, match="is being trained by another process"):
+    with locked(RunFolder(Path("run"))), pytest.raises(ConfigError, match="is being trained by another process"):
         start(model_fn=layer_net, resume="auto")
     with pytest.raises(ConfigError, match="does not fit"):  # nothing was lost of the first run meanwhile
         start(resume="auto")

@@ -38,9 +38,11 @@ from paceline.observe.event_types import complete
 from paceline.observe.events import read
 from paceline.observe.live import Facts, after, view
 from paceline.run import tensor_files
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools import compare
 from paceline.worker.result import write_result
+
+from .run_folders import create_run
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 LAB = (
@@ -65,7 +67,7 @@ def make_run(top: Path, name: str) -> RunFolder:
     keys = {"model_fn": "pl_fuzz_lab:get_model", "dataset_fn": "pl_fuzz_lab:get_dataset", "loss_fn": "cross_entropy"}
     best = {"best": {"metric": "val_loss", "mode": "min"}}
     config = build({**keys, "metrics": ["accuracy"], "run_dir": top / name, "checkpoint": best}, folder=top)
-    folder, model = RunFolder.create(config), nn.Linear(2, 2)
+    folder, model = create_run(config), nn.Linear(2, 2)
     folder.events.write_text("\n".join(examples()) + "\n")
     state = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), None, {})
     store = Store(folder.checkpoints)

@@ -27,9 +27,6 @@ ROOMS = [
 
 # Imports that go up, each inside a function and for a reason.
 UPWARDS = {
-    # Names of metrics and optimizers are checked with the rest of a config, and torch knows the optimizers.
-    ("config.checks", "engine.losses"),
-    ("config.checks", "engine.optimizers"),
     # The method of a loaded run that people look for; the tool itself uses what anybody can.
     ("results.load", "tools.export.export"),
 }

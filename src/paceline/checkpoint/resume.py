@@ -18,7 +18,8 @@ from paceline.checkpoint.store import MANIFEST, Damaged, Store, read_manifest
 from paceline.config import Config, to_plain
 from paceline.engine.precision import resolve
 from paceline.errors import ConfigError
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import is_locked
 
 # Keys that do not decide what a run computes, only how, where and how safely.
 EXECUTION_KEYS = {
@@ -70,7 +71,7 @@ def find_restore_point(config: Config) -> RestorePoint:
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:
         folder = RunFolder(path)
-        is_unfinished = _is_run(folder) and not folder.has_result() and not folder.is_locked()
+        is_unfinished = _is_run(folder) and not folder.has_result() and not is_locked(folder)
         if is_unfinished and _settled_in(folder) is not None:
             return _past_of(folder)
     return RestorePoint()

@@ -13,7 +13,7 @@ from paceline.formatting import printable
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
 PACKAGE = Path(__file__).parents[1]
 RECIPES = PACKAGE / "recipes"
@@ -50,7 +50,7 @@ def hint(name: str, *others: str) -> str:
 
 def build_config(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
     """The config that a command line means, and the folder it comes from."""
-    from paceline import config, launch
+    from paceline import config, launch, trainer
 
     path = find_config(target)
     raw = config.read_yaml(path)
@@ -58,14 +58,14 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
     raw |= {key: value for key, value in options.items() if value is not None}
     folder = path.parent.resolve()
     launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
-    return config.build(raw, folder=folder), folder
+    return trainer.build_config(raw, folder), folder
 
 
 def newest_run() -> Path:
     """The run below `runs` that was started last; told, because nobody has named it."""
-    from paceline.run.folder import newest_below
+    from paceline.run.layout import newest_run_below
 
-    found = newest_below(Path("runs"))
+    found = newest_run_below(Path("runs"))
     if found is None:
         raise ConfigError("there is no run below runs; give a run folder")
     typer.echo(printable(f"the newest run: {found}"), err=True)
@@ -74,7 +74,7 @@ def newest_run() -> Path:
 
 def find_run(path: Path) -> RunFolder:
     """A folder that holds a run, or will."""
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     folder = RunFolder(path.resolve())
     if not folder.holds_run():

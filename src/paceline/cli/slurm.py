@@ -37,14 +37,16 @@ def submit(
     It saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
     from paceline import config
-    from paceline.run.folder import RunFolder, new_folder
+    from paceline.run.layout import RunFolder
+    from paceline.run.lifecycle import new_folder
     from paceline.tools.submit import Plan, script
     from paceline.tools.submit import submit as hand_over
+    from paceline.trainer import build_config
 
     path = find_config(target)
     raw = config.read_yaml(path)
     config.override(raw, overrides or [])
-    built = config.build(raw, folder=path.parent.resolve())
+    built = build_config(raw, path.parent.resolve())
     plan = Plan(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir

@@ -67,7 +67,7 @@ def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
 
 def next_steps(result: Result, target: str, overrides: Sequence[str]) -> list[str]:
     """Commands that are worth a try after a run, as lines for a shell."""
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     words = [target, *(word for word in overrides if word.partition("=")[0] not in SAID_ANEW)]
     folder = quote(str(result.run_dir))

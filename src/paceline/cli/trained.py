@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.formatting import printable
 
 if TYPE_CHECKING:
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Weights = Annotated[
@@ -126,7 +126,7 @@ def checkpoints(run_dir: Run) -> None:
     """
     from paceline.checkpoint.store import Damaged, Store, verify
     from paceline.formatting import size_text
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     folder = RunFolder(run_dir)
     if not folder.config.exists():
@@ -167,7 +167,7 @@ def _load(
     """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
     from paceline import launch
     from paceline.config import read_yaml
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     _check_data(data)
     _check_trust(run_dir, config, trust=trust)
@@ -184,7 +184,7 @@ def _check_trust(run_dir: Path, config: Path | None, *, trust: bool) -> None:
     """A ConfigError with the command to repeat if the run is not trusted; before anything of it is executed."""
     from paceline.config import read_yaml
     from paceline.results.trust import check
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     folder = RunFolder(run_dir.resolve())
     if not trust and folder.config.exists():

@@ -40,7 +40,7 @@ def report(
 
     The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
-    from paceline.run.folder import write_text
+    from paceline.run.atomic_files import write_text
     from paceline.tools.report.page import page_of
     from paceline.tools.report.read import facts_of_all
 
@@ -57,7 +57,7 @@ def report(
 
 def _runs_among(paths: list[Path]) -> list[Path]:
     """Those of several folders that hold runs. `runs/NAME/*` has others, too; they are told, and left out."""
-    from paceline.run.folder import RunFolder
+    from paceline.run.layout import RunFolder
 
     others = [path for path in paths if path.exists() and not RunFolder(path).holds_run()]
     if len(others) == len(paths):

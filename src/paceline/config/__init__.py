@@ -1,10 +1,10 @@
-"""The typed config: what a run is, from YAML, the command line or Python, with every mistake reported at once.
+"""The typed config: everything a user can set, from YAML, the command line or Python.
 
-Nothing here knows about devices, processes or the environment.
+Reports all mistakes of a config at once. Must not know torch, devices, processes or the environment.
 """
 
 from paceline.config.build import build, override, resolve_tables
-from paceline.config.checks import describe, unknown_names
+from paceline.config.messages import problems_of
 from paceline.config.resolved import Settings
 from paceline.config.schema import (
     FUNCTION_KEYS,
@@ -29,11 +29,10 @@ __all__ = [
     "Schedule",
     "Settings",
     "build",
-    "describe",
     "dump_yaml",
     "override",
+    "problems_of",
     "read_yaml",
     "resolve_tables",
     "to_plain",
-    "unknown_names",
 ]

@@ -1,8 +1,7 @@
-"""From what was given to a config: checked, with its functions and tables found."""
+"""Builds a config from the user's values: validates them, imports the functions and finds the tables."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,40 +9,32 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.callbacks import Callback
-from paceline.config.checks import conflicts, describe, unknown_arguments, unknown_names, wrong_losses
-from paceline.config.functions import FunctionNotFound, home_of, name_of, resolve
+from paceline.config.checks import Check, conflicts
+from paceline.config.functions import FunctionNotFound, full_name, home_of, resolve
+from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
+from paceline.config.signatures import unknown_arguments, wrong_train_fn
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
 
-TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 
+def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterable[Check] = ()) -> Config:
+    """A valid config with callable functions, or one ConfigError that lists every mistake.
 
-def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
-    """A checked config with callable functions, or one ConfigError that lists every mistake.
-
-    Names of functions and relative paths of data are looked up in the config's `folder`, which is relative to this one.
+    Functions by name and relative paths of tables are looked up in `folder`, or in the config's own `folder`, which is
+    relative to it. `checks` find further problems once the functions are imported.
     """
-    # A known key without a value keeps its default; an unknown one is a mistake all the same.
+    # A known key without a value keeps its default; an unknown key without a value is still a mistake.
     values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
-    problems: list[str] = []
-    try:
-        config = Config.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        problems += list(dict.fromkeys(describe(detail) for detail in details))
-        # What is right is checked further, so that nobody mends one mistake only to be shown the next.
-        wrong = {str(detail["loc"][0]) for detail in details}
-        config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
-        problems += conflicts(config, given=set(values), wrong=wrong)
-    else:
-        problems += conflicts(config, given=set(values))
+    config, problems = _validated(values)
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += make_callbacks(config)
-    problems += unknown_names(config) + wrong_losses(config)
+    problems += wrong_train_fn(config)
+    for check in checks:
+        problems += check(config)
     problems += unknown_arguments(config)
     problems += resolve_tables(config, folder)
     if problems:
@@ -52,10 +43,21 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None) -> Config:
     return config
 
 
+def _validated(values: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The config and its problems; keys with an invalid value have their default, so that all others are checked."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
+        config = Config.model_validate({key: value for key, value in values.items() if key not in invalid})
+        return config, problems_of(error) + conflicts(config, invalid)
+    return config, conflicts(config)
+
+
 def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
     """Apply `key=value` and `key.inner=value` from the command line; values are read as YAML.
 
-    A table is looked for in the working folder first, where people see it when they type, then in the config's.
+    A table that exists in the working folder, which the user sees while typing, precedes one in the config's folder.
     """
     problems = []
     for assignment in assignments:
@@ -78,7 +80,7 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
 
 
 def resolve_tables(config: Config, folder: Path | None) -> list[str]:
-    """Make the paths of tables absolute; what is wrong with them, one sentence each."""
+    """Make the paths of tables absolute; returns one sentence for each table that cannot be read."""
     problems = []
     for key in TABLE_KEYS:
         table = getattr(config, key)
@@ -100,20 +102,18 @@ def resolve_tables(config: Config, folder: Path | None) -> list[str]:
 
 
 def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
+    """Replace names of functions by the functions; returns one sentence for each that cannot be imported."""
     problems = []
 
     def resolved(key: str, name: str) -> Callable[..., Any] | str:
-        # A bare name is a loss of torch.nn.functional: `loss_fn: cross_entropy`.
-        full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
         try:
-            return resolve(full, folder)
+            return resolve(full_name(key, name), folder)
         except FunctionNotFound as reason:
             problems.append(f"{key}={name!r} {reason}")
             return name
 
     for key in FUNCTION_KEYS:
-        value = getattr(config, key)
-        if isinstance(value, str):
+        if isinstance(value := getattr(config, key), str):
             setattr(config, key, resolved(key, value))
     if isinstance(config.metrics, dict):
         config.metrics = {
@@ -124,16 +124,6 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
         resolved(f"callbacks.{place}", value) if isinstance(value, str) else value
         for place, value in enumerate(config.callbacks)
     ]
-    if callable(config.train_fn):
-        try:
-            inspect.signature(config.train_fn).bind(*TRAIN_FN_ARGUMENTS)
-        except TypeError:
-            problems.append(
-                f"train_fn={name_of(config.train_fn)} takes {inspect.signature(config.train_fn)}; "
-                f"it is called as train_fn({', '.join(TRAIN_FN_ARGUMENTS)})"
-            )
-        except ValueError:
-            pass  # a builtin without a signature
     return problems
 
 
@@ -151,6 +141,6 @@ def make_callbacks(config: Config) -> list[str]:
 
 
 def _home(config: Config) -> Path | None:
-    """The folder of the first function that is not of an installed package: there, a command finds them again."""
+    """The folder of the first function that is not from an installed package, for commands that import it by name."""
     functions = (getattr(config, key) for key in FUNCTION_KEYS)
     return next((home for function in functions if function is not None and (home := home_of(function))), None)

@@ -1,213 +1,176 @@
-"""What is wrong with a config, one sentence each: with a key, with keys that do not go together, with names."""
+"""Mistakes that show only when several keys are compared, as a table of small checks.
+
+A check is a function of the config that yields one sentence for each problem.
+"""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
-from collections.abc import Callable, Collection
-from typing import Any, get_args
-
-from pydantic import BaseModel
-from pydantic_core import ErrorDetails
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import name_of
-from paceline.config.schema import FUNCTION_KEYS, MANAGED_KEYS, Config
+from paceline.config.schema import MANAGED_KEYS, Config
 
-# Names in the row of an epoch, and in an event, that a metric would take the place of.
-TAKEN_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
+Check = Callable[[Config], Iterable[str]]
 
-
-def describe(detail: ErrorDetails) -> str:
-    """One sentence of the form `<key>=<value> <what is wrong>; <what to do>`."""
-    # Unions put the branch that failed into the location; people know the key alone.
-    path = [str(part) for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
-    path = [p for p in path if p not in ("str", "callable", "bool")]
-    if detail["type"] == "extra_forbidden":
-        path = [str(part) for part in detail["loc"]]  # an unknown key may have any characters
-    key = ".".join(path)
-    if detail["type"] == "extra_forbidden":
-        return f"{key} is not a known key; {_hint(path)}"
-    if path[-1] in FUNCTION_KEYS:
-        return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
+# Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
+RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
 
 
-def conflicts(config: Config, *, given: set[str], wrong: Collection[str] = ()) -> list[str]:
-    """Mistakes that show only when keys are seen together.
-
-    `given` are the keys that were set by the user; those in `wrong` are reported already. A key with its default says
-    nothing: the config in a run folder has all of them.
-    """
-    given = {key for key in given & set(Config.model_fields) if not _is_default(config, key)}
-    problems = []
-    for key, example in (
-        ("model_fn", "a function that returns the model"),
-        ("dataset_fn", "the data set's class"),
-    ):
-        if getattr(config, key) is None and key not in wrong:
-            problems.append(f"{key} is missing; give {example}")
-    if config.train_fn is None and config.loss_fn is None and not {"train_fn", "loss_fn"} & set(wrong):
-        problems.append(
-            "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
-        )
-    if config.train_fn is not None:
-        idle = [key for key in ("loss_fn", *MANAGED_KEYS) if key in given]
-        if idle:
-            belong = "belongs" if len(idle) == 1 else "belong"
-            problems.append(
-                f"{', '.join(idle)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
-            )
-        if config.resume not in ("auto", "never"):
-            problems.append(
-                f"resume={config.resume} names a run to continue, but Paceline keeps no checkpoints for train_fn; "
-                "use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
-            )
-        if inspect.isgeneratorfunction(config.train_fn) or inspect.iscoroutinefunction(config.train_fn):
-            kind = "has a yield" if inspect.isgeneratorfunction(config.train_fn) else "is async"
-            name = name_of(config.train_fn)
-            problems.append(f"train_fn={name} {kind}, so a call of it would train nothing; use a plain function")
-        if config.log.trackers:
-            problems.append("log.trackers has nothing to tell of your own loop; remove it, and log inside train_fn")
-    if config.optimizer_fn is not None and "optimizer" in given:
-        problems.append("optimizer and optimizer_fn are both given; keep one of them")
-    problems += _curriculum(config)
-    for key in ("val_df", "val_dataset_fn"):
-        if key in given and "val_fraction" in given:
-            problems.append(f"{key} and val_fraction are both given; keep one of them")
-    for name in sorted(TAKEN_NAMES.intersection(config.metrics)):
-        problems.append(f"metrics.{name} has the name of something else that is told of an epoch; choose another name")
-    best = config.checkpoint.best
-    measured = ["val_loss", "train_loss", *config.metrics]
-    if best is not None and best.metric not in measured and "metrics" not in wrong:
-        problems.append(f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}")
-    if (config.nodes is None) != (config.rendezvous is None) and not {"nodes", "rendezvous"}.intersection(wrong):
-        problems.append("nodes and rendezvous belong together, as in --nodes 2 --rendezvous HOST:29400; give both")
-    if config.launcher == "ray" and config.nodes is not None:
-        problems.append(f"nodes={config.nodes} is up to Ray with launcher=ray; remove it, procs counts all processes")
-    if not config.ddp and config.nodes is not None:
-        problems.append(f"nodes={config.nodes} needs DDP; remove ddp: false")
-    if not config.ddp and (config.procs_range or (1, 1))[0] > 1:
-        problems.append(f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1")
-    problems += _inexact(config)
-    if config.device == "cpu" and config.step_mode == "graph":
-        problems.append("step_mode=graph needs a GPU, but device=cpu; use step_mode: auto")
-    if config.device == "cpu" and config.backend == "nccl":
-        problems.append("backend=nccl cannot work with device=cpu; use backend: gloo")
-    return problems
+def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
+    """All problems that CHECKS finds. The keys in `invalid` have their default, because their value was refused."""
+    runnable = [check for check, keys in CHECKS.items() if not set(keys) & set(invalid)]
+    return [problem for check in runnable for problem in check(config)]
 
 
-def unknown_names(config: Config) -> list[str]:
-    """Optimizers and metrics that do not exist. torch knows the optimizers, so this is where it is first needed."""
-    from paceline.engine.losses import NAMED
-    from paceline.engine.optimizers import problems_with
-
-    problems = problems_with(config.optimizer.name, config.optimizer.model_extra or {})
-    if isinstance(config.metrics, list):
-        for name in config.metrics:
-            if name not in NAMED:
-                problems.append(f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}")
-    return problems
-
-
-def wrong_losses(config: Config) -> list[str]:
-    """Losses that would train something else than is meant."""
-    import torch
-
-    loss, problems = config.loss_fn, []
-    takes_probabilities = loss is torch.nn.functional.binary_cross_entropy or isinstance(loss, torch.nn.BCELoss)
-    if takes_probabilities and isinstance(config.metrics, list) and "accuracy" in config.metrics:
-        problems.append(
-            "metrics=accuracy takes the sign of a logit, but loss_fn=binary_cross_entropy takes probabilities; "
-            "use binary_cross_entropy_with_logits, and no sigmoid in the model"
-        )
-    if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
-        problems.append(
-            "loss_fn has weights of its own, which nobody would train; make them a part of the model, or freeze them: "
-            "requires_grad_(False)"
-        )
-    return problems
-
-
-def unknown_arguments(config: Config) -> list[str]:
-    """Names in `model_args` and `dataset_args` that their function does not take; said only where that is certain."""
-    problems = []
-    for key, function in (("model_args", config.model_fn), ("dataset_args", config.dataset_fn)):
-        if not callable(function) or (taken := _arguments_of(function)) is None:
-            continue
-        for name in [name for name in getattr(config, key) if name not in taken]:
-            near = difflib.get_close_matches(str(name), taken, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken) or 'none'}"
-            problems.append(f"{key}.{name} is not an argument of {name_of(function)}; {hint}")
-    return problems
-
-
-def _arguments_of(function: Callable[..., Any]) -> list[str] | None:
-    """The arguments that can be given to a function by name; None where it may take any, or does not say."""
-    try:  # what a decorator passes on is its own affair
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in parameters if parameter.kind in by_name]
-
-
-def _hint(path: list[str]) -> str:
-    """What an unknown key may have been meant as: a key much like it, the same word in a section, one a bit like it."""
-    *sections, last = path
-    known = _known_keys(sections)
-    alike = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
-    alike = alike or [f"{key}.{last}" for key in known if not sections and last in _known_keys([key])]
-    alike = alike or difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-    meant = " or ".join(".".join([*sections, key]) for key in alike)
-    return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
-
-
-def _known_keys(sections: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for section in sections:
-        annotation = model.model_fields[section].annotation
-        annotation = next((part for part in get_args(annotation) if part is not type(None)), annotation)
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _is_default(config: Config, key: str) -> bool:
+def _is_set(config: Config, key: str) -> bool:
+    """Whether a key differs from its default: the config in a run folder lists every key, set by the user or not."""
     value, default = getattr(config, key), Config.model_fields[key].get_default(call_default_factory=True)
-    return value is default or (type(value) is type(default) and bool(value == default))
+    return value is not default and (type(value) is not type(default) or value != default)
 
 
-def _curriculum(config: Config) -> list[str]:
-    """Difficulty comes from one place, and only for a curriculum."""
+# --- what must be given, and what excludes each other -------------------------------------------------------------
+
+
+def _required(key: str, example: str) -> Check:
+    def check(config: Config) -> Iterator[str]:
+        if getattr(config, key) is None:
+            yield f"{key} is missing; give {example}"
+
+    return check
+
+
+def _loop_is_given(config: Config) -> Iterator[str]:
+    if config.train_fn is None and config.loss_fn is None:
+        yield "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
+
+
+def _exclusive(first: str, second: str) -> Check:
+    def check(config: Config) -> Iterator[str]:
+        if _is_set(config, first) and _is_set(config, second):
+            yield f"{first} and {second} are both given; keep one of them"
+
+    return check
+
+
+# --- train_fn -----------------------------------------------------------------------------------------------------
+
+
+def _no_managed_keys_with_train_fn(config: Config) -> Iterator[str]:
+    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if config.train_fn is not None and _is_set(config, key)]
+    if unused:
+        belong = "belongs" if len(unused) == 1 else "belong"
+        yield f"{', '.join(unused)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+
+
+def _no_checkpoint_with_train_fn(config: Config) -> Iterator[str]:
+    if config.train_fn is not None and config.resume not in ("auto", "never"):
+        yield (
+            f"resume={config.resume} names a run to continue, but Paceline keeps no checkpoints for train_fn; "
+            "use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
+        )
+
+
+def _train_fn_runs_when_called(config: Config) -> Iterator[str]:
+    is_generator = inspect.isgeneratorfunction(config.train_fn)
+    if callable(config.train_fn) and (is_generator or inspect.iscoroutinefunction(config.train_fn)):
+        kind = "is a generator" if is_generator else "is async"
+        yield f"train_fn={name_of(config.train_fn)} {kind}, so calling it trains nothing; use a plain function"
+
+
+def _no_trackers_with_train_fn(config: Config) -> Iterator[str]:
+    if config.train_fn is not None and config.log.trackers:
+        yield "log.trackers records only the managed loop; remove it, and log inside train_fn"
+
+
+# --- data and metrics ---------------------------------------------------------------------------------------------
+
+
+def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
     if config.curriculum is None:
-        return ["difficulty_fn belongs to a curriculum; add curriculum: {epochs: …}"] if config.difficulty_fn else []
-    given = (config.difficulty_fn, config.curriculum.column, config.curriculum.by)
-    if sum(source is not None for source in given) != 1:
-        return ["curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"]
-    if config.curriculum.by == "loss" and config.num_epochs == 1:
-        return ["curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"]
-    return []
+        if config.difficulty_fn:
+            yield "difficulty_fn belongs to a curriculum; add curriculum: {epochs: …}"
+        return
+    sources = (config.difficulty_fn, config.curriculum.column, config.curriculum.by)
+    if sum(source is not None for source in sources) != 1:
+        yield "curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"
+    elif config.curriculum.by == "loss" and config.num_epochs == 1:
+        yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
 
 
-def _inexact(config: Config) -> list[str]:
-    """Keys whose numbers depend on the number of ranks, and what they cannot be used with."""
-    problems = []
-    if config.compression != "none" and config.exact and config.train_fn is None:
-        problems.append(f"compression={config.compression} rounds the sums by the number of ranks; set exact: false")
+def _metric_names_are_free(config: Config) -> Iterator[str]:
+    for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
+        yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
+
+
+def _best_metric_is_measured(config: Config) -> Iterator[str]:
+    best, measured = config.checkpoint.best, ["val_loss", "train_loss", *config.metrics]
+    if best is not None and best.metric not in measured:
+        yield f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}"
+
+
+# --- processes and devices ----------------------------------------------------------------------------------------
+
+
+def _nodes_have_rendezvous(config: Config) -> Iterator[str]:
+    if (config.nodes is None) != (config.rendezvous is None):
+        yield "nodes and rendezvous belong together, as in --nodes 2 --rendezvous HOST:29400; give both"
+
+
+def _launcher_takes_nodes(config: Config) -> Iterator[str]:
+    if config.launcher == "ray" and config.nodes is not None:
+        yield f"nodes={config.nodes} is chosen by Ray with launcher=ray; remove it, procs counts all processes"
+
+
+def _several_processes_use_ddp(config: Config) -> Iterator[str]:
+    if config.ddp:
+        return
+    if config.nodes is not None:
+        yield f"nodes={config.nodes} needs DDP; remove ddp: false"
+    if (config.procs_range or (1, 1))[0] > 1:
+        yield f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1"
+
+
+def _exact_excludes_rank_dependent_sums(config: Config) -> Iterator[str]:
+    is_exact = config.exact and config.train_fn is None
+    if config.compression != "none" and is_exact:
+        yield f"compression={config.compression} makes results depend on the number of ranks; set exact: false"
     if config.compression == "powersgd" and config.find_unused_parameters:
-        problems.append("compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16")
-    if config.sync_batchnorm and config.exact and config.train_fn is None:
-        problems.append("sync_batchnorm=true takes its statistics over all ranks; set exact: false")
-    if config.sync_batchnorm and config.device == "cpu":
-        problems.append("sync_batchnorm=true cannot work with device=cpu, torch has it for GPUs; remove one of them")
-    return problems
+        yield "compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16"
+    if config.sync_batchnorm and is_exact:
+        yield "sync_batchnorm=true makes results depend on the number of ranks; set exact: false"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _cpu_suffices(config: Config) -> Iterator[str]:
+    if config.device != "cpu":
+        return
+    if config.sync_batchnorm:
+        yield "sync_batchnorm=true needs a GPU, but device=cpu; remove one of them"
+    if config.step_mode == "graph":
+        yield "step_mode=graph needs a GPU, but device=cpu; use step_mode: auto"
+    if config.backend == "nccl":
+        yield "backend=nccl needs a GPU, but device=cpu; use backend: gloo"
+
+
+# In the order of the messages. Each check is skipped if one of the keys beside it was refused: it would take the
+# default in its place for a mistake of the user.
+CHECKS: dict[Check, tuple[str, ...]] = {
+    _required("model_fn", "a function that returns the model"): ("model_fn",),
+    _required("dataset_fn", "the data set's class"): ("dataset_fn",),
+    _loop_is_given: ("train_fn", "loss_fn"),
+    _no_managed_keys_with_train_fn: (),
+    _no_checkpoint_with_train_fn: (),
+    _train_fn_runs_when_called: (),
+    _no_trackers_with_train_fn: (),
+    _exclusive("optimizer", "optimizer_fn"): (),
+    _curriculum_has_difficulty: (),
+    _exclusive("val_df", "val_fraction"): (),
+    _exclusive("val_dataset_fn", "val_fraction"): (),
+    _metric_names_are_free: (),
+    _best_metric_is_measured: ("metrics",),
+    _nodes_have_rendezvous: ("nodes", "rendezvous"),
+    _launcher_takes_nodes: (),
+    _several_processes_use_ddp: (),
+    _exact_excludes_rank_dependent_sums: (),
+    _cpu_suffices: (),
+}

@@ -1,4 +1,4 @@
-"""Functions by name: "module:name" in a config becomes the callable it means."""
+"""Functions by name: imports the callable that "module:name" in a config means, and names a callable."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from paceline.errors import ConfigError
 
 
 class FunctionNotFound(Exception):
-    """Why a name could not be turned into a function, in one sentence."""
+    """A name has no function behind it; the text says why, in one sentence that follows the key and the name."""
+
+
+def full_name(key: str, name: str) -> str:
+    """The "module:name" of a config value: a bare name under `loss_fn` is a loss of torch.nn.functional."""
+    return f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
 
 
 def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
-    """The callable behind "module:name"; modules in `folder` come before installed ones."""
+    """The callable behind "module:name"; modules in `folder` precede installed ones."""
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise FunctionNotFound('is not a function; write it as "module:name"')
     if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # stays: the ranks import from the same places
+        sys.path.insert(0, str(folder))  # not removed again: the ranks get this sys.path
     _refuse_other(module_name.partition(".")[0], folder)
     try:
         found: Any = importlib.import_module(module_name)
@@ -50,15 +55,15 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
 
 
 def _refuse_other(module_name: str, folder: Path | None) -> None:
-    """Python imports a name once: a second module of that name would in silence be the first."""
+    """Raise if another module of this name is imported: Python would return it instead of the one in `folder`."""
     imported = getattr(sys.modules.get(module_name), "__file__", None)
     mine = [folder / f"{module_name}.py", folder / module_name / "__init__.py"] if folder is not None else []
     if imported is not None and any(path.is_file() for path in mine) and Path(imported) not in mine:
-        raise FunctionNotFound(f"names {module_name}, which is imported already from {imported}; rename one of them")
+        raise FunctionNotFound(f"names {module_name}, which is already imported from {imported}; rename one of them")
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """ "module:name" for people to read; lambdas and closures keep Python's own name for them, objects get a "()"."""
+    """ "module:name" for messages and config.yaml; lambdas and closures as Python names them, objects with "()"."""
     named = function if hasattr(function, "__qualname__") else type(function)
     is_method = inspect.ismethod(function) and not isinstance(function.__self__, type)
     name = f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', named)}"
@@ -66,7 +71,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def home_of(function: Callable[..., Any]) -> Path | None:
-    """The folder that the module of a function was imported from; None if that is where packages are installed."""
+    """The folder from which the module of a function is imported; None for an installed package."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is None or file is None:
@@ -79,7 +84,7 @@ def home_of(function: Callable[..., Any]) -> Path | None:
 
 
 class Missing:
-    """Stands for what a run was given and cannot be found again; says so when it is used."""
+    """Takes the place of a function or table of an earlier run that cannot be found; raises ConfigError when called."""
 
     def __init__(self, what: str, why: str) -> None:
         self.what, self.why = what, why
@@ -89,6 +94,7 @@ class Missing:
 
 
 def _cause(error: BaseException, folder: Path | None) -> str:
+    """The error with its file and line, in the user's folder if the error passed through it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return text

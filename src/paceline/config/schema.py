@@ -39,7 +39,7 @@ def _best(value: Any) -> Any:
     """A metric alone does not tell which way is better."""
     if isinstance(value, str):
         forms = " or ".join(f"{{metric: {value}, mode: {mode}}}" for mode in ("max", "min"))
-        raise ValueError(f"must say which way is better; give {forms}")
+        raise ValueError(f"needs a mode, which says whether more or less is better; give {forms}")
     return value
 
 

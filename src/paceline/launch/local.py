@@ -29,8 +29,9 @@ from paceline.observe.follow import Follower
 from paceline.observe.sinks.trackers import tracking
 from paceline.observe.tail import NO_FILE, identity_of
 from paceline.run import job
-from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Job, Task
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import clear_last_attempt, keep_hang_report, open_run
 from paceline.run.outcome import Outcome, collect
 from paceline.system.signals import SIGNALS, handled, heeded
 from paceline.worker.main import train
@@ -65,7 +66,7 @@ def _start(config: Config, task: Task, site: Machines, request: StopRequest) -> 
     pick_backend(config.backend, pick_device(config.device, 0), site.shares_of(ranks))
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
-    with opened(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
+    with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
         with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
             if request.signal:
                 raise request.stopped(BEFORE)
@@ -80,7 +81,7 @@ def laid_out(packed: Job, folder: RunFolder) -> Iterator[None]:
     try:
         folder.job.unlink(missing_ok=True)  # of a launcher that was killed
         job.save(packed, folder.job)
-        folder.forget_last_life()
+        clear_last_attempt(folder)
     except OSError as error:
         with suppress(OSError):
             folder.job.unlink(missing_ok=True)
@@ -135,7 +136,7 @@ def _run_to_end(
         if (request is not None and request.signal) or not restarts.allow(first, saved):
             raise first.to_error()
         news = f"{restarted_line(first, saved)} (restart {restarts.used} of {restarts.limit})"
-        if (table := folder.set_hang_aside()) is not None:
+        if (table := keep_hang_report(folder)) is not None:
             news += f"; all ranks are in {table}"
     if not folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
@@ -154,7 +155,7 @@ def _live(
     request: StopRequest | None, news: str,
 ) -> Failure | None:  # fmt: skip
     """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
-    folder.forget_last_life()
+    clear_last_attempt(folder)
     shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
     with site.meeting(ranks) as meeting, shown:
         if news:

@@ -42,8 +42,9 @@ from paceline.observe import hangs
 from paceline.observe.follow import Follower
 from paceline.observe.sinks.trackers import tracking
 from paceline.run import job
-from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Task
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import open_run
 from paceline.run.outcome import Outcome, collect
 from paceline.worker.main import train as training
 
@@ -93,7 +94,7 @@ def _start(config: Config, task: Task, request: StopRequest) -> Outcome:
             config = config.model_copy(update={"lanes": lanes or ranks})
         batches.lanes_of(0, ranks, config.lanes or ranks)
         packed = job.pack(config, task)
-        with opened(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
+        with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
             is_managed = task is training and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)

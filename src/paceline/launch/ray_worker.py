@@ -22,7 +22,8 @@ from paceline.launch.stalls import StallDetector
 from paceline.observe import failures
 from paceline.observe.events import Events
 from paceline.observe.failures import Failure
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import clear_last_attempt, keep_hang_report
 
 NOTICE_S = 0.5  # between looks into the run folder, which may be far away
 ECHO_S = 2.0  # between a rank that has failed and what carriers elsewhere see of it
@@ -45,11 +46,11 @@ def begin_life(folder: RunFolder, ranks: int) -> None:
     first = first_failure(folder, ranks)
     if first is not None:
         text = restarted_line(first, Store(folder.checkpoints).newest_step())
-        if (table := folder.set_hang_aside()) is not None:
+        if (table := keep_hang_report(folder)) is not None:
             text += f"; all ranks are in {table}"
         with closing(Events(folder.events)) as events:
             events.write("restarted", text=text)
-    folder.forget_last_life()
+    clear_last_attempt(folder)
 
 
 def carry(orders: Orders, rank: int, ranks: int, variables: dict[str, str]) -> None:

@@ -17,7 +17,9 @@ from types import TracebackType
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
-from paceline.run.folder import RunFolder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
+from paceline.run.lock import locked
 
 INTERVAL_S = 0.2
 
@@ -110,7 +112,7 @@ class FolderWatcher:
         """Give the folder what a run cannot do without."""
         self._folder.logs.mkdir(exist_ok=True)
         with suppress(ConfigError):  # it is locked already
-            self._locks.enter_context(self._folder.locked())
+            self._locks.enter_context(locked(self._folder))
         if not self._folder.config.exists():
             write_text(self._folder.config, self._config.to_yaml())
 

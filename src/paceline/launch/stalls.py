@@ -12,7 +12,7 @@ from paceline.observe import hangs
 from paceline.observe.hangs import place_by_dump, read_place
 from paceline.observe.lines import failed_line
 from paceline.observe.watchdog import BEAT_S, DUMP_BEATS, DUMP_SIGNAL, LAST_RESORT_S
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 class StallDetector:

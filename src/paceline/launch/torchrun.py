@@ -20,8 +20,9 @@ from paceline.observe.follow import Follower
 from paceline.observe.progress import Progress
 from paceline.observe.sinks.trackers import tracking
 from paceline.observe.watchdog import watching
-from paceline.run.folder import RunFolder, opened
 from paceline.run.job import Task
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import clear_last_attempt, open_run
 from paceline.run.outcome import Outcome, collect
 from paceline.world import join, use_threads
 
@@ -75,7 +76,7 @@ def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[
     threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
     settled = {"threads": threads, "lanes": lanes or world_size if config.train_fn is None else None}
     config = config.model_copy(update=settled)
-    folder = held.enter_context(opened(config, past.run_dir))
+    folder = held.enter_context(open_run(config, past.run_dir))
     held.enter_context(FolderWatcher(folder, config))
-    folder.forget_last_life()
+    clear_last_attempt(folder)
     return folder.path, settled

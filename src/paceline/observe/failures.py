@@ -18,7 +18,8 @@ from typing import Any
 from paceline import errors
 from paceline.errors import ConfigError, PacelineError, RankFailed
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.system.exit_codes import ENDED_EARLY
 
 # What a rank reports when a neighbour is gone. Gloo raises these as plain RuntimeErrors.

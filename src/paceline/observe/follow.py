@@ -16,7 +16,9 @@ from paceline.observe.lines import FAILED, RECOVERED, WARNING
 from paceline.observe.sinks.sink import Channel
 from paceline.observe.sinks.tensorboard import Board
 from paceline.observe.tail import NO_FILE, Tail, identity_of
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import is_locked
+from paceline.run.summary import result_text, resume_hint
 from paceline.system.disk import is_full
 
 INTERVAL_S = 0.1
@@ -152,7 +154,7 @@ def replay(folder: RunFolder) -> None:
     screen.console, screen.is_live = Console(highlight=False, soft_wrap=True), False
     for event in read(folder.events) if folder.events.exists() else ():
         screen.show(event)
-    if (outcome := folder.outcome()) is not None:
+    if (outcome := result_text(folder)) is not None:
         screen.note(f"done: {outcome}")
 
 
@@ -163,10 +165,10 @@ def show(folder: RunFolder) -> None:
             follower.screen.note("the run has not begun yet")
         while not follower.is_over:
             time.sleep(INTERVAL_S)
-            if follower.idle_s > TORN_S and folder.result.exists() and not folder.is_locked():
+            if follower.idle_s > TORN_S and folder.result.exists() and not is_locked(folder):
                 break
-            if follower.idle_s > IDLE_S and folder.events.exists() and not folder.is_locked():
-                follower.screen.note(f"nobody trains this run; {folder.how_to_go_on()}")
+            if follower.idle_s > IDLE_S and folder.events.exists() and not is_locked(folder):
+                follower.screen.note(f"nobody trains this run; {resume_hint(folder)}")
                 return
-    if (outcome := folder.outcome()) is not None:
+    if (outcome := result_text(folder)) is not None:
         follower.screen.note(f"done: {outcome}")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from paceline.observe import failures
 from paceline.observe.failures import LIBRARIES, Failure
-from paceline.run.folder import RunFolder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
 
 REDUCTION = "the gradient reduction"
 WORKERS = "DataLoader workers"  # a wait, but for no other rank

@@ -33,7 +33,8 @@ from paceline.observe.hangs import (
 )
 from paceline.observe.lines import failed_line, recovered_line, warning_line
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.system.cpu_time import others_cpu_s
 
 BEAT_S = 1.0

@@ -14,12 +14,14 @@ from safetensors import SafetensorError
 from paceline.checkpoint.state import has_average
 from paceline.checkpoint.store import Damaged, Store, step_of, verify
 from paceline.checkpoint.weights import stored_sha256
-from paceline.config import FUNCTION_KEYS, Config, describe, read_yaml, unknown_names
-from paceline.config.functions import FunctionNotFound, Missing, resolve
+from paceline.config import FUNCTION_KEYS, Config, read_yaml
+from paceline.config.functions import FunctionNotFound, Missing, full_name, resolve
+from paceline.config.messages import problems_of
+from paceline.engine.config_checks import unknown_names
 from paceline.errors import ConfigError
 from paceline.results.result import Trained
 from paceline.results.trust import check
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.result_file import ResultFile, read_result
 from paceline.system.paths import is_file
 
@@ -166,8 +168,8 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([describe(detail) for detail in error.errors(include_url=False)]) from None
-    if problems := unknown_names(config):
+        raise ConfigError(problems_of(error)) from None
+    if problems := list(unknown_names(config)):
         raise ConfigError(problems)
     return config
 
@@ -195,9 +197,8 @@ def _found(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def _function(key: str, name: str, folder: Path | None) -> Any:
-    full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
     try:
-        return resolve(full, folder)
+        return resolve(full_name(key, name), folder)
     except FunctionNotFound as reason:
         if any(mark in name for mark in INLINE):
             return Missing(f"{key}={name}", NOT_FOUND)

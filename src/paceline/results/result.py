@@ -13,7 +13,7 @@ from paceline.checkpoint.weights import load_weights
 from paceline.config import Config
 from paceline.engine.replica import make_model
 from paceline.results.apply import apply
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome, Predictions, Value
 
 

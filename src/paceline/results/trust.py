@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import FUNCTION_KEYS
+from paceline.config.functions import full_name
 from paceline.errors import ConfigError
 from paceline.observe.event_types import parse
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:
@@ -49,8 +50,8 @@ def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) ->
     named |= {f"metrics.{name}": value for name, value in metrics.items()} if isinstance(metrics, dict) else {}
     for key, name in named.items():
         if isinstance(name, str) and key.partition(".")[0] not in replaced:
-            full = f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
-            yield f"{key}: {name!r} in {_file_of(full.partition(':')[0], home) or 'a module that is not found'}"
+            module = full_name(key, name).partition(":")[0]
+            yield f"{key}: {name!r} in {_file_of(module, home) or 'a module that is not found'}"
     if (home / ".env").is_file():
         yield f"environment variables in {home / '.env'}"
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
-from paceline.run.folder import RunFolder, write_private
+from paceline.run.atomic_files import write_private
+from paceline.run.layout import RunFolder
 from paceline.run.result_file import ResultFile, read_result
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from paceline.run.folder import sync_folder as sync_folder
+from paceline.run.atomic_files import sync_folder as sync_folder
 
 CHUNK = 1 << 22
 # The names that the safetensors format has for them.

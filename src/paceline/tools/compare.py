@@ -18,7 +18,9 @@ from paceline.engine.replica import make_model
 from paceline.launch.environment import chosen_threads
 from paceline.observe.events import read
 from paceline.results.result import Result
-from paceline.run.folder import RunFolder, new_folder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
 from paceline.trainer import Trainer
 
 PLAIN = "plain"

@@ -17,7 +17,10 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.formatting import ranks_text
 from paceline.observe.event_types import complete
 from paceline.observe.events import damage_text, read
-from paceline.run.folder import RunFolder, write_json, write_text
+from paceline.run.atomic_files import write_json, write_text
+from paceline.run.layout import RunFolder
+from paceline.run.lock import is_locked
+from paceline.run.summary import result_text, resume_hint
 
 # In every task: one that is killed starts again, and the hosts find each other again.
 TASK = """asked=
@@ -166,12 +169,12 @@ def describe(folder: RunFolder) -> list[str]:
     restarts = sum(event["event"] == "restarted" for event in events)
     if restarts:
         lines.append(f"restarted {restarts} times, last: {last['restarted']['text']}")
-    if (outcome := folder.outcome()) is not None:
+    if (outcome := result_text(folder)) is not None:
         return [*lines, f"finished: {outcome}"]
-    if events[-1]["event"] == "run_failed" and not folder.is_locked():
+    if events[-1]["event"] == "run_failed" and not is_locked(folder):
         return [*lines, f"failed: {events[-1]['text']}"]
     stopped = f", stopped by {complete(events[-1])['reason']}" if events[-1]["event"] == "run_stopped" else ""
-    return [*lines, "running" if folder.is_locked() else f"not running{stopped}; {folder.how_to_go_on()}"]
+    return [*lines, "running" if is_locked(folder) else f"not running{stopped}; {resume_hint(folder)}"]
 
 
 def _end_of_log(folder: RunFolder) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.config import Config
 from paceline.observe.events import VERSION, Events
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.provenance import origin_of
 from paceline.world import World
 

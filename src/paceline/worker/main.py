@@ -33,7 +33,9 @@ from paceline.observe.lines import failed_line, warning_line
 from paceline.observe.progress import Progress
 from paceline.observe.watchdog import watching
 from paceline.run import job
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import reopen
 from paceline.system.exit_codes import DONE
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import Stop
@@ -102,7 +104,7 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     if config.resume == "auto":
         context.warn("Paceline keeps no checkpoints for train_fn: it starts from the beginning")
     if world.is_main:
-        folder.reopen(config)
+        reopen(folder, config)
     training, validation = build_data(config, progress)
     model = build_model(config, progress)
     fit_scalers(model, training, config.seed, progress)

@@ -16,7 +16,8 @@ from paceline.engine.replica import is_channels_last, make_model, place
 from paceline.errors import DataError
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import Predictions, write_value
 from paceline.worker.build import build_settings
 from paceline.worker.evaluate import Evaluator

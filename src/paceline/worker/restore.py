@@ -15,7 +15,8 @@ from paceline.config import Config
 from paceline.engine.step import Stepper
 from paceline.observe.events import Events, rewind
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import reopen
 from paceline.worker.state import TrainState
 from paceline.world import World
 
@@ -81,7 +82,7 @@ def take_up(past: LoadedCheckpoint | None, config: Config, folder: RunFolder, wo
     def begin() -> None:
         store = Store(folder.checkpoints)
         store.clean()
-        folder.reopen(config)
+        reopen(folder, config)
         if events.is_held:
             rewind(folder.events, past.manifest.step if past is not None else -1)
             events.release()

@@ -12,7 +12,8 @@ import torch
 from paceline.checkpoint.weights import save_weights
 from paceline.engine.ema import Ema
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.system.disk import is_of_full_disk
 

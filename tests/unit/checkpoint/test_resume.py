@@ -20,7 +20,10 @@ from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.run import tensor_files
-from paceline.run.folder import RunFolder, opened
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import open_run
+
+from ..run_folders import create_run
 
 MakeConfig = Callable[..., Config]
 SOURCE = Path("runs/run/a/checkpoints/step-00000003")
@@ -28,7 +31,7 @@ SOURCE = Path("runs/run/a/checkpoints/step-00000003")
 
 def make_run(config: Config, path: str, *, is_finished: bool = False, **settled: int) -> RunFolder:
     """A run folder as a launch leaves it: with the lanes and threads that were settled."""
-    folder = RunFolder.create(config.model_copy(update={"run_dir": Path(path), **settled}))
+    folder = create_run(config.model_copy(update={"run_dir": Path(path), **settled}))
     if is_finished:
         folder.result.write_text("{}")
     return folder
@@ -79,7 +82,7 @@ def test_auto_leaves_a_run_alone_that_is_being_trained(make_config: MakeConfig) 
     config = make_config(resume="auto")
     make_run(config, "runs/run/2024-01-01")
     newer = make_run(config, "runs/run/2024-01-02")
-    with opened(config, newer.path):
+    with open_run(config, newer.path):
         assert find_restore_point(config).run_dir == Path("runs/run/2024-01-01").resolve()
     assert find_restore_point(config).run_dir == newer.path
 

@@ -17,7 +17,7 @@ from paceline.cli.arguments import RECIPE_CONFIGS
 from paceline.cli.train import next_steps
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 def words(line: str) -> list[str]:

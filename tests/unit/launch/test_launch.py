@@ -12,7 +12,7 @@ from paceline.launch import environment, stopped_error
 from paceline.launch.environment import chosen_threads, load_dotenv
 from paceline.launch.local import failure_told
 from paceline.observe.events import read
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome
 
 

@@ -20,5 +20,5 @@ def test_a_missing_ray_is_named_with_the_command_that_brings_it(monkeypatch: pyt
 
 
 def test_nodes_are_up_to_ray() -> None:
-    with pytest.raises(errors.ConfigError, match=r"nodes=2 is up to Ray with launcher=ray; remove it"):
+    with pytest.raises(errors.ConfigError, match=r"nodes=2 is chosen by Ray with launcher=ray; remove it"):
         build({**RAW, "nodes": 2, "rendezvous": "n1:29400"}, folder=Path())

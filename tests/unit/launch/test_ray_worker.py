@@ -14,7 +14,7 @@ from paceline.launch import ray_worker
 from paceline.launch.stalls import StallDetector
 from paceline.observe import events, failures
 from paceline.observe.failures import Failure
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 @pytest.fixture

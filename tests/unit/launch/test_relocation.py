@@ -10,7 +10,11 @@ import pytest
 from paceline.config import Config, read_yaml
 from paceline.launch.relocation import FolderWatcher, loss_of
 from paceline.observe.events import Events, read
-from paceline.run.folder import RunFolder, opened
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import open_run
+from paceline.run.lock import is_locked
+
+from ..run_folders import create_run
 
 MakeConfig = Callable[..., Config]
 
@@ -19,7 +23,7 @@ MakeConfig = Callable[..., Config]
 def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderWatcher]]:
     """A run folder that this process has locked, and a keeper whose thread never looks: the test does."""
     config = make_config(run_dir="runs/mine", seed=7)
-    with opened(config, None) as folder:
+    with open_run(config, None) as folder:
         with closing(Events(folder.events)) as events:
             events.write("before")
         keeper = FolderWatcher(folder, config)
@@ -83,8 +87,8 @@ def test_a_folder_that_was_moved_is_reached_by_its_old_path(
     Path(source).rename(target)
     keeper.look()
     assert folder.path.resolve() == tmp_path / place
-    assert folder.is_locked()
-    assert RunFolder(tmp_path / place).is_locked()
+    assert is_locked(folder)
+    assert is_locked(RunFolder(tmp_path / place))
     text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
     assert warnings_in(folder) == [text]
     keeper.look()
@@ -114,7 +118,7 @@ def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
         shutil.rmtree(folder.path)
         keeper.look()
         assert read_yaml(folder.config)["seed"] == 7
-        assert folder.is_locked()
+        assert is_locked(folder)
         assert folder.logs.is_dir()
         [text] = warnings_in(folder)
         assert text.startswith(f"{folder.path} was deleted; the run continues in a new folder, without")
@@ -130,16 +134,16 @@ def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, Folde
     for _ in range(2):
         keeper.look()
         assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
-        assert folder.is_locked()
+        assert is_locked(folder)
         assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
 
 
 def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: MakeConfig) -> None:
     """They may still refuse to resume the run."""
     config = make_config(run_dir="run")
-    folder = RunFolder.create(config)
+    folder = create_run(config)
     folder.config.unlink()
-    with opened(config, folder.path), FolderWatcher(folder, config) as keeper:
+    with open_run(config, folder.path), FolderWatcher(folder, config) as keeper:
         keeper.look()
     assert not folder.config.exists()
     assert not folder.events.exists()
@@ -159,12 +163,12 @@ def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
 
 def test_a_keeper_looks_by_itself(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run")
-    with opened(config, None) as folder, FolderWatcher(folder, config):
+    with open_run(config, None) as folder, FolderWatcher(folder, config):
         folder.path.rename("moved")
         while not folder.path.exists():
             pass
     assert folder.path.resolve().name == "moved"
-    assert not folder.is_locked()
+    assert not is_locked(folder)
 
 
 def test_what_is_lost_with_a_deleted_folder_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from paceline.launch import stalls
 from paceline.launch.stalls import StallDetector
 from paceline.observe.hangs import Place
 from paceline.observe.watchdog import ENDED
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from paceline.observe.follow import Follower, Tail
 from paceline.observe.lines import FAILED, WARNING, failed_line, recovered_line, warning_line
 from paceline.observe.sinks.sink import Event
 from paceline.observe.sinks.tensorboard import Board
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +363,7 @@ def test_whoever_watches_a_run_that_was_left_reads_whether_it_can_go_on(
     monkeypatch.setattr(follow, "IDLE_S", 0.0)
     folder.events.touch()
     follow.show(folder)
-    assert capsys.readouterr().err.splitlines()[-1] == "nobody trains this run; --resume auto goes on with it"
+    assert capsys.readouterr().err.splitlines()[-1] == "nobody trains this run; resume it with --resume auto"
     folder.config.write_text("train_fn: train:train\n")
     follow.show(folder)
     assert "--resume auto starts it from the beginning" in capsys.readouterr().err

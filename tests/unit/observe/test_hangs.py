@@ -29,7 +29,8 @@ from paceline.observe.hangs import (
     tell,
     write_hang,
 )
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 
 TORCH = str(Path(torch.__file__).parent)
 PACELINE = str(Path(failures.__file__).parent)

@@ -21,7 +21,7 @@ from paceline.observe.events import Events, read, rewind
 from paceline.observe.sinks import process, trackers
 from paceline.observe.sinks.sink import Channel, Event
 from paceline.observe.sinks.tracker import Ending, Tracker
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 MakeConfig = Callable[..., Config]
 
@@ -245,7 +245,7 @@ def test_one_tracker_or_several_and_none_for_a_loop_of_your_own(make_config: Mak
     assert make_config(log={"trackers": ["wandb", "mlflow"]}).log.trackers == ["wandb", "mlflow"]
     with pytest.raises(ConfigError, match=r"log\.trackers\S* input should be 'wandb' or 'mlflow'"):
         make_config(log={"trackers": "comet"})
-    with pytest.raises(ConfigError, match=r"log\.trackers has nothing to tell of your own loop"):
+    with pytest.raises(ConfigError, match=r"log\.trackers records only the managed loop"):
         make_config(log={"trackers": "wandb"}, loss_fn=None, train_fn=lambda a, b, c, d, e: None)
 
 

@@ -19,7 +19,8 @@ from paceline.observe.hangs import Place, read_place
 from paceline.observe.lines import recovered_line
 from paceline.observe.progress import Progress
 from paceline.observe.watchdog import Watchdog, watching
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.system import cpu_time
 
 

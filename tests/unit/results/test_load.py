@@ -28,8 +28,10 @@ from paceline.engine.ema import Ema
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
 from paceline.run import tensor_files
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.worker.result import write_result
+
+from ..run_folders import create_run
 
 LAB = """
 import torch
@@ -54,7 +56,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
     (lab / "pl_lab.py").write_text(LAB)
 
     def make(**keys: Any) -> RunFolder:
-        return RunFolder.create(build({**KEYS, "run_dir": tmp_path / "run", **keys}, folder=lab))
+        return create_run(build({**KEYS, "run_dir": tmp_path / "run", **keys}, folder=lab))
 
     return make
 

@@ -17,7 +17,8 @@ from paceline.config import Config
 from paceline.engine.digest import sha256_of
 from paceline.results.result import Result, result_of
 from paceline.run import outcome
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import clear_last_attempt
 from paceline.worker.result import write_result
 
 FACTS: dict[str, Any] = {
@@ -147,7 +148,7 @@ def test_a_value_from_before_the_start_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.value, folder.pickled_value):
         path.write_bytes(b"")
-    folder.forget_last_life()
+    clear_last_attempt(folder)
     assert outcome.collect(folder).value is None
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,7 @@ from paceline import launch
 from paceline.config import Config, build
 from paceline.errors import ConfigError, RankFailed
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools.doctor import checks, doctor, facts, rehearsal
 from paceline.tools.doctor.checks import Finding, Trial
 from paceline.tools.doctor.facts import Gpu, Interface, Machine

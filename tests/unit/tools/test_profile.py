@@ -21,7 +21,7 @@ from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools.profile import trace
 from paceline.tools.profile.advice import advice_on
 from paceline.tools.profile.facts import Operator, Profile, Setting

@@ -17,7 +17,8 @@ import paceline
 from paceline import cli
 from paceline.errors import ConfigError
 from paceline.observe.events import VERSION
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import locked
 from paceline.tools.report.page import as_script, page_of
 from paceline.tools.report.phases import Phases, PhaseSums
 from paceline.tools.report.read import facts_of, facts_of_all
@@ -201,7 +202,7 @@ def test_a_run_says_how_it_ended(tmp_path: Path, last: dict[str, Any], state: st
 def test_a_run_that_is_being_trained_is_running_whatever_it_said_before(tmp_path: Path) -> None:
     stopped = {"event": "run_stopped", "step": 10, "reason": "SIGTERM", "is_saved": True}
     folder = leave(tmp_path / "r", STARTED, step(10), stopped, STARTED)
-    with folder.locked():
+    with locked(folder):
         assert facts_of(folder, "r").state == "running"
 
 

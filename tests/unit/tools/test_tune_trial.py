@@ -127,7 +127,7 @@ def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> Out
         return end
 
     monkeypatch.setattr(worker.Trainer, "from_config", lambda *arguments: SimpleNamespace(start=start))
-    monkeypatch.setattr(worker, "build", lambda raw, folder: None)
+    monkeypatch.setattr(worker, "build_config", lambda raw, folder: None)
     monkeypatch.setattr("paceline.launch.prepare", lambda raw, folder: None)
     folder.run(0).mkdir()
     (folder.run(0) / "events.jsonl").write_text(

@@ -12,7 +12,7 @@ import torch
 
 from paceline.engine.buffers import Buffers
 from paceline.errors import ConfigError
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.worker.main import check_space
 
 WORLD: Any = SimpleNamespace(decide=lambda choose: choose())

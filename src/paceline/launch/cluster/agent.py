@@ -32,7 +32,7 @@ from paceline.launch.cluster.transport import BadMessage, Connection, HandshakeF
 from paceline.launch.fork_server import LOOK_S
 from paceline.launch.machines import capacity
 from paceline.launch.processes import LocalRanks
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome, collect
 from paceline.system.signals import SIGNALS, handled, heeded
 

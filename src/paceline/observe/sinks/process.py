@@ -16,7 +16,7 @@ from paceline.observe.sinks.mlflow import MlflowRun
 from paceline.observe.sinks.sink import Channel
 from paceline.observe.sinks.tracker import Tracker
 from paceline.observe.sinks.wandb import WandbRun
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 
 KNOWN: dict[str, type[Tracker]] = {kind.name: kind for kind in (WandbRun, MlflowRun)}
 INTERVAL_S = 1.0

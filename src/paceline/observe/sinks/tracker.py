@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal
 from paceline.config import read_yaml
 from paceline.observe.event_types import Event
 from paceline.observe.sinks.sink import PLOTTED, numbers_in
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 
 Ending = Literal["finished", "stopped", "failed"]
 ENDINGS: dict[str, Ending] = {"run_finished": "finished", "run_stopped": "stopped", "run_started": "failed"}

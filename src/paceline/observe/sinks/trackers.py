@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import MissingExtra
 from paceline.observe.console import Screen
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.system.child import command_of
 
 PATIENCE_S = 60.0  # for what is left to send at the end; to import MLflow alone may take ten

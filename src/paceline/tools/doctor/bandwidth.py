@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paceline import launch
 from paceline.config import Config, Log
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.world import World
 

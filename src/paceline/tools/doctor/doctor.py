@@ -82,15 +82,16 @@ def _read(path: Path | None, overrides: Sequence[str], procs: str | None) -> tup
 def _build(raw: dict[str, Any], folder: Path, *, has_functions: bool) -> tuple[Config | None, list[str]]:
     """The config, and what is wrong with it."""
     from paceline.observe.sinks import trackers
+    from paceline.trainer import build_config
 
     try:
-        config = configs.build(raw, folder=folder) if has_functions else Config(**raw)
+        config = build_config(raw, folder) if has_functions else Config(**raw)
         trackers.check(config.log.trackers)
         return config, []
     except ConfigError as error:
         return None, error.problems
     except ValidationError as error:
-        return None, [configs.describe(detail) for detail in error.errors(include_url=False)]
+        return None, configs.problems_of(error)
 
 
 def _of_config(config: Config, *, is_asked: bool, machine: Machine, say: Say) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from paceline.data.sources import fetch, is_stream, table_of
 from paceline.engine.replica import replicate
 from paceline.observe.events import read
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.tools.doctor.checks import Trial
 from paceline.worker.build import build_data, build_model, build_settings

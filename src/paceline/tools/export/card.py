@@ -11,7 +11,7 @@ import torch
 import paceline
 from paceline.config import Config
 from paceline.config.functions import name_of
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.result_file import read_result
 
 RECIPES = Path(paceline.__file__).parent / "recipes"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError
-from paceline.run.folder import RunFolder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
 from paceline.system.paths import problem_with
 from paceline.tools.export import card, hf, traced, weights
 from paceline.tools.export.task import Say, Task

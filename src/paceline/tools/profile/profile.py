@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from paceline import launch
 from paceline.config import Checkpoint, Config, to_plain
 from paceline.errors import ConfigError
-from paceline.run.folder import RunFolder, new_folder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
 
 if TYPE_CHECKING:
     from paceline.tools.profile.facts import Profile

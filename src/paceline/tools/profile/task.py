@@ -29,7 +29,7 @@ from paceline.launch.environment import ranks_here, usable_cores
 from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.system.signals import Stop
 from paceline.tools.profile import trace

@@ -16,7 +16,8 @@ from paceline.formatting import ranks_text, size_text
 from paceline.observe.event_types import complete
 from paceline.observe.events import damage_text, read
 from paceline.observe.sinks.sink import NOT_PLOTTED, hparams_in
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import is_locked
 from paceline.run.result_file import ResultFile, read_result
 from paceline.tools.report.phases import Phases, PhaseSums, own_ms
 from paceline.tools.report.thin import Heat, Point, Times, heat_of, stretches, thinned
@@ -252,7 +253,7 @@ def _fewer(marks: Sequence[Mark]) -> list[Mark]:
 
 def _is_running(folder: RunFolder) -> bool:
     try:
-        return folder.is_locked()
+        return is_locked(folder)
     except OSError:  # somebody else's folder, which cannot be asked
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from paceline.run.folder import write_text
+from paceline.run.atomic_files import write_text
 
 
 class StudyFolder:

@@ -21,7 +21,7 @@ from paceline.config import Config, dump_yaml
 from paceline.errors import PacelineError
 from paceline.launch.local import StopRequest, hearing
 from paceline.launch.ray import Cluster, cluster, in_thread
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.search import LOOK_S, settle, take_over
 from paceline.tools.tune.shares import Share

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.run.folder import write_text
+from paceline.run.atomic_files import write_text
 from paceline.tools.tune.goal import Goal
 
 if TYPE_CHECKING:

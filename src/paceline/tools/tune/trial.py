@@ -15,7 +15,8 @@ from typing import Any
 from paceline.config import dump_yaml
 from paceline.observe.event_types import parse
 from paceline.observe.tail import Tail
-from paceline.run.folder import RunFolder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
 from paceline.system.child import command_of
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.shares import Share

@@ -12,10 +12,13 @@ from typing import Any
 from optuna.pruners import BasePruner
 
 from paceline.checkpoint.resume import EXECUTION_KEYS
-from paceline.config import Config, build, dump_yaml, override
+from paceline.config import Config, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
 from paceline.launch.environment import which_cores
-from paceline.run.folder import RunFolder, new_folder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
+from paceline.run.lock import locked
 from paceline.tools.tune import report
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.goal import Goal, pick_goal
@@ -25,6 +28,7 @@ from paceline.tools.tune.shares import gpus_here, shares_of
 from paceline.tools.tune.space import Space, examples_of, words_of
 from paceline.tools.tune.study import Candidate, Study, make_pruner
 from paceline.tools.tune.trial import TrialRun, Worker
+from paceline.trainer import build_config
 
 ENGINES = ("optuna", "ray")
 
@@ -74,7 +78,7 @@ def tune(plan: Plan, say: Callable[[str], None], show: Callable[[str], None]) ->
     folder = StudyFolder(new_folder(plan.run_dir or Path("runs") / f"{name}-tune", Path()))
     is_managed = config.train_fn is None
     shares = shares_of(plan.parallel, gpus_here(config.device), sorted(which_cores()))
-    with RunFolder(folder.path).locked(), ExitStack() as stack:
+    with locked(RunFolder(folder.path)), ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(share))) for share in shares]
         pruner = make_pruner(plan.pruner, config.num_epochs) if isinstance(plan.pruner, str) else plan.pruner
         study = Study(
@@ -121,7 +125,7 @@ def _checked(plan: Plan) -> Config:
         problems[f"--engine {plan.engine} is not known; use {', '.join(ENGINES)}"] = None
     for values in examples_of(plan.space):
         try:
-            config = build(plan.config_of(values), folder=plan.folder)
+            config = build_config(plan.config_of(values), plan.folder)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:

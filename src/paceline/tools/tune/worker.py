@@ -15,15 +15,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import build, read_yaml
+from paceline.config import read_yaml
 from paceline.errors import PacelineError, Stopped
 from paceline.observe.events import read
-from paceline.run.folder import RunFolder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import TIME_IS_UP, describe
 from paceline.tools.tune.goal import RETURNED
 from paceline.tools.tune.shares import keep_to
-from paceline.trainer import Trainer
+from paceline.trainer import Trainer, build_config
 
 if TYPE_CHECKING:
     from paceline.results.result import Result
@@ -81,7 +82,7 @@ def train(path: Path) -> Outcome:
 
     try:
         launch.prepare(raw, folder)
-        result = Trainer.from_config(build(raw, folder=folder), folder).start()
+        result = Trainer.from_config(build_config(raw, folder), folder).start()
     except Stopped as stopped:
         # Trials may have equal times instead of equal lengths: what was measured by then counts.
         if not str(stopped).startswith(f"stopped by {describe(TIME_IS_UP)}"):

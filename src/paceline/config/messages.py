@@ -1,0 +1,59 @@
+"""Pydantic's validation errors as sentences of the form `<key>=<value> <what is wrong>; <what to do>`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config.schema import FUNCTION_KEYS, Config
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """One sentence for each mistake that pydantic found in a config."""
+    return list(dict.fromkeys(_describe(detail) for detail in error.errors(include_url=False)))
+
+
+def _describe(detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        path = [str(part) for part in detail["loc"]]
+        return f"{'.'.join(path)} is not a known key; {_hint(path)}"
+    # For a union, the location also names the branch that failed, such as "list[str]"; the user knows only the key.
+    path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
+    path = [part for part in path if part not in ("str", "callable", "bool")]
+    key = ".".join(path)
+    if path[-1] in FUNCTION_KEYS:
+        return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
+
+
+def _hint(path: list[str]) -> str:
+    """What the user may have meant: a very similar key, the same word inside a section, or a less similar key."""
+    *sections, last = path
+    known = _known_keys(sections)
+    near = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
+    near = near or [f"{key}.{last}" for key in known if not sections and last in _known_keys([key])]
+    near = near or difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+    meant = " or ".join(".".join([*sections, key]) for key in near)
+    return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
+
+
+def _known_keys(sections: list[str]) -> list[str]:
+    """The keys of a section, given by the names that lead to it; empty if it is not a section."""
+    model: type[BaseModel] = Config
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        annotation = next((part for part in get_args(annotation) if part is not type(None)), annotation)
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

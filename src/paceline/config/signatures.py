@@ -1,0 +1,54 @@
+"""Whether the user's functions take the arguments that they will be called with."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from paceline.config.functions import name_of
+from paceline.config.schema import Config
+
+TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
+
+
+def wrong_train_fn(config: Config) -> list[str]:
+    """A problem if `train_fn` cannot be called with its five arguments."""
+    if not callable(config.train_fn):
+        return []
+    try:
+        signature = inspect.signature(config.train_fn)
+    except ValueError:  # a builtin without a signature
+        return []
+    try:
+        signature.bind(*TRAIN_FN_ARGUMENTS)
+    except TypeError:
+        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)})"
+        return [f"train_fn={name_of(config.train_fn)} takes {signature}; it is called as {called}"]
+    return []
+
+
+def unknown_arguments(config: Config) -> list[str]:
+    """Names in `model_args` and `dataset_args` that the function certainly does not take."""
+    problems = []
+    for key, function in (("model_args", config.model_fn), ("dataset_args", config.dataset_fn)):
+        if not callable(function) or (taken := _arguments_of(function)) is None:
+            continue
+        for name in [name for name in getattr(config, key) if name not in taken]:
+            near = difflib.get_close_matches(str(name), taken, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken) or 'none'}"
+            problems.append(f"{key}.{name} is not an argument of {name_of(function)}; {hint}")
+    return problems
+
+
+def _arguments_of(function: Callable[..., Any]) -> list[str] | None:
+    """The names of arguments that a function takes; None if it takes any, or has no signature."""
+    try:  # of a decorated function the outer signature counts, because the decorator is called
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from paceline.config import build
+
+from .examples import MANAGED, OWN, dataset, loss, model, problems
+
+
+def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:
+    assert problems({**MANAGED, "loss_fn": 3}) == [
+        'loss_fn=3 is not a function; give a function, or "module:name" in a config'
+    ]
+
+
+def test_without_train_fn_and_loss_fn_both_are_named() -> None:
+    [problem] = problems({"model_fn": model, "dataset_fn": dataset})
+    assert problem.startswith("train_fn and loss_fn are both missing; give train_fn")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"loss_fn": loss},
+        {"metrics": ["accuracy"]},
+        {"optimizer": {"lr": 0.1}},
+        {"optimizer_fn": model},
+        {"schedule": {"name": "cosine"}},
+        {"clip_norm": 1.0},
+        {"max_steps": 3},
+        {"lanes": 2},
+        {"checkpoint": {"keep": 2}},
+        {"time_limit": "1h"},
+        {"nan": "stop"},
+        {"nan_limit": 3},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) -> None:
+    [key] = extra
+    assert problems({**OWN, **extra}) == [
+        f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
+    ]
+
+
+def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> None:
+    build({**OWN, "resume": "auto"})
+    assert problems({**OWN, "resume": "runs/a/checkpoints/step-00000003"}) == [
+        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but Paceline keeps no checkpoints for "
+        "train_fn; use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
+    ]
+
+
+def test_keys_that_have_their_default_conflict_with_nothing() -> None:
+    """The config of a run has all keys, and can be trained again."""
+    build({**OWN, "loss_fn": None, "ema": None, "val_dataset_fn": dataset, "val_fraction": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            {"optimizer": {"lr": 0.1}, "optimizer_fn": model},
+            "optimizer and optimizer_fn are both given; keep one of them",
+        ),
+        (
+            {"val_df": pd.DataFrame(), "val_fraction": 0.5},
+            "val_df and val_fraction are both given; keep one of them",
+        ),
+        (
+            {"val_dataset_fn": dataset, "val_fraction": 0.5},
+            "val_dataset_fn and val_fraction are both given; keep one of them",
+        ),
+        ({"device": "cpu", "backend": "nccl"}, "backend=nccl needs a GPU, but device=cpu; use backend: gloo"),
+        ({"compression": "bf16"}, "compression=bf16 makes results depend on the number of ranks; set exact: false"),
+        (
+            {"compression": "powersgd", "exact": False, "find_unused_parameters": True},
+            "compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16",
+        ),
+        ({"sync_batchnorm": True}, "sync_batchnorm=true makes results depend on the number of ranks; set exact: false"),
+        (
+            {"sync_batchnorm": True, "exact": False, "device": "cpu"},
+            "sync_batchnorm=true needs a GPU, but device=cpu; remove one of them",
+        ),
+    ],
+    ids=["optimizer", "val_df", "val_dataset_fn", "backend", "compression", "powersgd", "sync_batchnorm", "statistics"],
+)
+def test_keys_that_exclude_each_other_are_a_mistake(raw: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **raw}) == [problem]
+
+
+@pytest.mark.parametrize("extra", [{"max_restarts": 2}, {"hang_timeout_s": 5}, {"procs": "1:2"}])
+def test_keys_of_the_launcher_are_valid_for_both_loops(extra: dict[str, Any]) -> None:
+    [key] = extra
+    assert getattr(build({**OWN, **extra}), key) == extra[key]
+
+
+def test_the_best_checkpoint_needs_a_metric_that_is_measured() -> None:
+    best = {"checkpoint": {"best": {"metric": "acuracy", "mode": "max"}}}
+    assert problems({**MANAGED, **best, "metrics": ["accuracy", "mse"]}) == [
+        "checkpoint.best.metric='acuracy' is not measured; use val_loss, train_loss, accuracy, mse"
+    ]
+    for metric in ("val_loss", "train_loss", "accuracy", "mine"):
+        metrics = {"accuracy": loss, "mine": loss}
+        config = build({**MANAGED, "metrics": metrics, "checkpoint": {"best": {"metric": metric}}})
+        assert config.checkpoint.best is not None
+        assert config.checkpoint.best.metric == metric
+
+
+def test_invalid_metrics_are_the_only_mistake_reported() -> None:
+    found = problems({**MANAGED, "metrics": 3, "checkpoint": {"best": {"metric": "accuracy"}}})
+    assert {problem.partition(" ")[0] for problem in found} == {"metrics=3"}
+
+
+def test_several_processes_need_ddp() -> None:
+    assert problems({**MANAGED, "procs": "2:4", "ddp": False}) == [
+        "procs=2:4 needs DDP; remove ddp: false, or use --procs 1"
+    ]
+    assert build({**MANAGED, "procs": "1:4", "ddp": False}).procs_range == (1, 4)
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "event", "val_loss", "train_loss"])
+def test_a_metric_with_a_reserved_name_is_a_mistake(name: str) -> None:
+    assert problems({**MANAGED, "metrics": {name: lambda output, target: 0.0}}) == [
+        f"metrics.{name} has a name that is reserved in events and results; choose another name"
+    ]
+
+
+def yielding(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> Any:
+    yield from train_loader
+
+
+async def waiting(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> None:
+    pass
+
+
+def test_a_train_fn_that_does_not_run_when_called_is_a_mistake() -> None:
+    [first], [second] = problems({**OWN, "train_fn": yielding}), problems({**OWN, "train_fn": waiting})
+    assert first.endswith("yielding is a generator, so calling it trains nothing; use a plain function")
+    assert second.endswith("waiting is async, so calling it trains nothing; use a plain function")

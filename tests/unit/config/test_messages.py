@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config import build
+from paceline.errors import ConfigError
+
+from .examples import MANAGED, problems
+
+
+def test_the_error_has_one_line_for_each_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({**MANAGED, "batch_size": 0, "procs": 0})
+    assert str(caught.value).splitlines() == [
+        "batch_size=0 input should be greater than or equal to 1",
+        "procs=0 must be a number of processes, or least:most such as 1:4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"bath_size": 4}, "bath_size is not a known key; did you mean batch_size?"),
+        ({"epochs": 4}, "epochs is not a known key; did you mean num_epochs?"),
+        ({"lr": 3}, "lr is not a known key; did you mean optimizer.lr?"),
+        ({"every_steps": 3}, "every_steps is not a known key; did you mean checkpoint.every_steps or log.every_steps?"),
+        (
+            {"schedule": {"warmpu_steps": 3}},
+            "schedule.warmpu_steps is not a known key; did you mean schedule.warmup_steps?",
+        ),
+        ({"log": {"evry_steps": 3}}, "log.evry_steps is not a known key; did you mean log.every_steps?"),
+    ],
+)
+def test_an_unknown_key_suggests_the_most_similar_known_key(raw: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **raw}) == [problem]
+
+
+def test_an_unknown_key_without_a_similar_one_lists_the_known_keys() -> None:
+    [problem] = problems({**MANAGED, "log": {"zzz": 1}})
+    assert problem.startswith("log.zzz is not a known key; known keys: every_steps")
+
+
+@pytest.mark.parametrize("key", ["batch-size", "batch size (train)", 3])
+def test_an_unknown_key_may_contain_any_character(key: Any) -> None:
+    assert problems({**MANAGED, key: 4})[0].startswith(f"{key} is not a known key")
+
+
+def test_a_value_that_is_not_a_function_says_what_to_give() -> None:
+    assert problems({**MANAGED, "model_fn": 3}) == [
+        'model_fn=3 is not a function; give a function, or "module:name" in a config'
+    ]
+
+
+def test_long_values_are_shortened_in_the_message() -> None:
+    [problem] = problems({**MANAGED, "batch_size": "x" * 500})
+    assert len(problem) < 200
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "problem"),
+    [
+        ({"is_async": False}, "checkpoint.is_async is not a known key; did you mean checkpoint.async?"),
+        ({"every_step": 5}, "checkpoint.every_step is not a known key; did you mean checkpoint.every_steps?"),
+        ({"best": {"mtric": "x"}}, "checkpoint.best.mtric is not a known key; did you mean checkpoint.best.metric?"),
+        (
+            {"best": "accuracy"},
+            "checkpoint.best='accuracy' needs a mode, which says whether more or less is better; "
+            "give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
+        ),
+        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),
+        ({"keep": 0}, "checkpoint.keep=0 input should be greater than or equal to 1"),
+        ({"every_steps": 0}, "checkpoint.every_steps=0 input should be greater than or equal to 1"),
+        ({"every_minutes": 0}, "checkpoint.every_minutes=0 input should be greater than 0"),
+    ],
+)
+def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, "checkpoint": checkpoint}) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1 input should be greater than or equal to 0"),
+        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 input should be greater than or equal to 0"),
+        ({"nan_limit": 0}, "nan_limit=0 input should be greater than or equal to 1"),
+    ],
+)
+def test_numbers_out_of_range_are_mistakes(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **keys}) == [problem]

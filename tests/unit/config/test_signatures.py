@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.config import build
+
+from .examples import MANAGED, OWN, loss, problems, train
+
+
+class Sized:
+    def __init__(self, df: Any, *, size: int = 3) -> None: ...
+
+
+def test_arguments_that_a_function_does_not_take_are_found_before_it_is_called() -> None:
+    def get_model(width: int = 4) -> None: ...
+
+    keys = {"model_fn": get_model, "model_args": {"witdh": 8}, "dataset_fn": Sized, "dataset_args": {"x": 1, "size": 2}}
+    assert [problem.partition(" is not an argument of ")[::2] for problem in problems({**MANAGED, **keys})] == [
+        ("model_args.witdh", f"{__name__}:{get_model.__qualname__}; did you mean width?"),
+        ("dataset_args.x", f"{__name__}:Sized; it takes df, size"),
+    ]
+
+
+def test_a_function_that_takes_any_argument_is_accepted() -> None:
+    @functools.wraps(loss)
+    def decorated(**options: Any) -> None: ...
+
+    for function in (lambda **options: None, decorated, functools.partial(lambda width, **rest: None, width=3)):
+        build({**MANAGED, "model_fn": function, "model_args": {"depth": 3}})
+    build({**MANAGED, "model_fn": functools.partial(lambda width: None, width=3), "model_args": {"width": 4}})
+
+
+def no_arguments() -> None: ...
+
+
+def four_arguments(model: Any, train_loader: Any, val_loader: Any, device: Any) -> None: ...
+
+
+def six_arguments(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, more: int) -> None: ...
+
+
+@pytest.mark.parametrize("train_fn", [no_arguments, four_arguments, six_arguments])
+def test_a_train_fn_with_another_signature_is_a_mistake(train_fn: Callable[..., Any]) -> None:
+    [problem] = problems({**OWN, "train_fn": train_fn})
+    assert problem.startswith(f"train_fn={__name__}:{train_fn.__name__} takes (")
+    assert problem.endswith("; it is called as train_fn(model, train_loader, val_loader, device, num_epochs)")
+
+
+@pytest.mark.parametrize(
+    "train_fn",
+    [
+        train,
+        lambda *arguments: None,
+        lambda a, b, c, d, e, more=1: None,
+        lambda model, train_loader, val_loader, device, num_epochs, **options: None,
+    ],
+)
+def test_a_train_fn_that_takes_the_five_arguments_is_accepted(train_fn: Callable[..., Any]) -> None:
+    assert build({**OWN, "train_fn": train_fn}).train_fn is train_fn
