@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import saver as saver_module
+from paceline.checkpoint.files import load
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import State, capture, load
+from paceline.checkpoint.state import CheckpointState, capture
 from paceline.checkpoint.store import Store, step_of, verify
 from paceline.config import Checkpoint
 from paceline.observe.events import Events, read
@@ -50,7 +51,7 @@ class Run:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
-    def state(self) -> State:
+    def state(self) -> CheckpointState:
         return capture(self.model, self.optimizer, None, {})
 
     def set_weights(self, value: float) -> None:
@@ -93,14 +94,14 @@ def run(make_run: MakeRun) -> Run:
 @contextmanager
 def held(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The disk does not answer inside, until the event is set."""
-    release, write_rest = threading.Event(), saver_module.write_rest
+    release, write_values = threading.Event(), saver_module.write_values
 
     def wait(*arguments: Any) -> Any:
         assert release.wait(WAIT_S)
-        return write_rest(*arguments)
+        return write_values(*arguments)
 
     with monkeypatch.context() as slow:
-        slow.setattr(saver_module, "write_rest", wait)
+        slow.setattr(saver_module, "write_values", wait)
         try:
             yield release
         finally:
@@ -169,15 +170,15 @@ def test_what_is_asked_for_while_another_is_written_comes_later(
 
 
 def test_settling_takes_two_stages_and_nothing_is_visible_before_the_last(run: Run) -> None:
-    run.saver.settle()  # nothing to do
+    run.saver.advance()  # nothing to do
     run.saver.start(5, run.state(), {})
-    run.saver._flight.work.exception(WAIT_S)  # type: ignore[union-attr]
+    run.saver._pending.work.exception(WAIT_S)  # type: ignore[union-attr]
     assert run.steps() == []
-    run.saver.settle()
-    run.saver._flight.work.exception(WAIT_S)  # type: ignore[union-attr]
+    run.saver.advance()
+    run.saver._pending.work.exception(WAIT_S)  # type: ignore[union-attr]
     assert run.steps() == [5]
     assert run.saver.saved_step == -1
-    run.saver.settle()
+    run.saver.advance()
     assert run.saver.saved_step == 5
 
 
@@ -293,7 +294,7 @@ def no_name(run: Run) -> Any:
 
 
 def odd_error(run: Run) -> Any:
-    return failing(saver_module, "write_rest", TypeError("cannot pickle this"))
+    return failing(saver_module, "write_values", TypeError("cannot pickle this"))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_a_disk_that_fails_costs_a_warning_and_one_checkpoint(
             assert not run.saver.save_now(3, run.state, {})
     [warning] = [fields for kind, fields in told if kind == "warning"]
     assert warning["text"].startswith("the checkpoint of step 3 could not be saved: ")
-    assert warning["text"].endswith("; the run goes on without it")
+    assert warning["text"].endswith("; training continues without it")
     assert warning["step"] == 3
     assert any(part in warning["text"] for part in text.split("|"))
     assert "checkpoint" not in [kind for kind, _ in told]
@@ -337,13 +338,13 @@ def test_a_disk_that_fails_costs_a_warning_and_one_checkpoint(
 
 def test_a_rank_without_a_disk_passes_on_what_others_wait_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = []
-    copy = run.saver._staging.copy
+    copy = run.saver._buffers.copy
 
     def watched(*arguments: Any) -> Any:
         wait = copy(*arguments)
         return lambda: passed.append(True) or wait()
 
-    monkeypatch.setattr(run.saver._staging, "copy", watched)
+    monkeypatch.setattr(run.saver._buffers, "copy", watched)
     with read_only_folder(run):
         run.save(3)
     assert passed == [True]
@@ -389,12 +390,12 @@ def test_files_of_other_ranks_are_in_the_manifest(run: Run, monkeypatch: pytest.
         def gather_objects(self, thing: Any) -> list[Any]:
             return [thing, others]
 
-    monkeypatch.setattr("paceline.checkpoint.state.SHARD_BYTES", 4)
+    monkeypatch.setattr("paceline.checkpoint.files.MAX_FILE_BYTES", 4)
     events = Events(None)
     options = Checkpoint()
     first, second = (Saver(run.store, options, {}, world(), events) for world in (First, Second))  # type: ignore[arg-type]
     second.start(4, run.state(), {})
-    others = second._flight.work.result(WAIT_S)  # type: ignore[union-attr]
+    others = second._pending.work.result(WAIT_S)  # type: ignore[union-attr]
     assert others
     assert "state.pt" not in [file.name for file in others]
     first.start(4, run.state(), {})

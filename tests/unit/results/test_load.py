@@ -19,7 +19,8 @@ from torch import nn
 
 import paceline
 from paceline import cli
-from paceline.checkpoint.state import capture, shards_of, write_rest
+from paceline.checkpoint.files import split_into_files, write_values
+from paceline.checkpoint.state import capture
 from paceline.checkpoint.store import Store
 from paceline.config import build
 from paceline.config.functions import resolve
@@ -87,11 +88,11 @@ def save(folder: RunFolder, step: int, fill: float, ema: float | None = None, **
     store.partial(step).mkdir(parents=True)
     written = [
         tensor_files.write_tensors(
-            store.partial(step) / shard.file, {name: state.groups[shard.group][name] for name in shard.names}
+            store.partial(step) / file.name, {name: state.groups[file.group][name] for name in file.tensor_names}
         )
-        for shard in shards_of(state)
+        for file in split_into_files(state)
     ]
-    return store.publish(step, [*written, write_rest(store.partial(step), state)], {}, metrics)
+    return store.publish(step, [*written, write_values(store.partial(step), state)], {}, metrics)
 
 
 def value_of(run: Any) -> float:
