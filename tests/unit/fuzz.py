@@ -30,7 +30,7 @@ from torch import nn
 import paceline
 from paceline.checkpoint.files import split_into_files, write_values
 from paceline.checkpoint.state import capture
-from paceline.checkpoint.store import MANIFEST, Store, _seal
+from paceline.checkpoint.store import MANIFEST, Store, content_sha256
 from paceline.cli import slurm, trained, views
 from paceline.config import build
 from paceline.errors import ConfigError, PacelineError
@@ -161,7 +161,7 @@ def damage_manifest(rng: random.Random, content: bytes) -> bytes:
     tree = json.loads(content)
     tree.pop("sha256")
     tree = damage_tree(rng, tree)
-    return json.dumps({**tree, "sha256": _seal(tree)}).encode()
+    return json.dumps({**tree, "sha256": content_sha256(tree)}).encode()
 
 
 def damage_yaml(rng: random.Random, content: bytes) -> bytes:

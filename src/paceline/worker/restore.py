@@ -81,7 +81,7 @@ def take_up(past: LoadedCheckpoint | None, config: Config, folder: RunFolder, wo
 
     def begin() -> None:
         store = Store(folder.checkpoints)
-        store.clean()
+        store.remove_leftovers()
         folder.reopen(config)
         if events.is_held:
             rewind(folder.events, past.manifest.step if past is not None else -1)

@@ -228,7 +228,7 @@ def test_a_state_is_captured_without_copying_its_tensors() -> None:
     assert kept.nbytes == 4 * (6 + 2)
 
 
-# --- states that do not fit ------------------------------------------------------------------------------------------
+# --- states that do not fit -------------------------------------------------------------------------------------------
 
 
 def differences(then: nn.Module, now: nn.Module) -> list[str]:
