@@ -90,7 +90,7 @@ class Saver:
         return self._pending is not None and not self._pending.work.done()
 
     def is_due(self, step: int, *, is_time: bool, is_asked: bool) -> bool:
-        """Whether to save now; the same on all ranks. A request that comes during another save is kept for later."""
+        """Whether to save now; the same on all ranks. A request during another save is kept for later."""
         every = self._options.every_steps
         self._is_requested = self._is_requested or is_asked or is_time or (every is not None and step % every == 0)
         return self._is_requested and self._pending is None

@@ -61,8 +61,8 @@ def test_the_files_do_not_depend_on_values_or_on_the_number_of_ranks(
     train(model, optimizer)
     found = []
     for world_size in (1, 2, 5, 40):
-        kept = capture(model, optimizer, None, {})
-        written = write(kept, tmp_path / str(world_size), world_size)
+        state = capture(model, optimizer, None, {})
+        written = write(state, tmp_path / str(world_size), world_size)
         assert len({file.name for file in written}) == len(written)  # no two ranks write the same file
         found.append(sorted(written, key=lambda file: file.name))
     assert found[1:] == found[:1] * 3
@@ -107,6 +107,6 @@ class Custom:
 def test_values_that_cannot_be_read_back_raise_when_they_are_written(tmp_path: Path) -> None:
     model = WithExtraState()
     model.extra = {"object": Custom()}
-    kept = capture(model, torch.optim.SGD(model.parameters()), None, {})
+    state = capture(model, torch.optim.SGD(model.parameters()), None, {})
     with pytest.raises(Exception, match="Custom"):
-        write_values(tmp_path, kept)
+        write_values(tmp_path, state)

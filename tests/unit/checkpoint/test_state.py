@@ -84,9 +84,9 @@ def test_a_resumed_run_has_the_weights_and_the_optimizer_state_of_the_checkpoint
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kept = capture(model, optimizer, None, {})
-    assert sorted(kept.groups["weights"]) == ["first.weight", "norm.bias", "norm.weight"]
-    write(kept, tmp_path / "c")
+    state = capture(model, optimizer, None, {})
+    assert sorted(state.groups["weights"]) == ["first.weight", "norm.bias", "norm.weight"]
+    write(state, tmp_path / "c")
     other = Tied()
     restore_weights(load(tmp_path / "c"), other, SOURCE)
     assert other.first.weight is other.last.weight
@@ -146,9 +146,9 @@ def test_a_learning_rate_tensor_is_saved_as_a_float_and_restored_as_the_optimize
 
     model, optimizer = make(torch.tensor(0.25), fused=True, capturable=True)
     train(model, optimizer)
-    kept = capture(model, optimizer, None, {})
-    assert type(kept.values["optimizer"]["param_groups"][0]["lr"]) is float
-    write(kept, tmp_path / "c")
+    state = capture(model, optimizer, None, {})
+    assert type(state.values["optimizer"]["param_groups"][0]["lr"]) is float
+    write(state, tmp_path / "c")
     for lr, kernels in ((torch.tensor(0.5), {"fused": True}), (0.5, {"foreach": True}), (0.5, {})):
         _, fresh = make(lr, **kernels)
         restore_optimizer(load(tmp_path / "c"), fresh, SOURCE)
@@ -189,54 +189,54 @@ class RunningLoss(nn.Module):
         self.inner = nn.Linear(2, 2).requires_grad_(False)
 
 
-def kept_with(loss: Any, folder: Path) -> CheckpointState:
+def state_with(loss: Any, folder: Path) -> CheckpointState:
     model = nn.Linear(2, 2)
-    kept = Buffers(model, loss).of_loss()
-    write(capture(model, torch.optim.SGD(model.parameters()), None, {}, None, kept), folder)
+    buffers = Buffers(model, loss).of_loss()
+    write(capture(model, torch.optim.SGD(model.parameters()), None, {}, None, buffers), folder)
     return load(folder)
 
 
 def test_the_buffers_of_a_loss_are_restored(tmp_path: Path) -> None:
-    then, now = RunningLoss(2.0), RunningLoss(1.0)
-    kept = kept_with(then, tmp_path / "c")
+    before, after = RunningLoss(2.0), RunningLoss(1.0)
+    state = state_with(before, tmp_path / "c")
     assert (tmp_path / "c" / "loss.safetensors").exists()
-    restore_loss(kept, now, SOURCE)
-    assert torch.equal(now.mean, then.mean)
-    assert torch.equal(now.phase, then.phase)
-    assert now.cache.tolist() == [1.0, 1.0]
-    assert not torch.equal(now.inner.weight, then.inner.weight)  # never changes, so it is not saved
+    restore_loss(state, after, SOURCE)
+    assert torch.equal(after.mean, before.mean)
+    assert torch.equal(after.phase, before.phase)
+    assert after.cache.tolist() == [1.0, 1.0]
+    assert not torch.equal(after.inner.weight, before.inner.weight)  # never changes, so it is not saved
 
 
 def test_a_checkpoint_without_buffers_of_a_loss_leaves_the_loss_unchanged(tmp_path: Path) -> None:
     """Such as those of older versions, and of losses that are plain functions."""
-    kept, now = kept_with(nn.functional.cross_entropy, tmp_path / "c"), RunningLoss(1.0)
+    state, after = state_with(nn.functional.cross_entropy, tmp_path / "c"), RunningLoss(1.0)
     assert not list((tmp_path / "c").glob("loss*"))
-    restore_loss(kept, now, SOURCE)
-    assert now.mean == 1.0
+    restore_loss(state, after, SOURCE)
+    assert after.mean == 1.0
 
 
-@pytest.mark.parametrize("now", [RunningLoss(1.0, (3,)), nn.CrossEntropyLoss(), nn.functional.cross_entropy])
-def test_a_loss_that_does_not_fit_the_checkpoint_is_refused(now: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [RunningLoss(1.0, (3,)), nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_a_loss_that_does_not_fit_the_checkpoint_is_refused(after: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds mean, phase of a loss, but loss_fn has no such buffers; keep the"):
-        restore_loss(kept_with(RunningLoss(2.0), tmp_path / "c"), now, SOURCE)
+        restore_loss(state_with(RunningLoss(2.0), tmp_path / "c"), after, SOURCE)
 
 
 def test_a_state_is_captured_without_copying_its_tensors() -> None:
     model = nn.Linear(3, 2)
-    kept = capture(model, torch.optim.SGD(model.parameters()), None, {})
-    assert kept.groups["weights"]["weight"].data_ptr() == model.weight.data_ptr()
-    assert kept.nbytes == 4 * (6 + 2)
+    state = capture(model, torch.optim.SGD(model.parameters()), None, {})
+    assert state.groups["weights"]["weight"].data_ptr() == model.weight.data_ptr()
+    assert state.nbytes == 4 * (6 + 2)
 
 
 # --- states that do not fit -------------------------------------------------------------------------------------------
 
 
-def differences(then: nn.Module, now: nn.Module) -> list[str]:
-    kept = capture(then, torch.optim.SGD(then.parameters()), None, {})
-    before = sha256_of(now.state_dict())
+def differences(saved: nn.Module, model: nn.Module) -> list[str]:
+    state = capture(saved, torch.optim.SGD(saved.parameters()), None, {})
+    before = sha256_of(model.state_dict())
     with pytest.raises(ConfigError) as caught:
-        restore_weights(kept, now, SOURCE)
-    assert sha256_of(now.state_dict()) == before
+        restore_weights(state, model, SOURCE)
+    assert sha256_of(model.state_dict()) == before
     [text] = caught.value.problems
     start, end = f"{SOURCE} does not fit the model: ", "; keep the model, or begin a new run with --resume never"
     assert text.startswith(start)
@@ -261,11 +261,11 @@ def test_the_first_four_of_many_differences_are_listed() -> None:
 
 def test_an_optimizer_that_does_not_fit_is_refused_with_the_options_of_both() -> None:
     model = nn.Linear(3, 2)
-    kept = capture(model, torch.optim.SGD(model.parameters()), None, {})
+    state = capture(model, torch.optim.SGD(model.parameters()), None, {})
     with pytest.raises(ConfigError, match=r"holds an optimizer with .*momentum.* over 2 .*; the config's has .*betas"):
-        restore_optimizer(kept, torch.optim.AdamW(model.parameters()), SOURCE)
+        restore_optimizer(state, torch.optim.AdamW(model.parameters()), SOURCE)
     with pytest.raises(ConfigError, match=r"over 2 parameters; the config's has .* over 1"):
-        restore_optimizer(kept, torch.optim.SGD([model.weight]), SOURCE)
+        restore_optimizer(state, torch.optim.SGD([model.weight]), SOURCE)
     two = torch.optim.SGD([{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(1))]}])
     with pytest.raises(ConfigError, match=r"holds an optimizer with 1 groups of parameters; the config's has 2"):
-        restore_optimizer(kept, two, SOURCE)
+        restore_optimizer(state, two, SOURCE)

@@ -162,12 +162,12 @@ def test_a_changed_manifest_is_damage(damage: Callable[[Path], Any], text: str, 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_detected(store: Store) -> None:
     path = save(store, 7, val_loss=0.25)
-    whole, sound = (path / MANIFEST).read_bytes(), verify(path)
-    for place in range(0, len(whole), 3):
-        (path / MANIFEST).write_bytes(whole)
+    content, manifest = (path / MANIFEST).read_bytes(), verify(path)
+    for place in range(0, len(content), 3):
+        (path / MANIFEST).write_bytes(content)
         flip_bit(path / MANIFEST, place)
         with suppress(DamagedCheckpoint):
-            assert verify(path) == sound  # the bit may have changed one white space into another
+            assert verify(path) == manifest  # the bit may have changed one white space into another
 
 
 def test_a_manifest_of_another_format_is_refused(store: Store) -> None:
