@@ -17,13 +17,8 @@ SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs, vocabularies, tokenizer
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only for a model without the first
 INDEX = "model.safetensors.index.json"  # lists the files of weights that are split
 PREPROCESSORS = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-    "preprocessor_config.json",
-)
+    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "preprocessor_config.json",
+)  # fmt: skip
 
 
 def folder_of(name: str) -> Path:
