@@ -24,8 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from paceline.checkpoint.files import split_into_files
+from paceline.checkpoint.host_buffers import HostBuffers
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import Staging, capture, shards_of
+from paceline.checkpoint.state import capture
 from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
 from paceline.observe.events import Events
@@ -48,10 +50,10 @@ class Ways:
         world = World(rank=0, local_rank=0, size=1, device=device, backend="gloo")
         self.saver = Saver(Store(folder / "ours"), Checkpoint(keep=1), {}, world, Events(None))
         self.saver.reserve(self.state())
-        self.staging, state = Staging(), self.state()
-        self.shards = shards_of(state)
-        self.staging.reserve(state, self.shards)
-        self.size = state.size
+        self.buffers, state = HostBuffers(), self.state()
+        self.files = split_into_files(state)
+        self.buffers.reserve(state, self.files)
+        self.size = state.nbytes
 
     def state(self) -> Any:
         return capture(self.model, self.optimizer, None, {})
@@ -67,7 +69,7 @@ class Ways:
         return dcp.async_save(self.plain(), checkpoint_id=str(self.folder / "dcp")).result
 
     def copy_alone(self) -> Wait:
-        return self.staging.copy(self.state(), self.shards)
+        return self.buffers.copy(self.state(), self.files)
 
     def paceline(self) -> Wait:
         self.step += 1

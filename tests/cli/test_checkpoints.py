@@ -87,7 +87,7 @@ def test_checkpoints_are_listed_with_what_is_known_of_them(run, tmp_path: Path) 
     weights = tmp_path / "run" / "checkpoints" / "step-00000032" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
     damaged = run("paceline", "checkpoints", "run").stdout
-    assert "cannot be used: weights.safetensors has another checksum than when it was written" in damaged
+    assert "cannot be used: weights.safetensors has a different checksum than when it was written" in damaged
 
     wrong = run("paceline", "checkpoints", "nowhere")
     assert wrong.returncode == 2

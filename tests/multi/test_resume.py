@@ -302,7 +302,7 @@ def test_other_shapes_are_said_with_both_values() -> None:
         model[1], model[4] = torch.nn.Linear(36, 20), torch.nn.Linear(20, 2)
         return model
 
-    with pytest.raises(ConfigError, match=r"1.weight is \(16, 36\) there and \(20, 36\) in the model"):
+    with pytest.raises(ConfigError, match=r"1.weight is \(16, 36\) as saved and \(20, 36\) in the model"):
         start(num_epochs=1, model_fn=wider, ema=None, resume="auto")
 
 

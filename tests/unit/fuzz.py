@@ -28,8 +28,9 @@ from rich.console import Console
 from torch import nn
 
 import paceline
-from paceline.checkpoint.state import capture, shards_of, write_rest
-from paceline.checkpoint.store import MANIFEST, Store, _seal
+from paceline.checkpoint.files import split_into_files, write_values
+from paceline.checkpoint.state import capture
+from paceline.checkpoint.store import MANIFEST, Store, content_sha256
 from paceline.cli import slurm, trained, views
 from paceline.config import build
 from paceline.errors import ConfigError, PacelineError
@@ -74,10 +75,15 @@ def make_run(top: Path, name: str) -> RunFolder:
     for step in (3, 6):
         partial = store.partial(step)
         partial.mkdir(parents=True)
-        tensors = {shard.file: {n: state.groups[shard.group][n] for n in shard.names} for shard in shards_of(state)}
+        tensors = {
+            file.name: {name: state.groups[file.group][name] for name in file.tensor_names}
+            for file in split_into_files(state)
+        }
         written = [tensor_files.write_tensors(partial / name, those) for name, those in tensors.items()]
         identity = {"config": {"seed": 0, "batch_size": 4}, "lanes": 2, "samples": 4, "threads": 1, "device": "cpu"}
-        store.publish(step, [*written, write_rest(partial, state)], identity, {"val_loss": 0.5 / step, "accuracy": 0.5})
+        store.publish(
+            step, [*written, write_values(partial, state)], identity, {"val_loss": 0.5 / step, "accuracy": 0.5}
+        )
     row = {"epoch": 0, "step": 6, "train_loss": 0.5, "val_loss": 0.25, "accuracy": 0.5}
     write_result(
         folder, model, None, None, optimizer_sha256=None, metrics={"val_loss": 0.25, "accuracy": 0.5}, history=[row],
@@ -157,7 +163,7 @@ def damage_manifest(rng: random.Random, content: bytes) -> bytes:
     tree = json.loads(content)
     tree.pop("sha256")
     tree = damage_tree(rng, tree)
-    return json.dumps({**tree, "sha256": _seal(tree)}).encode()
+    return json.dumps({**tree, "sha256": content_sha256(tree)}).encode()
 
 
 def damage_yaml(rng: random.Random, content: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""Checkpoints: what they hold, and how they are written, published, verified, kept and found again.
+"""Checkpoints: what they hold, and how they are written, published, verified, retained and found.
 
-Promises that a checkpoint is complete or not there, and that its files do not depend on the number of ranks. Must not
-know when to save, or what is saved.
+A checkpoint is published complete or not at all, and its files do not depend on the number of ranks. This package does
+not decide when to save.
 """

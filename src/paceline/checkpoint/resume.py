@@ -1,4 +1,4 @@
-"""Which run a config means: a new one, or one that exists and goes on; and whether the two still fit together."""
+"""Which run a config refers to, a new one or one to resume, and whether a checkpoint fits the config."""
 
 from __future__ import annotations
 
@@ -14,86 +14,87 @@ from typing import Any
 import torch
 import yaml
 
-from paceline.checkpoint.store import MANIFEST, Damaged, Store, read_manifest
+from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, read_manifest
 from paceline.config import Config, to_plain
 from paceline.engine.precision import resolve
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
 
-# Keys that do not decide what a run computes, only how, where and how safely.
+# Keys that do not affect the results of a run, only how and where it is executed.
 EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
     "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip
-# What gives the step number its meaning. All else may change in the middle of a run, and is told.
-FIXED = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")
+# What gives the step number its meaning. Other values may change in the middle of a run; the changes are reported.
+FIXED_VALUES = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")
 
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """What a run that goes on has settled already."""
+    """The run folder to resume, and the values that its first launch determined."""
 
-    run_dir: Path | None = None  # the folder to go on in; None for a new one
-    settled: dict[str, Any] = field(default_factory=dict)  # lanes and threads, from the first launch
+    run_dir: Path | None = None  # None: make a new folder
+    settled: dict[str, Any] = field(default_factory=dict)  # lanes and threads of the first launch
 
     def lanes(self, config: Config) -> int | None:
-        """The lanes of the run, if they are known; a ConfigError if the config asks for others."""
-        then = self.settled.get("lanes")
-        if then is not None and config.lanes is not None and then != config.lanes:
+        """The lanes of the run, None if not known yet; a ConfigError if the config gives another number."""
+        settled = self.settled.get("lanes")
+        if settled is not None and config.lanes is not None and settled != config.lanes:
             raise ConfigError(
-                f"lanes={config.lanes} but the run began with lanes={then}; leave lanes out, or begin a new run"
+                f"lanes={config.lanes} but the run began with lanes={settled}; leave lanes out, or begin a new run"
             )
-        return config.lanes or then
+        return config.lanes or settled
 
     def threads(self, config: Config) -> int | None:
-        """The threads of the run, if they are known."""
+        """The threads of the run, None if not known yet."""
         return config.threads or self.settled.get("threads")
 
 
 def find_restore_point(config: Config) -> RestorePoint:
-    """The past of the run that `resume` means; an empty one for a new run."""
+    """Return the restore point of the run that `resume` refers to; an empty one for a new run."""
     if config.resume == "never":
         return RestorePoint()
     if config.resume != "auto":
-        return _named(Path(config.resume), config)
+        return _restore_point_at(Path(config.resume), config)
     if config.run_dir is not None:
         folder = RunFolder(config.run_dir.resolve())
-        if config.train_fn is not None and folder.has_result():  # a second attempt would overwrite the result
+        if config.train_fn is not None and folder.has_result():  # a second run would overwrite the result
             raise ConfigError(
                 f"run_dir={config.run_dir} holds a finished run, and train_fn can only start from the beginning; "
                 "choose another folder or remove it"
             )
-        return _past_of(folder) if _is_run(folder) else RestorePoint()
-    if config.train_fn is not None:  # an earlier attempt has nothing to continue from
+        return _restore_point_of(folder) if _is_run(folder) else RestorePoint()
+    if config.train_fn is not None:  # the user's own loop writes no checkpoints to resume from
         return RestorePoint()
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:
         folder = RunFolder(path)
         is_unfinished = _is_run(folder) and not folder.has_result() and not is_locked(folder)
-        if is_unfinished and _settled_in(folder) is not None:
-            return _past_of(folder)
+        if is_unfinished and _read_settled(folder) is not None:
+            return _restore_point_of(folder)
     return RestorePoint()
 
 
 def named_checkpoint(resume: str) -> Path | None:
-    """The checkpoint that `resume` names, to begin a new run from."""
+    """The checkpoint that `resume` names, to start a new run from; None if it names none."""
     path = Path(resume).resolve()
     return path if resume not in ("auto", "never") and (path / MANIFEST).is_file() else None
 
 
-def _named(path: Path, config: Config) -> RestorePoint:
+def _restore_point_at(path: Path, config: Config) -> RestorePoint:
+    """Return the restore point at a path: a run folder to resume, or a checkpoint to start a new run from."""
     if not path.exists():
         raise ConfigError(f"resume={path} does not exist; give a run folder, a checkpoint in it, auto or never")
     folder = RunFolder(path.resolve())
     if _is_run(folder):
         if config.run_dir is not None and config.run_dir.resolve() != folder.path:
             raise ConfigError(f"resume={path} and run_dir={config.run_dir} are two folders; keep one of them")
-        return _past_of(folder)
+        return _restore_point_of(folder)
     try:
         identity = read_manifest(path).identity
-    except Damaged as reason:
+    except DamagedCheckpoint as reason:
         raise ConfigError(
             f"resume={path} is neither a run folder nor a checkpoint that can be used: {reason}"
         ) from None
@@ -101,27 +102,28 @@ def _named(path: Path, config: Config) -> RestorePoint:
 
 
 def _is_run(folder: RunFolder) -> bool:
-    """Whether a run has begun here, even if its config is missing now."""
+    """Whether the folder belongs to a run, even if its config is missing."""
     return folder.config.exists() or folder.has_checkpoints()
 
 
-def _past_of(folder: RunFolder) -> RestorePoint:
-    settled = _settled_in(folder)
+def _restore_point_of(folder: RunFolder) -> RestorePoint:
+    """Return the restore point of a run folder."""
+    settled = _read_settled(folder)
     if settled is None:
         raise ConfigError(
-            f"{folder.config} cannot be read, and no checkpoint says what it held; give another run folder"
+            f"{folder.config} cannot be read, and there is no checkpoint to replace it; give another run folder"
         )
     return RestorePoint(folder.path, {key: settled.get(key) for key in ("lanes", "threads")})
 
 
-def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
-    """What the first launch has settled, by the config or by the newest checkpoint; None if neither can be read."""
+def _read_settled(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the values of the first launch, from the config or the newest checkpoint; None if neither can be read."""
     with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
         written = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
         if isinstance(written, dict):
             return written
     for path in Store(folder.checkpoints).paths():
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             return read_manifest(path).identity
     return None
 
@@ -130,14 +132,14 @@ def _settled_in(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def identity_of(config: Config, *, lanes: int, samples: int | None, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint says of its run: everything that decides what the run computes."""
+    """Return the identity of a run, which its checkpoints store: everything that affects its results."""
     resolved = {**config.__dict__, "precision": resolve(config.precision, device)}
-    if not config.callbacks:  # as in checkpoints from before there were any
+    if not config.callbacks:  # so that checkpoints of versions without callbacks have the same identity
         del resolved["callbacks"]
-    plain = {key: _with_text_keys(to_plain(value)) for key, value in resolved.items() if key not in EXECUTION_KEYS}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    values = {key: _with_text_keys(to_plain(value)) for key, value in resolved.items() if key not in EXECUTION_KEYS}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return {
-        "config": plain,
+        "config": values,
         "config_sha256": digest,
         "lanes": lanes,
         "samples": samples,
@@ -147,15 +149,15 @@ def identity_of(config: Config, *, lanes: int, samples: int | None, device: torc
     }
 
 
-def check_compatible(then: Mapping[str, Any], now: Mapping[str, Any], source: Path) -> list[str]:
-    """What has changed since a checkpoint, in words; a ConfigError if the run cannot go on so."""
-    before, after = _flat(then), _flat(now)
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], source: Path) -> list[str]:
+    """Describe what has changed since a checkpoint; raise a ConfigError if the run cannot be resumed with it."""
+    before, after = _flatten(saved), _flatten(current)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     problems = [
         f"{_name(key)}={after.get(key)} but {source} was made with {_name(key)}={before.get(key)}; "
         f"keep that, or begin a new run with --resume never"
         for key in changed
-        if key in FIXED
+        if key in FIXED_VALUES
     ]
     if problems:
         raise ConfigError(problems)
@@ -163,18 +165,20 @@ def check_compatible(then: Mapping[str, Any], now: Mapping[str, Any], source: Pa
 
 
 def _name(key: str) -> str:
+    """Return the name of a value as a user writes it."""
     return key.removeprefix("config.")
 
 
 def _with_text_keys(tree: Any) -> Any:
-    """JSON knows no other keys; `model_args` may."""
+    """Return the tree with strings as keys, as JSON needs them; `model_args` may have other keys."""
     if isinstance(tree, dict):
         return {str(key): _with_text_keys(value) for key, value in tree.items()}
     return [_with_text_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return nested mappings as one dict with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        flat |= _flatten(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return flat

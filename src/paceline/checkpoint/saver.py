@@ -1,8 +1,17 @@
-"""Saves a run while it trains: a step pays for a copy of the state, the writing happens beside the next ones.
+"""Saves checkpoints while a run trains: a step waits for a copy of the state, and files are written in the background.
 
-All ranks hold the same state, and each writes its share of the files. What one rank must know of the others comes from
-the loop, which exchanges a few numbers at each step anyway; no thread here uses a collective. Only the tensors of a
-sharded optimizer go from thread to thread, to the ranks that write them, before anything else that could fail.
+The stages of one save, in the order of the methods of `Saver`:
+
+1. `start`: every rank copies its part of the state into host memory; training continues.
+2. `_write_files`, in each rank's writer thread: send tensors of a sharded optimizer to the ranks that write them, then
+   write this rank's files.
+3. `advance`, called by the loop when no rank is writing: gather what all ranks wrote; `_publish`, in rank 0's writer
+   thread: write the manifest, rename the folder, remove old checkpoints.
+4. `advance`, called again: `_report` the checkpoint, or a warning if any rank failed.
+
+All ranks hold the same state, and each writes some of the files. Ranks learn of each other through the numbers that the
+loop exchanges at every step. The writer threads call no collective; they only send and receive a sharded optimizer's
+tensors, before any operation that could fail.
 """
 
 from __future__ import annotations
@@ -14,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.state import Shard, Staging, State, Tensors, shards_of, share_of, write_rest
+from paceline.checkpoint.files import TensorFile, files_of_rank, split_into_files, write_values
+from paceline.checkpoint.host_buffers import HostBuffers
+from paceline.checkpoint.state import CheckpointState, Tensors
 from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
 from paceline.engine.sharding import Sharding
@@ -25,19 +36,19 @@ from paceline.world import World
 
 
 @dataclass
-class Flight:
-    """A checkpoint on its way to the disk."""
+class PendingSave:
+    """A checkpoint that is being written or published."""
 
     step: int
-    work: Future[Any]  # of this rank: first its files, then, on rank 0, the publishing
-    size: int
+    work: Future[Any]  # in this rank's writer thread: writing its files; then, on rank 0, publishing
+    nbytes: int
     metrics: Mapping[str, float]
-    began: float
+    started_at: float
     is_publishing: bool = False
 
 
 class Saver:
-    """At most one checkpoint is being written at a time."""
+    """Saves checkpoints of one run, one at a time."""
 
     def __init__(
         self,
@@ -50,134 +61,143 @@ class Saver:
     ) -> None:
         self._store, self._options, self._identity = store, options, identity
         self._world, self._events = world, events
-        self._staging = Staging(sharding)
+        self._buffers = HostBuffers(sharding)
         self._writer = ThreadPoolExecutor(1, "paceline-save")
-        self._flight: Flight | None = None
+        self._pending: PendingSave | None = None
         self._reserved: Future[None] | None = None
         self._last_time = time.monotonic()
-        self._owes = False
+        self._is_requested = False
         self._has_warned = False
-        self.saved_step = -1  # the last one that this rank knows to be published
-        self._reported_step = -1
+        self.saved_step = -1  # the last step that this rank knows to be published
+        self._reported_step = -1  # the last one that `newly_published` has returned
 
-    # --- what the loop asks and is told ------------------------------------------------------------------------
+    def reserve(self, state: CheckpointState) -> None:
+        """Allocate the host memory for copies in the background."""
+        self._reserved = self._writer.submit(self._buffers.reserve, state, self._own_files(state))
+
+    # --- when to save ------------------------------------------------------------------------------------------
 
     @property
     def is_time(self) -> bool:
-        """Whether rank 0's clock says that a checkpoint is due."""
+        """Whether a checkpoint is due by `every_minutes`. Only rank 0's clock counts."""
         minutes = self._options.every_minutes
         is_due = minutes is not None and time.monotonic() - self._last_time >= 60 * minutes
         return self._world.is_main and is_due
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._flight is not None and not self._flight.work.done()
+        """Whether this rank is still writing or publishing."""
+        return self._pending is not None and not self._pending.work.done()
 
     def is_due(self, step: int, *, is_time: bool, is_asked: bool) -> bool:
-        """Whether to save now, from what all ranks know; what comes while another is being written is owed."""
+        """Whether to save now; the same on all ranks. A request during another save is kept for later."""
         every = self._options.every_steps
-        self._owes = self._owes or is_asked or is_time or (every is not None and step % every == 0)
-        return self._owes and self._flight is None
+        self._is_requested = self._is_requested or is_asked or is_time or (every is not None and step % every == 0)
+        return self._is_requested and self._pending is None
 
-    def reserve(self, state: State) -> None:
-        """Have the memory for copies made ready, beside training."""
-        self._reserved = self._writer.submit(self._staging.reserve, state, self._share(state))
+    # --- one save, from start to publication -------------------------------------------------------------------
+
+    def start(self, step: int, state: CheckpointState, metrics: Mapping[str, float]) -> None:
+        """Copy the state and start to write it; with `async: false`, wait until it is published.
+
+        All ranks, with the same state.
+        """
+        assert self._pending is None
+        started_at = time.perf_counter()
+        if self._reserved is not None:
+            self._reserved.result()
+        wait_for_copy = self._buffers.copy(state, self._own_files(state))
+        work = self._writer.submit(self._write_files, step, state, wait_for_copy)
+        self._pending = PendingSave(step, work, state.nbytes, metrics, started_at)
+        self._last_time, self._is_requested = time.monotonic(), False
+        self._events.write("saving", step=step, held_s=round(time.perf_counter() - started_at, 4))
+        if not self._options.is_async:
+            self.finish()
+
+    def _own_files(self, state: CheckpointState) -> list[TensorFile]:
+        """Return the files that this rank writes."""
+        return files_of_rank(self._world.rank, self._world.size, split_into_files(state))
+
+    def _write_files(
+        self, step: int, state: CheckpointState, wait_for_copy: Callable[[], dict[str, Tensors]]
+    ) -> list[Written]:
+        """Write this rank's files into the partial folder. Runs in the writer thread."""
+        tensors_of_files = wait_for_copy()  # before any disk error: other ranks may wait for tensors that it sends
+        folder = self._store.partial(step)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        written = [tensor_files.write_tensors(folder / name, tensors) for name, tensors in tensors_of_files.items()]
+        return [*written, write_values(folder, state)] if self._world.is_main else written
+
+    def advance(self) -> None:
+        """Take the pending save, if any, to its next stage. Call this when no rank is busy. All ranks."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.is_publishing:
+            self._pending = None
+            self._report(pending, pending.work.exception())
+            return
+        outcomes = self._world.gather_objects(_outcome(pending.work))
+        pending.is_publishing = True
+        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if errors:
+            self._pending = None
+            # All ranks wait until the folder is removed: the next save may be of the same step, in the same folder.
+            self._world.decide(lambda: self._store.discard(pending.step))
+            self._report(pending, OSError(errors[0]))
+        elif self._world.is_main:
+            written = [file for outcome in outcomes if not isinstance(outcome, str) for file in outcome]
+            pending.work = self._writer.submit(self._publish, pending, written)
+
+    def _publish(self, pending: PendingSave, written: list[Written]) -> Path:
+        """Publish the checkpoint and remove those that are no longer needed. Runs in rank 0's writer thread."""
+        try:
+            path = self._store.publish(pending.step, written, self._identity, pending.metrics)
+        except OSError:
+            self._store.discard(pending.step)  # on a full disk, the next checkpoint needs the space
+            raise
+        best = self._options.best
+        self._store.retain(self._options.keep, (best.metric, best.mode) if best is not None else None)
+        return path
+
+    def _report(self, pending: PendingSave, error: BaseException | None) -> None:
+        """Write the `checkpoint` event, or one warning for a series of failures."""
+        if error is None:
+            self.saved_step, self._has_warned = pending.step, False
+            seconds = round(time.perf_counter() - pending.started_at, 3)
+            self._events.write("checkpoint", step=pending.step, bytes=pending.nbytes, seconds=seconds)
+        elif not self._has_warned:
+            self._has_warned = True
+            text = f"the checkpoint of step {pending.step} could not be saved: {error}; training continues without it"
+            self._events.write("warning", text=text, step=pending.step)
 
     def newly_published(self) -> Path | None:
-        """The checkpoint that was published since the last call, if there is one; the same on all ranks."""
+        """The checkpoint that was published since the last call, if any; the same on all ranks."""
         if self.saved_step == self._reported_step:
             return None
         self._reported_step = self.saved_step
         return self._store.path(self.saved_step)
 
-    # --- saving ------------------------------------------------------------------------------------------------
-
-    def start(self, step: int, state: State, metrics: Mapping[str, float]) -> None:
-        """Copy the state and begin to write it; with `async: false`, write it. All ranks, with the same state."""
-        assert self._flight is None
-        began = time.perf_counter()
-        if self._reserved is not None:
-            self._reserved.result()
-        copied = self._staging.copy(state, self._share(state))
-        work = self._writer.submit(self._write, step, state, copied)
-        self._flight = Flight(step, work, state.size, metrics, began=began)
-        self._last_time, self._owes = time.monotonic(), False
-        self._events.write("saving", step=step, held_s=round(time.perf_counter() - began, 4))
-        if not self._options.is_async:
-            self.finish()
-
-    def settle(self) -> None:
-        """Take the checkpoint on its way a stage further; once no rank is busy any more. All ranks."""
-        flight = self._flight
-        if flight is None:
-            return
-        if flight.is_publishing:
-            self._flight = None
-            self._conclude(flight, flight.work.exception())
-            return
-        outcomes = self._world.gather_objects(_outcome(flight.work))
-        flight.is_publishing = True
-        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if errors:
-            self._flight = None
-            # All ranks wait for it: the next attempt may be of the same step, in the same folder.
-            self._world.decide(lambda: self._store.discard(flight.step))
-            self._conclude(flight, OSError(errors[0]))
-        elif self._world.is_main:
-            written = [file for outcome in outcomes if not isinstance(outcome, str) for file in outcome]
-            flight.work = self._writer.submit(self._publish, flight, written)
+    # --- saves that the caller waits for -----------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until nothing is on its way. All ranks."""
-        while self._flight is not None:
-            self._flight.work.exception()
-            self.settle()
+        """Wait until no save is pending. All ranks."""
+        while self._pending is not None:
+            self._pending.work.exception()
+            self.advance()
 
-    def save_now(self, step: int, state: Callable[[], State], metrics: Mapping[str, float]) -> bool:
-        """Save and wait for it, unless that step is saved already; whether it is. All ranks."""
+    def save_now(self, step: int, state: Callable[[], CheckpointState], metrics: Mapping[str, float]) -> bool:
+        """Save this step unless it is saved already, and wait for it; return whether it is saved. All ranks."""
         self.finish()
         if not self._world.decide(lambda: self.saved_step == step):
             self.start(step, state(), metrics)
             self.finish()
         return self._world.decide(lambda: self.saved_step == step)
 
-    def _share(self, state: State) -> list[Shard]:
-        return share_of(self._world.rank, self._world.size, shards_of(state))
-
-    def _write(self, step: int, state: State, copied: Callable[[], dict[str, Tensors]]) -> list[Written]:
-        """In the writer's thread: this rank's files."""
-        share = copied()  # first: other ranks may wait for what this one passes on
-        folder = self._store.partial(step)
-        folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(exist_ok=True)
-        written = [tensor_files.write_tensors(folder / file, tensors) for file, tensors in share.items()]
-        return [*written, write_rest(folder, state)] if self._world.is_main else written
-
-    def _publish(self, flight: Flight, written: list[Written]) -> Path:
-        """In rank 0's writer thread: the manifest, the name, and the end of what is no longer needed."""
-        try:
-            path = self._store.publish(flight.step, written, self._identity, flight.metrics)
-        except OSError:
-            self._store.discard(flight.step)  # on a full disk, the next one needs its room
-            raise
-        best = self._options.best
-        self._store.retain(self._options.keep, (best.metric, best.mode) if best is not None else None)
-        return path
-
-    def _conclude(self, flight: Flight, error: BaseException | None) -> None:
-        if error is None:
-            self.saved_step, self._has_warned = flight.step, False
-            seconds = round(time.perf_counter() - flight.began, 3)
-            self._events.write("checkpoint", step=flight.step, bytes=flight.size, seconds=seconds)
-        elif not self._has_warned:  # once, until a save works again
-            self._has_warned = True
-            text = f"the checkpoint of step {flight.step} could not be saved: {error}; the run goes on without it"
-            self._events.write("warning", text=text, step=flight.step)
-
 
 def _outcome(work: Future[list[Written]]) -> list[Written] | str:
-    """What a rank wrote, or why it could not, as something that can be sent."""
+    """Return the files that a rank wrote, or the text of its error, to be sent to the other ranks."""
     error = work.exception()
     if error is None:
         return work.result()

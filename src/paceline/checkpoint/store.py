@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, manifests, atomic publishing, verification, and which ones are kept.
+"""The folder of a run's checkpoints: names, manifests, atomic publishing, verification and retention.
 
-A checkpoint is written into a folder with a dot before its name. Its manifest, which holds the size and checksum of
-every other file, comes last; then the folder gets its name. So what has a name is whole, unless a disk has lost it.
-Metrics that are measured later come with a new manifest, which takes the place of the old one in a single move.
+A checkpoint is written into a hidden folder. Its manifest, which holds the size and checksum of every other file, is
+written last; then the folder is renamed. So a checkpoint under its final name is complete, unless the disk has damaged
+it. Metrics that are measured later are added by a new manifest, which replaces the old one atomically.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.run.tensor_files import Written
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-(\d{8,})")
-DAMAGED = "damaged-"
+STEP_NAME = re.compile(r"step-(\d{8,})")
+DAMAGED_PREFIX = "damaged-"
 
 
-class Damaged(Exception):
-    """Why a checkpoint cannot be used, in one sentence."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint cannot be used; the text is the reason, in one sentence."""
 
 
 class Identity(TypedDict, total=False):
-    """What decides what a run computes, and must fit when it is resumed."""
+    """What determines the results of a run; it is compared when the run is resumed."""
 
     config: dict[str, Any]
     config_sha256: str
@@ -50,72 +50,72 @@ class Identity(TypedDict, total=False):
 
 
 def _check_identity(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity with all of its fields, also those of a later version; raises ValueError if a type is wrong."""
+    """Return the identity unchanged, with fields of later versions; raise ValueError if a type is wrong."""
     TypeAdapter(Identity).validate_python(identity, strict=True)
     return identity
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The contents of a checkpoint's manifest.json."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # of what is read
+    __pydantic_config__ = ConfigDict(strict=True)  # when a manifest is read
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     files: list[Written]
-    identity: Annotated[dict[str, Any], AfterValidator(_check_identity)]  # of the run: what must fit on resume
-    metrics: dict[str, float | None] = field(default_factory=dict)  # None stands for a value that is not finite
+    identity: Annotated[dict[str, Any], AfterValidator(_check_identity)]  # an Identity
+    metrics: dict[str, float | None] = field(default_factory=dict)  # None if the value is not finite
     time: Annotated[float, Field(ge=0, le=1e11)] = 0.0
     format: int = FORMAT
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     def to_json(self) -> str:
-        """The manifest with its own checksum."""
+        """Return the manifest as JSON, with the checksum of its own content."""
         content = asdict(self)
-        return json.dumps({**content, "sha256": _seal(content)}, indent=1)
+        return json.dumps({**content, "sha256": content_sha256(content)}, indent=1)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint's folder; raises Damaged."""
+    """Return the manifest of a checkpoint's folder; raise DamagedCheckpoint if it cannot be used."""
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        seal = content.pop("sha256")
+        sha256 = content.pop("sha256")
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
+        raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
-    if seal != _seal(content):
-        raise Damaged(f"{MANIFEST} has changed since it was written")
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
+    if sha256 != content_sha256(content):
+        raise DamagedCheckpoint(f"{MANIFEST} has changed since it was written")
     if content.get("format") != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {content.get('format')}, this version reads {FORMAT}")
+        raise DamagedCheckpoint(f"{MANIFEST} has format {content.get('format')}, this version reads {FORMAT}")
     try:
-        return _manifests().validate_json(json.dumps(content))
+        return _manifest_adapter().validate_json(json.dumps(content))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise Damaged(f"{MANIFEST} has a wrong value of {where}") from None
+        raise DamagedCheckpoint(f"{MANIFEST} has an invalid value of {where}") from None
 
 
 @cache
-def _manifests() -> TypeAdapter[Manifest]:
+def _manifest_adapter() -> TypeAdapter[Manifest]:
     return TypeAdapter(Manifest)
 
 
 def verify(path: Path) -> Manifest:
-    """Read every file of a checkpoint and compare; raises Damaged with the first file that is not as written."""
+    """Compare all files with the manifest; raise DamagedCheckpoint for the first whose size or checksum differs."""
     manifest = read_manifest(path)
     for file in manifest.files:
         try:
             size = (path / file.name).stat().st_size
             if size != file.size:
-                raise Damaged(f"{file.name} has {size} bytes instead of {file.size}")
+                raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
             if tensor_files.sha256_of_file(path / file.name) != file.sha256:
-                raise Damaged(f"{file.name} has another checksum than when it was written")
+                raise DamagedCheckpoint(f"{file.name} has a different checksum than when it was written")
         except OSError as error:
-            raise Damaged(f"{file.name} cannot be read: {error.strerror}") from None
+            raise DamagedCheckpoint(f"{file.name} cannot be read: {error.strerror}") from None
     return manifest
 
 
@@ -126,36 +126,37 @@ class Store:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is published."""
+        """The folder of a published checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of a step is being written, by all ranks."""
+        """The folder into which all ranks write a checkpoint before it is published."""
         return self.folder / f".step-{step:08d}.partial"
 
     def paths(self) -> list[Path]:
-        """The published checkpoints, newest first."""
-        found = [(int(match[1]), path) for path in self._entries() if (match := STEP.fullmatch(path.name))]
+        """The folders of all published checkpoints, newest first."""
+        found = [(int(match[1]), path) for path in self._entries() if (match := STEP_NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, reverse=True)]
 
     def damaged_paths(self) -> list[Path]:
-        """The checkpoints that were set aside."""
-        return sorted((path for path in self._entries() if path.name.startswith(DAMAGED)), reverse=True)
+        """The folders of the checkpoints that `set_aside` has renamed."""
+        return sorted((path for path in self._entries() if path.name.startswith(DAMAGED_PREFIX)), reverse=True)
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint, by its name; -1 if there is none."""
+        """The step of the newest checkpoint, from its name; -1 if there is none."""
         return max((step_of(path) for path in self.paths()), default=-1)
 
     def newest_valid(self, on_damaged: Callable[[Path, str], None]) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that can be used; `on_damaged` gets newer ones, and why they cannot. Changes nothing.
+        """Return the newest checkpoint that can be used; call `on_damaged` with each newer one and the reason.
 
-        Raises CheckpointsDamaged if there are checkpoints and all of them are damaged: a run must not lose its past.
+        Changes no file. Raises CheckpointsDamaged if checkpoints exist and all are damaged, because a run must not
+        silently start from the beginning.
         """
         damaged = []
         for path in self.paths():
             try:
                 return path, verify(path)
-            except Damaged as reason:
+            except DamagedCheckpoint as reason:
                 damaged.append(f"{path.name} ({reason})")
                 on_damaged(path, str(reason))
         if damaged := [*damaged, *(path.name for path in self.damaged_paths())]:
@@ -168,24 +169,24 @@ class Store:
     def publish(
         self, step: int, written: Sequence[Written], identity: dict[str, Any], metrics: Mapping[str, float]
     ) -> Path:
-        """Give the partial checkpoint of a step its manifest and its name, in an order that no crash can tear.
+        """Write the manifest of a partial checkpoint and rename its folder, so that a crash leaves no incomplete one.
 
-        A whole one of the same step stays: to replace it would leave a moment with neither. It is told its metrics if
-        it was saved before they were measured.
+        A valid checkpoint of the same step is kept, because replacing it would leave a moment without either. Its
+        metrics are added if it was saved before they were measured.
         """
         partial, path = self.partial(step), self.path(step)
         measured = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        if path.exists():  # the run goes on from here and has not gone further
+        if path.exists():  # the run was resumed at this step
             try:
                 found = verify(path)
-            except Damaged:
+            except DamagedCheckpoint:
                 self.set_aside(path)
             else:
                 self.discard(step)
                 if measured and not found.metrics:
                     self._replace_manifest(path, replace(found, metrics=measured))
                 return path
-        for file in written:  # by other ranks, perhaps on other machines
+        for file in written:  # by all ranks, perhaps on other machines
             if (size := (partial / file.name).stat().st_size) != file.size:
                 raise OSError(f"{partial / file.name} has {size} bytes instead of {file.size}")
         manifest = Manifest(
@@ -202,43 +203,43 @@ class Store:
         return path
 
     def _replace_manifest(self, path: Path, manifest: Manifest) -> None:
-        """At every moment there is a whole one, the old or the new."""
+        """Replace a manifest atomically."""
         new = path / f".{MANIFEST}"
         tensor_files.write(new, [manifest.to_json().encode()])
         new.rename(path / MANIFEST)
         tensor_files.sync_folder(path)
 
     def discard(self, step: int) -> None:
-        """Remove what there is of a checkpoint that could not be written."""
+        """Remove the partial folder of a checkpoint that could not be written."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def leftovers(self) -> list[Path]:
-        """The checkpoints that killed runs were writing or removing. Only while no process writes here."""
+        """The folders that killed runs were writing or removing. Valid only while no process writes here."""
         return [path for path in self._entries() if path.name.endswith(".partial")]
 
-    def clean(self) -> None:
-        """Remove the leftovers."""
+    def remove_leftovers(self) -> None:
+        """Remove the folders that killed runs left."""
         for path in self.leftovers():
             shutil.rmtree(path, ignore_errors=True)
 
     def retain(self, keep: int, best: tuple[str, str] | None) -> None:
-        """Remove checkpoints that are neither among the newest nor the best; after a newer one has been verified."""
-        spared = {*self.paths()[:keep]}
+        """Remove all checkpoints but the newest `keep` and the best. Call this after a new one is published."""
+        kept = {*self.paths()[:keep]}
         if best is not None:
-            spared.add(self.best(*best) or Path())
+            kept.add(self.best(*best) or Path())
         for path in self.paths():
-            if path not in spared:
-                # A folder with a dot is no checkpoint, so a kill in the middle leaves none that is half there.
-                doomed = path.with_name(f".{path.name}.partial")
+            if path not in kept:
+                # Hidden first: if the process is killed here, no incomplete folder looks like a checkpoint.
+                hidden = path.with_name(f".{path.name}.partial")
                 with suppress(OSError):
-                    path.rename(doomed)
-                    shutil.rmtree(doomed)
+                    path.rename(hidden)
+                    shutil.rmtree(hidden)
 
     def best(self, metric: str, mode: str) -> Path | None:
-        """The checkpoint with the best value of a metric."""
+        """The checkpoint with the best value of a metric; None if none has a finite value."""
         values: dict[Path, float] = {}
         for path in self.paths():
-            with suppress(Damaged):
+            with suppress(DamagedCheckpoint):
                 value = read_manifest(path).metrics.get(metric)
                 if value is not None:
                     values[path] = value
@@ -247,8 +248,8 @@ class Store:
         return (min if mode == "min" else max)(values, key=lambda path: values[path])
 
     def set_aside(self, path: Path) -> Path:
-        """Give a damaged checkpoint a name under which it is kept and not used; its new path."""
-        stem = f"{DAMAGED}{path.name}"
+        """Rename a damaged checkpoint so that it is kept but not used; return its new path."""
+        stem = f"{DAMAGED_PREFIX}{path.name}"
         aside = next(
             path.with_name(name)
             for name in (stem, *(f"{stem}-{n}" for n in range(2, 10_000)))
@@ -261,11 +262,12 @@ class Store:
 
 
 def step_of(path: Path) -> int:
-    """The step that a published checkpoint's name tells."""
-    match = STEP.fullmatch(path.name)
+    """The step of a published checkpoint, from its name."""
+    match = STEP_NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def content_sha256(content: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest's content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

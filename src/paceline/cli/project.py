@@ -75,7 +75,7 @@ def get_data(
     """
     from paceline.hub import download
 
-    folder = download.get(name, to, say=typer.echo)
+    folder = download.get(name, to, log=typer.echo)
     typer.echo(f"{name} is complete in {folder.resolve()}")
 
 

@@ -124,7 +124,7 @@ def checkpoints(run_dir: Run) -> None:
 
     Shows the step, size and metrics of each, and whether it can be used.
     """
-    from paceline.checkpoint.store import Damaged, Store, verify
+    from paceline.checkpoint.store import DamagedCheckpoint, Store, verify
     from paceline.formatting import size_text
     from paceline.run.layout import RunFolder
 
@@ -136,7 +136,7 @@ def checkpoints(run_dir: Run) -> None:
     for path in (*store.paths(), *store.damaged_paths()):
         try:
             manifest = verify(path)
-        except Damaged as reason:
+        except DamagedCheckpoint as reason:
             table.add_row(Text(printable(path.name)), "", "", "", Text(printable(f"cannot be used: {reason}")))
             continue
         saved = datetime.fromtimestamp(manifest.time).isoformat(" ", "seconds")

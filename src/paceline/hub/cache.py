@@ -1,4 +1,4 @@
-"""Data that is prepared once: one process makes it and writes a file, all others wait for the file and map it."""
+"""Data that is prepared once: one process computes it and writes a file; all others wait for the file and map it."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from paceline.errors import DataError
 from paceline.run.tensor_files import sha256_of_file, write_tensors
 from paceline.system.home import in_home
 
-PARTIAL = ".partial"
+PARTIAL_SUFFIX = ".partial"
 POLL_S = 0.05
-TELL_AFTER_S = 2.0
+REPORT_EVERY_S = 2.0
 
 
 def cached_tensors(name: str, make: Callable[[], dict[str, torch.Tensor]], *inputs: Any) -> dict[str, torch.Tensor]:
-    """The tensors of `make()`, made by one process for all that ask, now and later, and kept in $PACELINE_HOME/cache.
+    """Return the tensors of `make()`, which one process computes for all and stores in $PACELINE_HOME/cache.
 
-    `inputs` is all that they depend on: files and folders, as `Path`, count by their content; so do numbers, text, and
-    lists and dicts of them. `make` is called anew when any of it changes. No collective: a rank may ask alone.
+    `inputs` is everything that the tensors depend on: numbers, text, files and folders (as `Path`, compared by their
+    content), and lists and dicts of them. `make` is called again when any of it changes. Not a collective: one rank
+    may call it alone.
     """
     path = in_home("cache").resolve() / f"{name}-{_digest(inputs)[:20]}.safetensors"
     if not path.exists():
-        with _alone(path, name) as is_alone:
-            if is_alone:
-                _clean(path)
+        with _locked(path, name) as is_locked:
+            if is_locked:
+                _remove_partial_files(path)
             if not path.exists():
                 _publish(path, make())
-    tensors: dict[str, torch.Tensor] = load_file(path)  # mapped: processes of one machine have it in memory once
+    tensors: dict[str, torch.Tensor] = load_file(path)  # memory-mapped: the processes of a machine share one copy
     return tensors
 
 
 def _digest(value: Any) -> str:
-    """What tells this value from others, by content."""
+    """Return a hash of a value's content."""
     if isinstance(value, Path):
         files = sorted(each for each in value.rglob("*") if each.is_file()) if value.is_dir() else [value]
         return _digest({str(file.relative_to(value)): sha256_of_file(file) for file in files})
     if isinstance(value, (list, tuple)):
-        # One hash over all parts, so that a million sentences need no million hashes.
+        # Plain items are hashed together: a million sentences do not need a million hashes.
         value = [_digest(each) if isinstance(each, (Path, list, tuple, dict)) else each for each in value]
     elif isinstance(value, dict):
         value = {key: _digest(each) for key, each in value.items()}
@@ -59,23 +60,23 @@ def _digest(value: Any) -> str:
 
 
 @contextmanager
-def _alone(path: Path, name: str) -> Iterator[bool]:
-    """Let one process in at a time; those that wait say so. False on a file system without locks."""
-    with _writing(path):
+def _locked(path: Path, name: str) -> Iterator[bool]:
+    """Hold the lock of a file, and report while waiting for it; yield False on a file system without locks."""
+    with _writes_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_suffix(".lock").open("w")
-    with file:  # the kernel lets go of the lock with the process
-        began = told = time.monotonic()
-        while (is_alone := _take(file)) is None:
+    with file:  # the kernel releases the lock when the process ends
+        started = reported = time.monotonic()
+        while (is_locked := _try_lock(file)) is None:
             time.sleep(POLL_S)
-            if time.monotonic() - told > TELL_AFTER_S:
-                told = time.monotonic()
-                print(f"{name}: another process prepares it, since {told - began:.0f} s", flush=True)
-        yield is_alone
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                print(f"{name}: waiting for another process to prepare it ({reported - started:.0f} s)", flush=True)
+        yield is_locked
 
 
-def _take(file: IO[str]) -> bool | None:
-    """Whether the lock was taken; None if another process has it, False if there are no locks here."""
+def _try_lock(file: IO[str]) -> bool | None:
+    """Return True if the lock was taken, None if another process holds it, False if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,21 +87,22 @@ def _take(file: IO[str]) -> bool | None:
 
 
 def _publish(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the file whole or not at all; without locks several may do so, each the same."""
-    partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}{PARTIAL}")
-    with _writing(path):
+    """Write the file atomically. Without locks several processes may do so, with the same content."""
+    partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}{PARTIAL_SUFFIX}")
+    with _writes_to(path):
         write_tensors(partial, {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         partial.replace(path)
 
 
-def _clean(path: Path) -> None:
-    """Remove what a process left that was killed while it wrote."""
-    for partial in path.parent.glob(f"{path.stem}.*{PARTIAL}"):
+def _remove_partial_files(path: Path) -> None:
+    """Remove the files that processes were writing when they were killed."""
+    for partial in path.parent.glob(f"{path.stem}.*{PARTIAL_SUFFIX}"):
         partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writes_to(path: Path) -> Iterator[None]:
+    """Turn an OSError into a DataError that names the folder."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What is known of each data set: its files, sizes and checksums, where they are had from, and where they are kept.
+"""The known data sets: their files with sizes and checksums, their mirrors, and the folders in which they are stored.
 
-This is the only place that names hosts. Whatever comes from them is used only if its checksum is right.
+No other module names a host. A downloaded file is used only if its checksum is correct.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from paceline.system.home import in_home
 
 
 @dataclass(frozen=True)
-class Content:
-    """A file inside of a compressed one; readers take it unpacked, too."""
+class UnpackedFile:
+    """A file inside a compressed one; readers also accept it unpacked."""
 
     path: str
     size: int
 
 
 @dataclass(frozen=True)
-class File:
-    """A file as it is downloaded."""
+class RemoteFile:
+    """A file that is downloaded, and the files inside it."""
 
     name: str
     size: int
     sha256: str
-    contents: tuple[Content, ...]
+    contents: tuple[UnpackedFile, ...]
 
 
 @dataclass(frozen=True)
-class Known:
-    """A data set: its files, and the addresses that they can be had from, the best first."""
+class KnownDataset:
+    """A data set: its files, and the base URLs of its mirrors in the order of preference."""
 
     name: str
     layout: Literal["idx", "cifar", "text"]
-    files: tuple[File, ...]
+    files: tuple[RemoteFile, ...]
     mirrors: tuple[str, ...]
 
 
-def _idx(sizes_and_sha256: Sequence[tuple[int, str]]) -> tuple[File, ...]:
-    """The four files of MNIST and of those made in its likeness."""
+def _idx(sizes_and_sha256: Sequence[tuple[int, str]]) -> tuple[RemoteFile, ...]:
+    """Return the four files of MNIST, or of a data set in the same format."""
     contents = (
-        Content("train-images-idx3-ubyte", 16 + 60_000 * 28 * 28),
-        Content("train-labels-idx1-ubyte", 8 + 60_000),
-        Content("t10k-images-idx3-ubyte", 16 + 10_000 * 28 * 28),
-        Content("t10k-labels-idx1-ubyte", 8 + 10_000),
+        UnpackedFile("train-images-idx3-ubyte", 16 + 60_000 * 28 * 28),
+        UnpackedFile("train-labels-idx1-ubyte", 8 + 60_000),
+        UnpackedFile("t10k-images-idx3-ubyte", 16 + 10_000 * 28 * 28),
+        UnpackedFile("t10k-labels-idx1-ubyte", 8 + 10_000),
     )
     return tuple(
-        File(f"{content.path}.gz", size, sha256, (content,))
+        RemoteFile(f"{content.path}.gz", size, sha256, (content,))
         for content, (size, sha256) in zip(contents, sizes_and_sha256, strict=True)
     )
 
 
-MNIST = Known(
+MNIST = KnownDataset(
     name="mnist",
     layout="idx",
     files=_idx(
@@ -74,7 +74,7 @@ MNIST = Known(
     ),
 )
 
-FASHION_MNIST = Known(
+FASHION_MNIST = KnownDataset(
     name="fashion-mnist",
     layout="idx",
     files=_idx(
@@ -91,16 +91,16 @@ FASHION_MNIST = Known(
     ),
 )
 
-CIFAR10 = Known(
+CIFAR10 = KnownDataset(
     name="cifar10",
     layout="cifar",
     files=(
-        File(
+        RemoteFile(
             "cifar-10-binary.tar.gz",
             170_052_171,
             "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
             tuple(
-                Content(f"cifar-10-batches-bin/{name}.bin", 10_000 * (1 + 3 * 32 * 32))
+                UnpackedFile(f"cifar-10-batches-bin/{name}.bin", 10_000 * (1 + 3 * 32 * 32))
                 for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
             ),
         ),
@@ -108,25 +108,25 @@ CIFAR10 = Known(
     mirrors=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
 )
 
-TINY_SHAKESPEARE = Known(
+TINY_SHAKESPEARE = KnownDataset(
     name="tinyshakespeare",
     layout="text",
     files=(
-        File(
+        RemoteFile(
             "input.txt",
             1_115_394,
             "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-            (Content("input.txt", 1_115_394),),
+            (UnpackedFile("input.txt", 1_115_394),),
         ),
     ),
     mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
 )
 
-ALL = {known.name: known for known in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE)}
+ALL = {dataset.name: dataset for dataset in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE)}
 
 
-def find(name: str) -> Known:
-    """The data set of that name."""
+def find(name: str) -> KnownDataset:
+    """Return the data set of that name; raise a ConfigError with the nearest name if there is none."""
     if name in ALL:
         return ALL[name]
     near = difflib.get_close_matches(name, ALL, n=1)
@@ -135,5 +135,5 @@ def find(name: str) -> Known:
 
 
 def folder_of(name: str) -> Path:
-    """Where a data set's files are kept unless another place is named."""
+    """The default folder of a data set's files."""
     return in_home("datasets", name)

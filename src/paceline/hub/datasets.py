@@ -1,4 +1,4 @@
-"""Well-known data sets by name: `read` gives one as tensors, `folder_of` says where its files are kept."""
+"""Well-known data sets by name: `read` returns one as tensors, `folder_of` the folder of its files."""
 
 from __future__ import annotations
 

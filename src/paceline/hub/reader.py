@@ -1,4 +1,4 @@
-"""The files of a data set as tensors: MNIST's idx files and CIFAR-10's records, packed or not. Nothing is unpickled."""
+"""Reads data sets as tensors: MNIST's idx files and CIFAR-10's records, compressed or not. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError, DataError
 from paceline.hub import catalog
-from paceline.hub.catalog import Content, File, Known
+from paceline.hub.catalog import KnownDataset, RemoteFile, UnpackedFile
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import TensorDataset
 
-SIDE = 28  # pixels of an idx image
-RECORD = 1 + 3 * 32 * 32  # bytes of a CIFAR-10 record: the class, then red, green and blue pixels
+SIDE = 28  # pixels of an idx image in each dimension
+RECORD_BYTES = 1 + 3 * 32 * 32  # of CIFAR-10: the class, then red, green and blue pixels
 CLASSES = 10
 
 
 def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = None) -> TensorDataset:
-    """The training or test images of a data set as bytes, [N, channels, rows, columns], and their classes as int64.
+    """Return the training or test images as uint8, [N, channels, rows, columns], and their classes as int64.
 
-    The files are looked for in `root`, by default in $PACELINE_HOME/datasets/NAME.
+    The files are in `root`, by default $PACELINE_HOME/datasets/NAME.
     """
     from torch.utils.data import TensorDataset
 
-    place = _Place(catalog.find(name), Path(root) if root else catalog.folder_of(name))
-    if place.known.layout == "text":
-        raise ConfigError(f"{name} is no set of images; read {place.folder / place.known.files[0].name} as text")
-    images, classes = (_read_idx if place.known.layout == "idx" else _read_cifar)(place, train)
+    source = _DatasetFolder(catalog.find(name), Path(root) if root else catalog.folder_of(name))
+    if source.dataset.layout == "text":
+        raise ConfigError(f"{name} is a text, not images; read {source.path / source.dataset.files[0].name} as text")
+    images, classes = (_read_idx if source.dataset.layout == "idx" else _read_cifar)(source, train)
     return TensorDataset(images, classes)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A data set and the folder that it is read from; what is wrong there is told with what to do."""
+class _DatasetFolder:
+    """A data set and the folder that it is read from; errors name the file and the command that downloads it."""
 
-    known: Known
-    folder: Path
+    dataset: KnownDataset
+    path: Path
 
     def find(self, *names: str) -> Path:
-        """The first of several files that is there."""
+        """Return the first of several files that exists."""
         for name in names:
-            if (self.folder / name).is_file():
-                return self.folder / name
-        raise DataError(f"{(self.folder / names[0]).resolve()} does not exist; {self._command()}")
+            if (self.path / name).is_file():
+                return self.path / name
+        raise DataError(f"{(self.path / names[0]).resolve()} does not exist; {self._command()}")
 
     def damaged(self, path: Path, what: str) -> DataError:
+        """Return the error for a damaged file."""
         return DataError(f"{path} {what}; remove that file, then {self._command()}")
 
     @contextmanager
-    def unpacking(self, path: Path, file: File) -> Iterator[None]:
-        """What gzip and tar say of a damaged file becomes an error that names it."""
+    def unpacking(self, path: Path, file: RemoteFile) -> Iterator[None]:
+        """Turn errors of gzip and tar into a DataError that names the file."""
         try:
             yield
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
@@ -69,78 +70,81 @@ class _Place:
             ) from None
 
     def _command(self) -> str:
-        is_default = self.folder.resolve() == catalog.folder_of(self.known.name).resolve()
-        to = "" if is_default else f" --to {self.folder}"
-        return f"run: paceline data get {self.known.name}{to} (or name another place: PACELINE_HOME, dataset_args.root)"
+        """Return the command that downloads the files."""
+        is_default = self.path.resolve() == catalog.folder_of(self.dataset.name).resolve()
+        command = f"paceline data get {self.dataset.name}" + ("" if is_default else f" --to {self.path}")
+        return f"run: {command} (or set another folder: PACELINE_HOME, dataset_args.root)"
 
 
-# --- idx: a header of big-endian numbers (the kind, then each dimension), then bytes ------------------------------
+# --- idx: a header of big-endian numbers (the type, then each dimension), then bytes ------------------------------
 
 
-def _read_idx(place: _Place, train: bool) -> tuple[Tensor, Tensor]:
-    of_images, of_classes = place.known.files[:2] if train else place.known.files[2:]
-    _, images = _idx_values(place, of_images, (SIDE, SIDE))
-    path, classes = _idx_values(place, of_classes, ())
+def _read_idx(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
+    image_file, class_file = source.dataset.files[:2] if train else source.dataset.files[2:]
+    _, images = _idx_values(source, image_file, (SIDE, SIDE))
+    path, classes = _idx_values(source, class_file, ())
     if len(images) != len(classes):
-        raise place.damaged(path, f"has {len(classes):,} classes for {len(images):,} images")
-    return images.unsqueeze(1), _checked(place, path, classes)
+        raise source.damaged(path, f"has {len(classes):,} classes for {len(images):,} images")
+    return images.unsqueeze(1), _checked_classes(source, path, classes)
 
 
-def _idx_values(place: _Place, file: File, sample: tuple[int, ...]) -> tuple[Path, Tensor]:
-    """The file that was read, packed or not, and its values, [N, *sample]."""
-    path = place.find(file.name, file.contents[0].path)
-    with place.unpacking(path, file), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+def _idx_values(source: _DatasetFolder, file: RemoteFile, sample: tuple[int, ...]) -> tuple[Path, Tensor]:
+    """Return the path that was read, compressed or not, and its values, [N, *sample]."""
+    path = source.find(file.name, file.contents[0].path)
+    with source.unpacking(path, file), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         content = stream.read()
     start = 4 * (2 + len(sample))
-    kind, count, *dimensions = (int.from_bytes(content[at : at + 4], "big") for at in range(0, start, 4))
-    if kind != 0x801 + len(sample) or tuple(dimensions) != sample:
-        raise place.damaged(path, "does not begin as an idx file of this kind does")
+    type_code, count, *dimensions = (int.from_bytes(content[at : at + 4], "big") for at in range(0, start, 4))
+    if type_code != 0x801 + len(sample) or tuple(dimensions) != sample:
+        raise source.damaged(path, "does not begin with the header of such an idx file")
     expected = start + count * math.prod(sample)
     if len(content) != expected:
-        raise place.damaged(path, f"holds {len(content):,} bytes, not {expected:,}")
+        raise source.damaged(path, f"holds {len(content):,} bytes, not {expected:,}")
     return path, _tensor(content)[start:].reshape(count, *sample)
 
 
 # --- CIFAR-10: files of equal records -----------------------------------------------------------------------------
 
 
-def _read_cifar(place: _Place, train: bool) -> tuple[Tensor, Tensor]:
+def _read_cifar(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
     import torch
 
-    [archive] = place.known.files
+    [archive] = source.dataset.files
     contents = archive.contents[:-1] if train else archive.contents[-1:]
     tables = []
-    for content, (path, data) in zip(contents, _cifar_files(place, archive, contents), strict=True):
+    for content, (path, data) in zip(contents, _cifar_files(source, archive, contents), strict=True):
         if len(data) != content.size:
-            raise place.damaged(path, f"holds {len(data):,} bytes, not {content.size:,}")
-        tables.append(_tensor(data).reshape(-1, RECORD))
-        _checked(place, path, tables[-1][:, 0])
+            raise source.damaged(path, f"holds {len(data):,} bytes, not {content.size:,}")
+        tables.append(_tensor(data).reshape(-1, RECORD_BYTES))
+        _checked_classes(source, path, tables[-1][:, 0])
     table = torch.cat(tables)
     return table[:, 1:].reshape(-1, 3, 32, 32), table[:, 0].long()
 
 
-def _cifar_files(place: _Place, archive: File, contents: tuple[Content, ...]) -> list[tuple[Path, bytes]]:
-    """Each file's path and bytes: from the archive's folder, from `root` itself, or from within the archive."""
+def _cifar_files(
+    source: _DatasetFolder, archive: RemoteFile, contents: tuple[UnpackedFile, ...]
+) -> list[tuple[Path, bytes]]:
+    """Return path and bytes of each file: from the unpacked archive's folder, from `root`, or from the archive."""
     names = [content.path for content in contents]
-    packed = place.folder / archive.name
-    if packed.is_file() and not (place.folder / names[0]).parent.is_dir():
-        found = _from_archive(place, packed, archive, names)
-        return [(packed / name, found[name]) for name in names]
-    paths = [place.find(name, Path(name).name) for name in names]
+    archive_path = source.path / archive.name
+    if archive_path.is_file() and not (source.path / names[0]).parent.is_dir():
+        found = _from_archive(source, archive_path, archive, names)
+        return [(archive_path / name, found[name]) for name in names]
+    paths = [source.find(name, Path(name).name) for name in names]
     return [(path, path.read_bytes()) for path in paths]
 
 
-def _from_archive(place: _Place, path: Path, archive: File, names: list[str]) -> dict[str, bytes]:
-    """Files of the archive by name. It is read once from its beginning, and nothing is written."""
+def _from_archive(source: _DatasetFolder, path: Path, archive: RemoteFile, names: list[str]) -> dict[str, bytes]:
+    """Return files of the archive by name. It is read once, and nothing is written to the disk."""
     found = {}
-    with place.unpacking(path, archive), tarfile.open(path, "r|gz") as tar:
+    with source.unpacking(path, archive), tarfile.open(path, "r|gz") as tar:
         for member in tar:
             stream = tar.extractfile(member) if member.name in names else None
             if stream is not None:
                 found[member.name] = stream.read()
     missing = [name for name in names if name not in found]
     if missing:
-        raise place.damaged(path, f"holds no {missing[0]}")
+        raise source.damaged(path, f"holds no {missing[0]}")
     return found
 
 
@@ -150,11 +154,11 @@ def _from_archive(place: _Place, path: Path, archive: File, names: list[str]) ->
 def _tensor(data: bytes) -> Tensor:
     import torch
 
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, because bytes cannot be written to
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, because bytes are read-only
 
 
-def _checked(place: _Place, path: Path, classes: Tensor) -> Tensor:
-    """Classes as int64. One that does not exist would show in the loss only, on a GPU without a word of where."""
+def _checked_classes(source: _DatasetFolder, path: Path, classes: Tensor) -> Tensor:
+    """Return classes as int64 after a range check. Otherwise the loss would fail later, on a GPU without a location."""
     if len(classes) and int(classes.max()) >= CLASSES:
-        raise place.damaged(path, f"has class {int(classes.max())}, but there are only 0 to {CLASSES - 1}")
+        raise source.damaged(path, f"has class {int(classes.max())}, but there are only 0 to {CLASSES - 1}")
     return classes.long()

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from paceline.checkpoint.state import has_average
-from paceline.checkpoint.store import Damaged, Store, step_of, verify
+from paceline.checkpoint.files import has_ema
+from paceline.checkpoint.store import DamagedCheckpoint, Store, step_of, verify
 from paceline.checkpoint.weights import stored_sha256
 from paceline.config import FUNCTION_KEYS, Config, read_yaml
 from paceline.config.functions import FunctionNotFound, Missing, full_name, resolve
@@ -129,10 +129,10 @@ def _facts_of_checkpoint(path: Path) -> tuple[int, dict[str, float], bool]:
     """Its step, its metrics, and whether it holds an average of the weights."""
     try:
         manifest = verify(path)
-    except Damaged as reason:
+    except DamagedCheckpoint as reason:
         raise ConfigError(f"{path} cannot be used: {reason}; choose another with --checkpoint") from None
     measured = {name: value for name, value in manifest.metrics.items() if value is not None}
-    return manifest.step, measured, has_average(path)
+    return manifest.step, measured, has_ema(path)
 
 
 def _facts_of_end(facts: ResultFile) -> tuple[int, dict[str, float], bool]:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import State, capture
+from paceline.checkpoint.state import CheckpointState, capture
 from paceline.data.loader import StepInputs
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
@@ -162,7 +162,7 @@ class Loop:
         if is_requested:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not is_busy:
-            self.saver.settle()
+            self.saver.advance()
         self._report_checkpoint()
         if reason:
             raise StopAgreed(reason)
@@ -275,13 +275,13 @@ class Loop:
         is_of_now = row.get("step") == self.state.step
         return {name: value for name, value in row.items() if isinstance(value, float)} if is_of_now else {}
 
-    def _state(self) -> State:
+    def _state(self) -> CheckpointState:
         """The state to save, the same on all ranks. All ranks."""
         self.log.collect()
         self.stepper.replica.share_buffers()
         return self._capture()
 
-    def _capture(self) -> State:
+    def _capture(self) -> CheckpointState:
         """All ranks."""
         stepper = self.stepper
         counters = {

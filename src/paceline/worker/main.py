@@ -20,7 +20,7 @@ from typing import NoReturn, TextIO
 
 from paceline.checkpoint.resume import identity_of
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import capture, put_weights
+from paceline.checkpoint.state import capture, restore_weights
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data.scaler import fit_scalers
@@ -142,7 +142,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     if checkpoint is not None:
         progress.phase = "restoring the checkpoint"
         report_checkpoint(checkpoint, identity, world, context.events)
-        put_weights(checkpoint.state, model, checkpoint.path)
+        restore_weights(checkpoint.state, model, checkpoint.path)
     else:
         fit_scalers(model, training, config.seed, progress)
     stepper, plan, evaluator = build_step(context, model, training, validation)
@@ -186,7 +186,7 @@ def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
     """Refuse to begin where the disk has no space for two checkpoints. All ranks."""
     loss = stepper.replica.forward_state.of_loss()
     state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
-    size = state.size
+    size = state.nbytes
     if not stepper.optimizer.state:  # it is made by the first step: two numbers for each weight in most optimizers
         size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.callbacks import Callback
+from paceline.checkpoint.files import load
 from paceline.checkpoint.resume import check_compatible, named_checkpoint
-from paceline.checkpoint.state import State, load, put_loss, put_optimizer
+from paceline.checkpoint.state import CheckpointState, restore_loss, restore_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
 from paceline.engine.step import Stepper
@@ -28,7 +29,7 @@ class LoadedCheckpoint:
     path: Path
     manifest: Manifest
     damaged: list[tuple[Path, str]]  # newer ones, and why they cannot be used
-    state: State
+    state: CheckpointState
 
 
 def find_checkpoint(config: Config, folder: RunFolder, world: World, progress: Progress) -> LoadedCheckpoint | None:
@@ -58,15 +59,15 @@ def restore(past: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callba
     config = stepper.settings
     groups = [{**group} for group in stepper.optimizer.param_groups]
     places = stepper.sharding.mine if stepper.sharding is not None else None
-    put_optimizer(past.state, stepper.optimizer, past.path, places)
+    restore_optimizer(past.state, stepper.optimizer, past.path, places)
     if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
         for group, here in zip(stepper.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in here.items() if key not in ("params", "lr")})
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
             average.copy_(past.state.groups["ema"][name])
-    put_loss(past.state, config.loss_fn, past.path)
-    counters = past.state.rest["counters"]
+    restore_loss(past.state, config.loss_fn, past.path)
+    counters = past.state.values["counters"]
     stepper.set_counters(counters["stepper"])
     saved = counters.get("callbacks", [])
     if len(saved) == len(callbacks):  # another number: the callbacks were changed, and begin as they are
@@ -81,7 +82,7 @@ def take_up(past: LoadedCheckpoint | None, config: Config, folder: RunFolder, wo
 
     def begin() -> None:
         store = Store(folder.checkpoints)
-        store.clean()
+        store.remove_leftovers()
         reopen(folder, config)
         if events.is_held:
             rewind(folder.events, past.manifest.step if past is not None else -1)

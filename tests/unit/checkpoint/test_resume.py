@@ -1,3 +1,5 @@
+"""checkpoint/resume.py: which run is resumed, and which changes of its config are allowed."""
+
 from __future__ import annotations
 
 import math
@@ -30,7 +32,7 @@ SOURCE = Path("runs/run/a/checkpoints/step-00000003")
 
 
 def make_run(config: Config, path: str, *, is_finished: bool = False, **settled: int) -> RunFolder:
-    """A run folder as a launch leaves it: with the lanes and threads that were settled."""
+    """Make a run folder as a launch leaves it, with its resolved lanes and threads."""
     folder = create_run(config.model_copy(update={"run_dir": Path(path), **settled}))
     if is_finished:
         folder.result.write_text("{}")
@@ -43,7 +45,7 @@ def save(folder: RunFolder, step: int, identity: dict[str, Any]) -> Path:
     return store.publish(step, [tensor_files.write(store.partial(step) / "state.pt", [b"x"])], identity, {})
 
 
-# --- which run is meant -----------------------------------------------------------------------------------------------
+# --- which run is resumed ---------------------------------------------------------------------------------------------
 
 
 def test_by_default_a_run_is_a_new_one(make_config: MakeConfig) -> None:
@@ -52,16 +54,16 @@ def test_by_default_a_run_is_a_new_one(make_config: MakeConfig) -> None:
     assert find_restore_point(make_config(resume="never", run_dir="elsewhere")) == RestorePoint()
 
 
-def test_auto_goes_on_with_the_folder_that_run_dir_names(make_config: MakeConfig) -> None:
+def test_auto_resumes_the_folder_that_run_dir_names(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", run_dir="mine")
     assert find_restore_point(config) == RestorePoint()  # the first time
     folder = make_run(config, "mine", lanes=4, threads=2)
     assert find_restore_point(config) == RestorePoint(folder.path, {"lanes": 4, "threads": 2})
     folder.result.write_text("{}")
-    assert find_restore_point(config).run_dir == folder.path  # more epochs, for instance
+    assert find_restore_point(config).run_dir == folder.path  # to train for more epochs, for example
 
 
-def test_auto_goes_on_with_the_newest_unfinished_run_of_that_name(make_config: MakeConfig) -> None:
+def test_auto_resumes_the_newest_unfinished_run_of_that_name(make_config: MakeConfig) -> None:
     config = make_config(resume="auto", name="digits")
     assert find_restore_point(config) == RestorePoint()
     for name, is_finished in (("2024-01-01", False), ("2024-01-02", False), ("2024-01-03", True)):
@@ -70,7 +72,7 @@ def test_auto_goes_on_with_the_newest_unfinished_run_of_that_name(make_config: M
     assert find_restore_point(config).run_dir == Path("runs/digits/2024-01-02").resolve()
 
 
-def test_auto_begins_anew_when_all_runs_of_that_name_are_finished(make_config: MakeConfig) -> None:
+def test_auto_starts_a_new_run_when_all_runs_of_that_name_are_finished(make_config: MakeConfig) -> None:
     config = make_config(resume="auto")
     make_run(config, "runs/run/2024-01-01", is_finished=True)
     Path("runs/run/notes.txt").write_text("no run")
@@ -78,7 +80,7 @@ def test_auto_begins_anew_when_all_runs_of_that_name_are_finished(make_config: M
     assert find_restore_point(config) == RestorePoint()
 
 
-def test_auto_leaves_a_run_alone_that_is_being_trained(make_config: MakeConfig) -> None:
+def test_auto_skips_a_run_that_is_being_trained(make_config: MakeConfig) -> None:
     config = make_config(resume="auto")
     make_run(config, "runs/run/2024-01-01")
     newer = make_run(config, "runs/run/2024-01-02")
@@ -103,22 +105,22 @@ def test_auto_gives_an_own_loop_without_run_dir_a_new_folder(make_config: MakeCo
     assert find_restore_point(config) == RestorePoint()
 
 
-def test_a_path_goes_on_with_that_run_even_if_it_is_finished(make_config: MakeConfig) -> None:
+def test_a_path_resumes_that_run_even_if_it_is_finished(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old", is_finished=True, lanes=8)
     assert find_restore_point(make_config(resume="old")) == RestorePoint(folder.path, {"lanes": 8, "threads": None})
     assert find_restore_point(make_config(resume="old", run_dir="./old")).run_dir == folder.path
 
 
-def test_the_path_of_a_checkpoint_begins_a_new_run_with_its_lanes(make_config: MakeConfig) -> None:
+def test_the_path_of_a_checkpoint_starts_a_new_run_with_its_lanes(make_config: MakeConfig) -> None:
     config = make_config()
     identity = identity_of(config, lanes=8, samples=100, device=torch.device("cpu"))
     path = save(make_run(config, "old"), 3, {**identity, "threads": 2})
-    past = find_restore_point(make_config(resume=str(path), run_dir="new"))
-    assert past.run_dir is None
-    assert (past.lanes(config), past.threads(config)) == (8, 2)
+    point = find_restore_point(make_config(resume=str(path), run_dir="new"))
+    assert point.run_dir is None
+    assert (point.lanes(config), point.threads(config)) == (8, 2)
 
 
-def test_a_checkpoint_is_found_by_its_own_path_alone(make_config: MakeConfig) -> None:
+def test_only_the_path_of_a_checkpoint_names_it(make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old")
     path = save(folder, 3, {})
     assert named_checkpoint("old/checkpoints/step-00000003") == path
@@ -140,7 +142,7 @@ def test_a_checkpoint_is_found_by_its_own_path_alone(make_config: MakeConfig) ->
         ),
     ],
 )
-def test_a_path_that_is_no_run_says_what_to_give(resume: str, text: str, make_config: MakeConfig) -> None:
+def test_a_path_without_a_run_is_refused_with_a_hint(resume: str, text: str, make_config: MakeConfig) -> None:
     Path("empty").mkdir()
     Path("file.pt").write_text("")
     with pytest.raises(ConfigError) as caught:
@@ -163,16 +165,16 @@ def test_two_folders_for_one_run_conflict(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "- a list", "lanes: [4", b"\xff\xfe\x00"])
-def test_a_run_whose_config_cannot_be_read_is_named(content: str | bytes, make_config: MakeConfig) -> None:
+def test_a_run_whose_config_cannot_be_read_is_refused_by_name(content: str | bytes, make_config: MakeConfig) -> None:
     folder = make_run(make_config(), "old")
     folder.config.write_bytes(content if isinstance(content, bytes) else content.encode())
-    said = r"old/config\.yaml cannot be read, and no checkpoint says what it held; give another run folder"
-    with pytest.raises(ConfigError, match=said):
+    text = r"old/config\.yaml cannot be read, and there is no checkpoint to replace it; give another run folder"
+    with pytest.raises(ConfigError, match=text):
         find_restore_point(make_config(resume="old"))
 
 
 @pytest.mark.parametrize("content", ["", "lanes: [4", None])
-def test_a_run_whose_config_is_damaged_is_known_by_its_newest_checkpoint(
+def test_a_run_whose_config_is_damaged_is_resumed_by_its_newest_checkpoint(
     content: str | None, make_config: MakeConfig
 ) -> None:
     folder = make_run(make_config(name="mine"), "runs/mine/2024-01-01_00-00-00")
@@ -182,13 +184,13 @@ def test_a_run_whose_config_is_damaged_is_known_by_its_newest_checkpoint(
     folder.config.unlink()
     if content is not None:
         folder.config.write_text(content)
-    past = RestorePoint(folder.path, {"lanes": 4, "threads": 1})
-    assert find_restore_point(make_config(resume=str(folder.path))) == past
-    assert find_restore_point(make_config(resume="auto", run_dir=str(folder.path))) == past
-    assert find_restore_point(make_config(resume="auto", name="mine")) == past
+    point = RestorePoint(folder.path, {"lanes": 4, "threads": 1})
+    assert find_restore_point(make_config(resume=str(folder.path))) == point
+    assert find_restore_point(make_config(resume="auto", run_dir=str(folder.path))) == point
+    assert find_restore_point(make_config(resume="auto", name="mine")) == point
 
 
-def test_auto_passes_over_a_run_of_which_nothing_can_be_read(make_config: MakeConfig) -> None:
+def test_auto_skips_a_run_without_a_readable_config_or_checkpoint(make_config: MakeConfig) -> None:
     good = make_run(make_config(), "runs/mine/2024-01-01_00-00-00", lanes=4)
     make_run(make_config(), "runs/mine/2024-01-02_00-00-00").config.write_text("")
     assert find_restore_point(make_config(resume="auto", name="mine")).run_dir == good.path
@@ -204,26 +206,26 @@ def test_a_run_with_an_empty_result_has_not_finished(make_config: MakeConfig) ->
 
 
 def test_lanes_are_those_of_the_first_launch(make_config: MakeConfig) -> None:
-    past = RestorePoint(settled={"lanes": 8, "threads": 2})
-    assert past.lanes(make_config()) == 8
-    assert past.lanes(make_config(lanes=8)) == 8
+    point = RestorePoint(settled={"lanes": 8, "threads": 2})
+    assert point.lanes(make_config()) == 8
+    assert point.lanes(make_config(lanes=8)) == 8
     assert RestorePoint().lanes(make_config()) is None
     assert RestorePoint().lanes(make_config(lanes=2)) == 2
 
 
-def test_other_lanes_than_those_of_the_run_show_both(make_config: MakeConfig) -> None:
+def test_different_lanes_are_refused_with_both_numbers(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=8; leave lanes out, or begin a new"):
         RestorePoint(settled={"lanes": 8}).lanes(make_config(lanes=4))
 
 
-def test_threads_of_the_config_go_before_those_of_the_run(make_config: MakeConfig) -> None:
-    past = RestorePoint(settled={"lanes": 8, "threads": 2})
-    assert past.threads(make_config()) == 2
-    assert past.threads(make_config(threads=1)) == 1
+def test_threads_of_the_config_take_precedence_over_those_of_the_run(make_config: MakeConfig) -> None:
+    point = RestorePoint(settled={"lanes": 8, "threads": 2})
+    assert point.threads(make_config()) == 2
+    assert point.threads(make_config(threads=1)) == 1
     assert RestorePoint().threads(make_config()) is None
 
 
-# --- whether they still fit together ----------------------------------------------------------------------------------
+# --- whether checkpoint and config fit --------------------------------------------------------------------------------
 
 
 def identity(config: Config, **changes: Any) -> dict[str, Any]:
@@ -236,7 +238,7 @@ def test_a_config_that_has_not_changed_fits(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "hands",
+    "keys",
     [
         {"procs": "1:4"}, {"name": "other"}, {"run_dir": "x"}, {"workers": 2}, {"device": "cpu"}, {"resume": "auto"},
         {"checkpoint": {"every_steps": 5}}, {"time_limit": 60}, {"max_restarts": 9}, {"log": {"every_steps": 3}},
@@ -244,14 +246,14 @@ def test_a_config_that_has_not_changed_fits(make_config: MakeConfig) -> None:
     ],
     ids=lambda keys: next(iter(keys)),
 )  # fmt: skip
-def test_how_and_where_a_run_is_carried_out_may_change_without_a_word(
-    hands: dict[str, Any], make_config: MakeConfig
+def test_changes_of_how_and_where_a_run_is_executed_are_not_reported(
+    keys: dict[str, Any], make_config: MakeConfig
 ) -> None:
-    assert check_compatible(identity(make_config()), identity(make_config(**hands)), SOURCE) == []
+    assert check_compatible(identity(make_config()), identity(make_config(**keys)), SOURCE) == []
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "change"),
+    ("before", "after", "change"),
     [
         ({"num_epochs": 2}, {"num_epochs": 5}, "num_epochs 2 → 5"),
         ({"optimizer": {"lr": 0.1}}, {"optimizer": {"lr": 0.2}}, "optimizer.lr 0.1 → 0.2"),
@@ -261,13 +263,13 @@ def test_how_and_where_a_run_is_carried_out_may_change_without_a_word(
         ({"model_args": {"p": 0.1}}, {"model_args": {"p": 0.2}}, "model_args.p 0.1 → 0.2"),
     ],
 )
-def test_what_may_change_in_the_middle_of_a_run_is_told(
-    then: dict[str, Any], now: dict[str, Any], change: str, make_config: MakeConfig
+def test_allowed_changes_are_reported(
+    before: dict[str, Any], after: dict[str, Any], change: str, make_config: MakeConfig
 ) -> None:
-    assert check_compatible(identity(make_config(**then)), identity(make_config(**now)), SOURCE) == [change]
+    assert check_compatible(identity(make_config(**before)), identity(make_config(**after)), SOURCE) == [change]
 
 
-def test_another_device_and_other_versions_are_told(make_config: MakeConfig) -> None:
+def test_changes_of_device_and_versions_are_reported(make_config: MakeConfig) -> None:
     then = {**identity(make_config(), device=torch.device("cuda")), "versions": {"python": "3.9.0", "torch": "1.0"}}
     changes = check_compatible(then, identity(make_config()), SOURCE)
     assert [change.partition(" ")[0] for change in changes] == ["device", "versions.python", "versions.torch"]
@@ -275,7 +277,7 @@ def test_another_device_and_other_versions_are_told(make_config: MakeConfig) -> 
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "key", "values"),
+    ("before", "after", "key", "values"),
     [
         ({"batch_size": 4}, {"batch_size": 8}, "batch_size", (4, 8)),
         ({"seed": 1}, {"seed": 2}, "seed", (1, 2)),
@@ -283,24 +285,24 @@ def test_another_device_and_other_versions_are_told(make_config: MakeConfig) -> 
         ({}, {"ema": 0.99}, "ema", (None, 0.99)),
     ],
 )
-def test_what_gives_steps_their_meaning_may_not_change(
-    then: dict[str, Any], now: dict[str, Any], key: str, values: tuple[Any, Any], make_config: MakeConfig
+def test_changes_that_alter_the_meaning_of_a_step_are_refused(
+    before: dict[str, Any], after: dict[str, Any], key: str, values: tuple[Any, Any], make_config: MakeConfig
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_compatible(identity(make_config(**then)), identity(make_config(**now)), SOURCE)
+        check_compatible(identity(make_config(**before)), identity(make_config(**after)), SOURCE)
     assert caught.value.problems == [
         f"{key}={values[1]} but {SOURCE} was made with {key}={values[0]}; "
         "keep that, or begin a new run with --resume never"
     ]
 
 
-def test_all_that_does_not_fit_is_reported_together(make_config: MakeConfig) -> None:
+def test_all_refused_changes_are_reported_together(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError) as caught:
         check_compatible(identity(make_config(seed=1)), identity(make_config(seed=2), lanes=8, samples=101), SOURCE)
     assert [problem.partition("=")[0] for problem in caught.value.problems] == ["seed", "lanes", "samples"]
 
 
-def test_an_identity_survives_the_manifest(make_config: MakeConfig) -> None:
+def test_an_identity_read_from_a_manifest_is_unchanged(make_config: MakeConfig) -> None:
     odd = {3: "three", 20: {"x": math.inf}, "a": None, (0, 1): [{True: 1}]}
     config = make_config(model_args={"sizes": (1, 2), "odd": odd, "act": torch.relu}, dataset_args={"path": Path("a")})
     folder = make_run(config, "run")
@@ -311,5 +313,5 @@ def test_an_identity_survives_the_manifest(make_config: MakeConfig) -> None:
     assert check_compatible(found[1].identity, identity(config), SOURCE) == []
 
 
-def test_every_key_that_is_left_out_of_the_identity_exists() -> None:
+def test_every_execution_key_is_a_config_key() -> None:
     assert set(Config.model_fields) >= EXECUTION_KEYS

@@ -1,3 +1,5 @@
+"""checkpoint/store.py: no crash and no damage makes an incomplete checkpoint look complete."""
+
 from __future__ import annotations
 
 import json
@@ -10,16 +12,25 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.store import MANIFEST, Damaged, Manifest, Store, _seal, read_manifest, step_of, verify
+from paceline.checkpoint.store import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    Store,
+    content_sha256,
+    read_manifest,
+    step_of,
+    verify,
+)
 from paceline.errors import CheckpointsDamaged
 from paceline.run import tensor_files
 
 IDENTITY = {"lanes": 4, "config": {"seed": 1}}
-FILES = {"state.pt": b"the rest", "weights.safetensors": b"numbers of many kinds"}
+FILES = {"state.pt": b"a pickle", "weights.safetensors": b"numbers of many kinds"}
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this runs, no handler either."""
+    """Stands for SIGKILL: no handler of the code under test catches it."""
 
 
 @pytest.fixture
@@ -36,13 +47,13 @@ def save(store: Store, step: int, **metrics: float) -> Path:
     return store.publish(step, write_partial(store, step), IDENTITY, metrics)
 
 
-def flip(path: Path, place: int = 3) -> None:
+def flip_bit(path: Path, place: int = 3) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -54,10 +65,10 @@ def steps(store: Store) -> list[int]:
     return [step_of(path) for path in store.paths()]
 
 
-# --- what is published ------------------------------------------------------------------------------------------------
+# --- publishing -------------------------------------------------------------------------------------------------------
 
 
-def test_a_published_checkpoint_says_all_that_it_was_given(store: Store) -> None:
+def test_a_published_checkpoint_has_its_files_identity_and_metrics(store: Store) -> None:
     path = save(store, 7, val_loss=0.5, accuracy=math.nan, worst=math.inf)
     assert path == store.path(7)
     assert sorted(file.name for file in path.iterdir()) == sorted([*FILES, MANIFEST])
@@ -83,16 +94,16 @@ def test_checkpoints_are_in_the_order_of_their_steps_beyond_eight_digits(store: 
     assert store.newest_step() == 100_000_000
 
 
-def test_a_folder_that_is_not_there_has_no_checkpoints(store: Store) -> None:
+def test_a_missing_folder_has_no_checkpoints(store: Store) -> None:
     assert store.paths() == []
     assert store.newest_step() == -1
     assert store.newest_valid(pytest.fail) is None
-    store.clean()
+    store.remove_leftovers()
     store.discard(3)
     store.retain(1, ("val_loss", "min"))
 
 
-def test_other_things_in_the_folder_are_no_checkpoints(store: Store) -> None:
+def test_folders_with_other_names_are_not_checkpoints(store: Store) -> None:
     save(store, 3)
     for name in ("step-3", "step-00000009.bak", "my-step-00000009", "notes.txt", ".step-00000009.partial"):
         (store.folder / name).mkdir()
@@ -104,24 +115,22 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: Store) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("harm", "sentence"),
+    ("damage", "text"),
     [
-        (cut, "{name} has {less} bytes instead of {size}"),
-        (flip, "{name} has another checksum than when it was written"),
+        (truncate, "{name} has {less} bytes instead of {size}"),
+        (flip_bit, "{name} has a different checksum than when it was written"),
         (Path.unlink, "{name} cannot be read: No such file or directory"),
         (lambda path: (path.unlink(), path.mkdir()), "{name} "),
     ],
     ids=["truncated", "flipped bit", "missing", "a folder"],
 )
-def test_damage_is_found_and_the_file_is_named(
-    name: str, harm: Callable[[Path], Any], sentence: str, store: Store
-) -> None:
+def test_a_damaged_file_is_found_and_named(name: str, damage: Callable[[Path], Any], text: str, store: Store) -> None:
     path = save(store, 7)
-    harm(path / name)
+    damage(path / name)
     size = len(FILES[name])
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(DamagedCheckpoint) as caught:
         verify(path)
-    assert str(caught.value).startswith(sentence.format(name=name, less=size - 1, size=size))
+    assert str(caught.value).startswith(text.format(name=name, less=size - 1, size=size))
 
 
 def change_a_number(path: Path) -> None:
@@ -129,7 +138,7 @@ def change_a_number(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "sentence"),
+    ("damage", "text"),
     [
         (Path.unlink, "manifest.json is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-20]), "manifest.json cannot be read"),
@@ -140,32 +149,32 @@ def change_a_number(path: Path) -> None:
         (lambda path: path.write_text("{}"), "manifest.json cannot be read"),
         (change_a_number, "manifest.json has changed since it was written"),
     ],
-    ids=["missing", "truncated", "empty", "no text", "a list", "a number", "no seal", "changed"],
+    ids=["missing", "truncated", "empty", "not text", "a list", "a number", "no checksum", "changed"],
 )
-def test_a_manifest_that_is_not_as_written_is_damage(harm: Callable[[Path], Any], sentence: str, store: Store) -> None:
+def test_a_changed_manifest_is_damage(damage: Callable[[Path], Any], text: str, store: Store) -> None:
     path = save(store, 7)
-    harm(path / MANIFEST)
-    with pytest.raises(Damaged, match=sentence):
+    damage(path / MANIFEST)
+    with pytest.raises(DamagedCheckpoint, match=text):
         verify(path)
-    with pytest.raises(Damaged, match=sentence):
+    with pytest.raises(DamagedCheckpoint, match=text):
         read_manifest(path)
 
 
-def test_a_flipped_bit_anywhere_in_the_manifest_is_noticed(store: Store) -> None:
+def test_a_flipped_bit_anywhere_in_the_manifest_is_detected(store: Store) -> None:
     path = save(store, 7, val_loss=0.25)
-    whole, sound = (path / MANIFEST).read_bytes(), verify(path)
-    for place in range(0, len(whole), 3):
-        (path / MANIFEST).write_bytes(whole)
-        flip(path / MANIFEST, place)
-        with suppress(Damaged):
-            assert verify(path) == sound  # white space between values may have become other white space
+    content, manifest = (path / MANIFEST).read_bytes(), verify(path)
+    for place in range(0, len(content), 3):
+        (path / MANIFEST).write_bytes(content)
+        flip_bit(path / MANIFEST, place)
+        with suppress(DamagedCheckpoint):
+            assert verify(path) == manifest  # the bit may have changed one white space into another
 
 
-def test_a_manifest_of_another_format_is_not_guessed_at(store: Store) -> None:
+def test_a_manifest_of_another_format_is_refused(store: Store) -> None:
     path = save(store, 7)
     manifest = Manifest(step=7, files=[], identity={}, format=2)
     (path / MANIFEST).write_text(manifest.to_json())
-    with pytest.raises(Damaged, match=r"manifest\.json has format 2, this version reads 1"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json has format 2, this version reads 1"):
         verify(path)
 
 
@@ -183,12 +192,12 @@ def test_a_manifest_of_another_format_is_not_guessed_at(store: Store) -> None:
         ("time", 1e300, "time"),
     ],
 )
-def test_a_wrong_type_under_a_valid_checksum_is_damage(store: Store, field: str, value: object, where: str) -> None:
+def test_a_wrong_type_with_a_valid_checksum_is_damage(store: Store, field: str, value: object, where: str) -> None:
     path = save(store, 7)
     content = {**json.loads((path / MANIFEST).read_text()), field: value}
     content.pop("sha256")
-    (path / MANIFEST).write_text(json.dumps({**content, "sha256": _seal(content)}))
-    with pytest.raises(Damaged, match=rf"manifest\.json has a wrong value of {where}$"):
+    (path / MANIFEST).write_text(json.dumps({**content, "sha256": content_sha256(content)}))
+    with pytest.raises(DamagedCheckpoint, match=rf"manifest\.json has an invalid value of {where}$"):
         verify(path)
 
 
@@ -196,11 +205,11 @@ def test_an_identity_keeps_the_fields_of_a_later_version(store: Store) -> None:
     path = save(store, 7)
     content = {**json.loads((path / MANIFEST).read_text()), "identity": {"lanes": 2, "added": [1]}}
     content.pop("sha256")
-    (path / MANIFEST).write_text(json.dumps({**content, "sha256": _seal(content)}))
+    (path / MANIFEST).write_text(json.dumps({**content, "sha256": content_sha256(content)}))
     assert verify(path).identity == {"lanes": 2, "added": [1]}
 
 
-# --- the newest valid one ---------------------------------------------------------------------------------------------
+# --- the newest valid checkpoint --------------------------------------------------------------------------------------
 
 
 def test_the_newest_valid_checkpoint_is_used(store: Store) -> None:
@@ -211,10 +220,10 @@ def test_the_newest_valid_checkpoint_is_used(store: Store) -> None:
     assert (found[0], found[1].step) == (store.path(10), 10)
 
 
-def test_damaged_checkpoints_are_passed_over_and_the_search_changes_nothing(store: Store) -> None:
+def test_damaged_checkpoints_are_skipped_and_the_search_changes_nothing(store: Store) -> None:
     for step in (1, 2, 3):
         save(store, step)
-    cut(store.path(3) / "state.pt")
+    truncate(store.path(3) / "state.pt")
     (store.path(2) / "weights.safetensors").unlink()
     before, damaged = names(store), dict[Path, str]()
     found = store.newest_valid(damaged.__setitem__)
@@ -231,10 +240,10 @@ def test_damaged_checkpoints_are_passed_over_and_the_search_changes_nothing(stor
     assert store.newest_valid(pytest.fail) == found
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again_by_itself(store: Store) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_the_beginning(store: Store) -> None:
     for step in (1, 2):
-        cut(save(store, step) / "state.pt")
-    store.set_aside(store.path(1))  # an earlier attempt has used another one
+        truncate(save(store, step) / "state.pt")
+    store.set_aside(store.path(1))  # as an earlier attempt does
     for _ in range(2):
         with pytest.raises(CheckpointsDamaged) as caught:
             store.newest_valid(lambda path, reason: None)
@@ -244,7 +253,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again_by_itself(st
         assert "--resume never" in text
 
 
-def test_a_step_that_is_damaged_twice_leaves_both(store: Store) -> None:
+def test_two_damaged_checkpoints_of_one_step_are_both_kept(store: Store) -> None:
     for _ in range(3):
         store.set_aside(save(store, 2))
     assert [name for name in names(store) if name.startswith("damaged")] == [
@@ -252,8 +261,8 @@ def test_a_step_that_is_damaged_twice_leaves_both(store: Store) -> None:
     ]  # fmt: skip
 
 
-def test_after_damage_the_run_goes_on_with_its_new_checkpoints(store: Store) -> None:
-    cut(save(store, 1) / "state.pt")
+def test_a_new_checkpoint_is_found_after_all_older_ones_were_damaged(store: Store) -> None:
+    truncate(save(store, 1) / "state.pt")
     with pytest.raises(CheckpointsDamaged):
         store.newest_valid(lambda path, reason: None)
     save(store, 2)
@@ -262,15 +271,15 @@ def test_after_damage_the_run_goes_on_with_its_new_checkpoints(store: Store) -> 
     assert found[1].step == 2
 
 
-# --- publishing, killed at any moment ---------------------------------------------------------------------------------
+# --- publishing, interrupted anywhere ---------------------------------------------------------------------------------
 
 
-# How often writing and publishing one checkpoint does what a disk can refuse.
+# The number of calls, for one checkpoint, of each kind of operation that can fail.
 CALLS = {"fsync": 5, "rename": 1, "open": 6, "write": 3}
 
 
 def break_at(call: str, count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the count-th call of a kind that publishing does raise, before it has done anything."""
+    """Make the count-th call of one kind raise instead of doing its work."""
     left = [count]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,7 +297,7 @@ def break_at(call: str, count: int, error: BaseException, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "full"])
 @pytest.mark.parametrize(("call", "count"), [(call, n + 1) for call, number in CALLS.items() for n in range(number)])
-def test_no_moment_of_publishing_shows_a_torn_checkpoint(
+def test_an_interruption_never_leaves_an_incomplete_checkpoint_visible(
     call: str, count: int, error: BaseException, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 1)
@@ -296,92 +305,92 @@ def test_no_moment_of_publishing_shows_a_torn_checkpoint(
         break_at(call, count, error, broken)
         with pytest.raises((Killed, OSError)):
             save(store, 2)
-    found = store.newest_valid(pytest.fail)  # nothing that is visible is torn
+    found = store.newest_valid(pytest.fail)  # everything visible is complete
     assert found is not None
     assert found[1].step == (2 if (call, count) == ("fsync", CALLS["fsync"]) else 1)
     assert verify(store.path(1)).step == 1
-    # The next life cleans up and saves that step.
-    store.clean()
+    # The next attempt cleans up and saves that step.
+    store.remove_leftovers()
     save(store, 2)
     assert verify(store.path(2)).step == 2
     assert names(store) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize(("call", "number"), CALLS.items())
-def test_publishing_has_no_more_moments_than_these(
+def test_publishing_makes_no_more_calls_than_listed(
     call: str, number: int, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_at(call, number + 1, Killed(), monkeypatch)
     save(store, 2)
 
 
-def test_the_name_comes_after_everything_is_on_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_renamed_after_everything_is_synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
-    def note_sync(handle: int) -> None:
+    def record_sync(handle: int) -> None:
         order.append(Path(f"/proc/self/fd/{handle}").readlink().name)
         fsync(handle)
 
-    def note_rename(path: Path, target: Path) -> Path:
+    def record_rename(path: Path, target: Path) -> Path:
         order.append(f"{path.name} → {target.name}")
         return rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
     save(store, 2)
     assert order == [
         *FILES, MANIFEST, ".step-00000002.partial", ".step-00000002.partial → step-00000002", "checkpoints"
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("harm", [cut, Path.unlink])
-def test_a_file_that_another_rank_wrote_and_that_is_gone_is_not_published(
-    harm: Callable[[Path], Any], store: Store
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_a_checkpoint_with_a_missing_or_short_file_is_not_published(
+    damage: Callable[[Path], Any], store: Store
 ) -> None:
     written = write_partial(store, 2)
-    harm(store.partial(2) / "weights.safetensors")
+    damage(store.partial(2) / "weights.safetensors")
     with pytest.raises(OSError, match=r"weights\.safetensors"):
         store.publish(2, written, IDENTITY, {})
     assert steps(store) == []
 
 
-def test_a_whole_checkpoint_of_the_same_step_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_checkpoint_of_the_same_step_is_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = verify(save(store, 2, val_loss=2.0))
-    monkeypatch.setattr(Path, "rename", pytest.fail)  # no moment without it
+    monkeypatch.setattr(Path, "rename", pytest.fail)  # it exists at every moment
     assert save(store, 2, val_loss=1.0) == store.path(2)
     assert verify(store.path(2)) == before
     assert names(store) == ["step-00000002"]
 
 
-def test_a_checkpoint_that_was_saved_before_it_was_measured_is_told_how_good_it_is(store: Store) -> None:
+def test_metrics_are_added_to_a_checkpoint_that_was_saved_before_them(store: Store) -> None:
     save(store, 1, loss=2.0)
     save(store, 2)
     assert save(store, 2, loss=1.0) == store.path(2)
     assert verify(store.path(2)).metrics == {"loss": 1.0}
     assert store.best("loss", "min") == store.path(2)
-    save(store, 2, loss=9.0)  # once
+    save(store, 2, loss=9.0)  # only once
     assert verify(store.path(2)).metrics == {"loss": 1.0}
     assert {path.name for path in store.path(2).iterdir()} == {path.name for path in store.path(1).iterdir()}
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: Store) -> None:
-    cut(save(store, 2) / "state.pt")
+    truncate(save(store, 2) / "state.pt")
     save(store, 2)
     assert verify(store.path(2)).step == 2
     assert names(store) == ["damaged-step-00000002", "step-00000002"]
 
 
-def test_what_a_killed_run_was_writing_is_no_checkpoint_and_is_cleaned(store: Store) -> None:
+def test_a_partial_folder_of_a_killed_run_is_ignored_and_removed(store: Store) -> None:
     save(store, 1)
     write_partial(store, 2)
     assert steps(store) == [1]
     assert store.newest_valid(pytest.fail) is not None
-    store.clean()
+    store.remove_leftovers()
     assert names(store) == ["step-00000001"]
 
 
-def test_a_checkpoint_that_could_not_be_written_is_discarded_alone(store: Store) -> None:
+def test_only_the_partial_folder_of_that_step_is_discarded(store: Store) -> None:
     save(store, 2)
     write_partial(store, 2)
     write_partial(store, 3)
@@ -389,7 +398,7 @@ def test_a_checkpoint_that_could_not_be_written_is_discarded_alone(store: Store)
     assert names(store) == [".step-00000003.partial", "step-00000002"]
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- retention --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])
@@ -423,33 +432,33 @@ def test_a_value_that_is_not_finite_is_never_the_best(mode: str, value: float, s
     assert steps(store) == [4, 2]
 
 
-def test_a_better_one_takes_the_place_of_the_best(store: Store) -> None:
+def test_a_better_checkpoint_replaces_the_best(store: Store) -> None:
     for step, value in enumerate([0.5, 0.6, 0.2, 0.7], start=1):
         save(store, step, val_loss=value)
         store.retain(1, ("val_loss", "min"))
     assert steps(store) == [4, 3]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_the_best(store: Store) -> None:
+def test_an_unreadable_checkpoint_is_not_the_best(store: Store) -> None:
     save(store, 1, val_loss=0.5)
     (save(store, 2, val_loss=0.1) / MANIFEST).write_text("{")
     assert store.best("val_loss", "min") == store.path(1)
 
 
-def test_removing_is_seen_at_once_or_not_at_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_removed_completely_or_not_at_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(store, step)
     unlink = os.unlink
 
-    def die(*arguments: Any, **keys: Any) -> None:
+    def kill(*arguments: Any, **keys: Any) -> None:
         unlink(*arguments, **keys)
         raise Killed
 
     with monkeypatch.context() as broken:
-        broken.setattr(os, "unlink", die)
+        broken.setattr(os, "unlink", kill)
         with pytest.raises(Killed):
             store.retain(1, None)
     assert steps(store) == [2]
     assert store.newest_valid(pytest.fail) is not None
-    store.clean()
+    store.remove_leftovers()
     assert names(store) == ["step-00000002"]

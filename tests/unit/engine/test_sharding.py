@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.checkpoint import state
-from paceline.checkpoint.state import Staging, capture, load, moves_of, put_optimizer, shards_of, share_of, write_rest
+from paceline.checkpoint import files
+from paceline.checkpoint.files import files_of_rank, load, split_into_files, transfers_to_writers, write_values
+from paceline.checkpoint.host_buffers import HostBuffers
+from paceline.checkpoint.state import CheckpointState, capture, restore_optimizer
 from paceline.engine import sharding
 from paceline.engine.digest import sha256_of, sha256_of_each, sha256_of_optimizer
 from paceline.engine.muon import Muon
@@ -210,14 +212,14 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, shard
     """One rank's part of a checkpoint."""
     rank, size = (sharding.world.rank, sharding.world.size) if sharding is not None else (0, 1)
     kept = capture(model, optimizer, None, {}, sharding)
-    staging = Staging(sharding)
-    mine = share_of(rank, size, shards_of(kept))
-    staging.reserve(kept, mine)
+    buffers = HostBuffers(sharding)
+    mine = files_of_rank(rank, size, split_into_files(kept))
+    buffers.reserve(kept, mine)
     folder.mkdir(exist_ok=True)
-    for file, tensors in staging.copy(kept, mine)().items():
+    for file, tensors in buffers.copy(kept, mine)().items():
         tensor_files.write_tensors(folder / file, tensors)
     if rank == 0:
-        write_rest(folder, kept)
+        write_values(folder, kept)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -230,7 +232,7 @@ def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_no
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: None)
-    monkeypatch.setattr(state, "SHARD_BYTES", 500)  # several files, with tensors of several owners
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 500)  # several files, with tensors of several owners
     model, optimizer = make(name)
     train(model, optimizer.step, range(3))
     save(model, optimizer, tmp_path / "whole")
@@ -269,7 +271,7 @@ def test_a_rank_goes_on_with_its_part_of_a_whole_checkpoint(
         mine, its_optimizer = make(name)
         mine.load_state_dict(at_the_time)
         sharding = Sharding(its_optimizer, world, bucket_bytes=1000)
-        put_optimizer(load(tmp_path / "c"), its_optimizer, tmp_path / "c", sharding.mine)
+        restore_optimizer(load(tmp_path / "c"), its_optimizer, tmp_path / "c", sharding.mine)
         held = len(its_optimizer.state)
         train(mine, sharding.step, range(2, 4))
         assert len(its_optimizer.state) == held
@@ -288,19 +290,19 @@ def test_what_a_format_of_files_does_not_know_goes_along_with_the_rest(monkeypat
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2j)
         sharding.step()
-        return capture(nn.Module(), optimizer, None, {}, sharding).rest["optimizer"]["state"]
+        return capture(nn.Module(), optimizer, None, {}, sharding).values["optimizer"]["state"]
 
     for kept in on_ranks(2, run, monkeypatch):
         assert [kept[place]["momentum_buffer"].tolist() for place in (0, 1)] == [[2j] * 3] * 2
 
 
 def test_tensors_go_from_who_has_them_to_who_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "SHARD_BYTES", 8)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 8)
     tensors = {f"state.{n}.m": torch.zeros(2) for n in range(4)}  # a file each
-    kept = state.State({"optimizer": tensors}, {}, owners={name: n // 2 for n, name in enumerate(tensors)})
-    files_of = [share_of(rank, 2, shards_of(kept)) for rank in range(2)]
-    writes = [{name for shard in share for name in shard.names} for share in files_of]
-    moves = moves_of(kept, 2)
+    kept = CheckpointState({"optimizer": tensors}, {}, owners={name: n // 2 for n, name in enumerate(tensors)})
+    shares = [files_of_rank(rank, 2, split_into_files(kept)) for rank in range(2)]
+    writes = [{name for file in share for name in file.tensor_names} for share in shares]
+    moves = transfers_to_writers(kept, 2)
     assert moves
     for name in tensors:
         hops = [(source, target) for moved, source, target in moves if moved == name]

@@ -1,4 +1,4 @@
-"""Pretrained models: brought from a hub of the test's own, found in the home, and what is said without a network."""
+"""hub/models.py with a local hub: download, the folder in the home, and errors without a network."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ COMMIT = "1" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the hub as a download needs: what a model has, and its files."""
+    """The part of the hub's API that a download needs: a model's list of files, and the files."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.models: dict[str, dict[str, bytes]] = {}
-        self.cuts: set[str] = set()  # files whose first answer ends in the middle
-        self.asked: list[tuple[str, str | None]] = []  # files that were asked for, and from where on
+        self.cuts: set[str] = set()  # files whose first response ends in the middle
+        self.requested: list[tuple[str, str | None]] = []  # requested files, and the Range of each request
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_file(self, name: str, files: dict[str, bytes]) -> None:
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         if self.command == "GET":
-            self.server.asked.append((name, self.headers.get("Range")))
+            self.server.requested.append((name, self.headers.get("Range")))
         is_cut = self.command == "GET" and name in self.server.cuts
         self.server.cuts -= {name} if is_cut else set()
         self.answer(files[name], start, 206 if start else 200, is_cut)
@@ -91,7 +91,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         thread.join()
 
 
-def put(folder: Path, *names: str) -> Path:
+def make_files(folder: Path, *names: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / name).write_text("{}")
@@ -106,55 +106,53 @@ def test_the_files_that_a_model_needs_are_downloaded_once(hub: Hub, tmp_path: Pa
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
     others = {"model.onnx": b"?", "onnx/config.json": b"?", "pytorch_model.bin": b"?", "README.md": b"?"}
     hub.models["lab/tiny"] = {**SMALL, "model.safetensors": b"12345678", **others}
-    said: list[str] = []
-    folder = models.get("lab/tiny", say=said.append)
+    lines: list[str] = []
+    folder = models.get("lab/tiny", say=lines.append)
     assert folder == tmp_path / "home" / "models" / "lab" / "tiny"
     assert visible(folder) == {*SMALL, "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
-    asked = len(hub.asked)
-    models.get("lab/tiny", say=said.append)
-    assert (said, len(hub.asked)) == (["lab/tiny is already there"], asked)
+    count = len(hub.requested)
+    models.get("lab/tiny", say=lines.append)
+    assert (lines, len(hub.requested)) == (["lab/tiny is already there"], count)
     assert models.find("lab/tiny") == str(folder)
 
 
-def test_a_model_without_safetensors_comes_with_its_other_weights(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_without_safetensors_is_downloaded_with_its_other_weights(hub: Hub, tmp_path: Path) -> None:
     hub.models["lab/old"] = {**SMALL, "pytorch_model.bin": b"12345678"}
     assert visible(models.get("lab/old", tmp_path / "to")) == {*SMALL, "pytorch_model.bin"}
 
 
-def test_a_download_that_was_cut_is_gone_on_with(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_download_is_resumed(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 256)  # what it has come to when it counts
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 256)  # resumption starts at a multiple of it
     weights = bytes(range(256)) * 8
     hub.models["lab/tiny"] = {**SMALL, "model.safetensors": weights}
     hub.cuts = {"model.safetensors"}
     folder = models.get("lab/tiny", tmp_path / "to")
     assert (folder / "model.safetensors").read_bytes() == weights
-    assert [since for name, since in hub.asked if name == "model.safetensors"] == [None, "bytes=1024-"]
+    assert [since for name, since in hub.requested if name == "model.safetensors"] == [None, "bytes=1024-"]
 
 
-def test_what_is_not_on_the_hub_is_said(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"lab/none is not on the hub, or not for everybody; correct the name, or run"
-    ):
+def test_models_and_files_that_are_not_on_the_hub_are_reported(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lab/none is not on the hub, or is private; correct the name, or run"):
         models.get("lab/none", tmp_path / "to")
-    with pytest.raises(ConfigError, match=r"a/b/c is no model's name; write for instance google-bert/"):
+    with pytest.raises(ConfigError, match=r"a/b/c is not a model name; write for example google-bert/"):
         models.get("a/b/c", tmp_path / "to")
     hub.models["lab/code"] = {"config.json": b"{}"}
-    with pytest.raises(DataError, match=r"lab/code has no model\.safetensors, tokenizer\.json on the hub; put such"):
+    with pytest.raises(DataError, match=r"lab/code has no model\.safetensors, tokenizer\.json on the hub; put these"):
         models.get("lab/code", tmp_path / "to")
 
 
-def test_without_a_network_the_error_says_which_files_to_put_where(hub: Hub, tmp_path: Path) -> None:
-    put(tmp_path / "to", "config.json")
+def test_without_a_network_the_error_names_the_files_and_their_folder(hub: Hub, tmp_path: Path) -> None:
+    make_files(tmp_path / "to", "config.json")
     hub.shutdown()
     hub.server_close()
     with pytest.raises(DataError) as raised:
         models.get("lab/tiny", tmp_path / "to")
-    put_what = "put model.safetensors, tokenizer.json into"
+    advice = "put model.safetensors, tokenizer.json into"
     assert str(raised.value) == (
-        f"lab/tiny could not be downloaded (Connection refused); {put_what} {tmp_path / 'to'} by hand, "
+        f"lab/tiny could not be downloaded (Connection refused); {advice} {tmp_path / 'to'} by hand, "
         "or run this again with a network"
     )
 
@@ -167,25 +165,25 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         models.get("lab/tiny", tmp_path / "to")
 
 
-def test_files_put_there_by_hand_are_used_by_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_accepts_files_that_were_copied_by_hand(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    folder = put(tmp_path / "models" / "lab" / "tiny", "config.json", "model.safetensors", "vocab.txt")
+    folder = make_files(tmp_path / "models" / "lab" / "tiny", "config.json", "model.safetensors", "vocab.txt")
     cli.app(["model", "get", "lab/tiny"], standalone_mode=False)
     assert capsys.readouterr().out == f"lab/tiny is already there\nlab/tiny is complete in {folder}\n"
 
 
-def test_weights_in_several_files_are_missed_one_by_one(tmp_path: Path) -> None:
-    folder = put(tmp_path / "big", "config.json", "spiece.model", "model-1-of-2.safetensors")
+def test_missing_files_of_split_weights_are_listed(tmp_path: Path) -> None:
+    folder = make_files(tmp_path / "big", "config.json", "spiece.model", "model-1-of-2.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(SHARDS))
     assert models.missing_in(folder) == ["model-2-of-2.safetensors"]
 
 
-def test_a_name_means_its_folder_in_the_home_a_path_or_the_hub(tmp_path: Path, monkeypatch) -> None:
+def test_find_returns_a_complete_folder_or_the_name_itself(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    whole = put(tmp_path / "models" / "whole", "config.json", "model.safetensors", "tokenizer.json")
-    put(tmp_path / "models" / "begun", "config.json")
+    whole = make_files(tmp_path / "models" / "whole", "config.json", "model.safetensors", "tokenizer.json")
+    make_files(tmp_path / "models" / "partial", "config.json")
     assert models.find("whole") == str(whole)
     assert models.find(str(whole)) == str(whole)
-    assert models.find("begun") == "begun"
+    assert models.find("partial") == "partial"
     assert models.find("lab/tiny") == "lab/tiny"

@@ -1,4 +1,4 @@
-"""Reading MNIST's and CIFAR-10's files: what comes out, and what is said of files that are not right."""
+"""hub/reader.py: MNIST's and CIFAR-10's files as tensors, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def idx(values: np.ndarray) -> bytes:
 
 @pytest.fixture
 def mnist(tmp_path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Four small idx files in the test's folder, the images packed and the labels not; what they hold."""
+    """Write four small idx files, the images compressed and the labels not; return their contents."""
     generator = np.random.default_rng(0)
-    made = {}
+    contents = {}
     for part, count in COUNTS.items():
         images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = generator.integers(0, 10, count, dtype=np.uint8)
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
-        made[part] = images, labels
-    return made
+        contents[part] = images, labels
+    return contents
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_idx_files_are_read_packed_and_unpacked(name: str, mnist, tmp_path: Path) -> None:
+def test_idx_files_are_read_compressed_and_unpacked(name: str, mnist, tmp_path: Path) -> None:
     for part, is_training in (("train", True), ("t10k", False)):
         images, classes = paceline.datasets.read(name, train=is_training, root=tmp_path).tensors
         assert (images.dtype, classes.dtype) == (torch.uint8, torch.int64)
@@ -49,18 +49,18 @@ def test_idx_files_are_read_packed_and_unpacked(name: str, mnist, tmp_path: Path
         assert classes.tolist() == mnist[part][1].tolist()
 
 
-def test_a_name_that_is_not_known_gets_the_nearest_one() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="mnits is not a known data set; did you mean mnist"):
         paceline.datasets.read("mnits")
 
 
-def test_a_missing_file_is_named_with_the_command_that_brings_it(mnist, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_command_that_downloads_it(mnist, tmp_path: Path) -> None:
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match=f"{tmp_path}/train-labels.*gz does not exist; run: .* mnist --to {tmp_path} "):
         paceline.datasets.read("mnist", root=tmp_path)
 
 
-def cut(data: bytes) -> bytes:
+def shorten(data: bytes) -> bytes:
     return data[:-1]
 
 
@@ -70,31 +70,35 @@ def change_middle(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "words"),
+    ("name", "damage", "text"),
     [
-        ("train-images-idx3-ubyte.gz", cut, r"is damaged: .* \(.* bytes, the official file has 9,912,422\)"),
+        ("train-images-idx3-ubyte.gz", shorten, r"is damaged: .* \(.* bytes, the official file has 9,912,422\)"),
         ("train-images-idx3-ubyte.gz", change_middle, "is damaged: "),
         ("train-images-idx3-ubyte.gz", lambda data: b"<html>not found</html>", "is damaged: Not a gzipped file"),
-        ("train-images-idx3-ubyte.gz", lambda data: gzip.compress(cut(gzip.decompress(data))), "holds 3,935 .* 3,936"),
-        ("train-labels-idx1-ubyte", cut, "holds 12 bytes, not 13"),
-        ("train-labels-idx1-ubyte", lambda data: b"", "does not begin as an idx file"),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda data: gzip.compress(shorten(gzip.decompress(data))),
+            "holds 3,935 .* 3,936",
+        ),
+        ("train-labels-idx1-ubyte", shorten, "holds 12 bytes, not 13"),
+        ("train-labels-idx1-ubyte", lambda data: b"", "does not begin with the header of such an idx file"),
         ("train-labels-idx1-ubyte", lambda data: data[:7] + b"\4" + data[8:-1], "has 4 classes for 5 images"),
         ("train-labels-idx1-ubyte", lambda data: data[:-1] + b"\12", "has class 10, but there are only 0 to 9"),
     ],
 )
-def test_a_damaged_idx_file_is_refused_by_name(name: str, damage, words: str, mnist, tmp_path: Path) -> None:
+def test_a_damaged_idx_file_is_refused_by_name(name: str, damage, text: str, mnist, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=f"{name} {words}.*; remove that file, then run: paceline data get mnist"):
+    with pytest.raises(DataError, match=f"{name} {text}.*; remove that file, then run: paceline data get mnist"):
         paceline.datasets.read("mnist", root=tmp_path)
 
 
-# --- CIFAR-10; unpacked folders are read in test_cifar10_recipes.py -----------------------------------------
+# --- CIFAR-10; unpacked folders are read in test_cifar10_recipes.py ---------------------------------------------------
 
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.ndarray]:
-    """A small archive in the test's folder, whose files come in another order, and all its records."""
+    """Write a small archive with its files in reverse order; return its path and all records."""
     [official] = catalog.CIFAR10.files
     contents = tuple(replace(content, size=RECORDS * 3073) for content in official.contents)
     monkeypatch.setitem(catalog.ALL, "cifar10", replace(catalog.CIFAR10, files=(replace(official, contents=contents),)))
@@ -109,7 +113,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.n
     return path, records
 
 
-def test_the_archive_is_read_as_it_is(archive, tmp_path: Path) -> None:
+def test_the_archive_is_read_without_being_unpacked(archive, tmp_path: Path) -> None:
     path, records = archive
     images, classes = paceline.datasets.read("cifar10", root=tmp_path).tensors
     test_images, test_classes = paceline.datasets.read("cifar10", train=False, root=tmp_path).tensors

@@ -19,7 +19,8 @@ from torch import nn
 
 import paceline
 from paceline import cli
-from paceline.checkpoint.state import capture, shards_of, write_rest
+from paceline.checkpoint.files import split_into_files, write_values
+from paceline.checkpoint.state import capture
 from paceline.checkpoint.store import Store
 from paceline.config import build
 from paceline.config.functions import resolve
@@ -89,11 +90,11 @@ def save(folder: RunFolder, step: int, fill: float, ema: float | None = None, **
     store.partial(step).mkdir(parents=True)
     written = [
         tensor_files.write_tensors(
-            store.partial(step) / shard.file, {name: state.groups[shard.group][name] for name in shard.names}
+            store.partial(step) / file.name, {name: state.groups[file.group][name] for name in file.tensor_names}
         )
-        for shard in shards_of(state)
+        for file in split_into_files(state)
     ]
-    return store.publish(step, [*written, write_rest(store.partial(step), state)], {}, metrics)
+    return store.publish(step, [*written, write_values(store.partial(step), state)], {}, metrics)
 
 
 def value_of(run: Any) -> float:
@@ -161,7 +162,7 @@ def test_a_damaged_checkpoint_is_not_used(make_run) -> None:
     folder = make_run()
     weights = save(folder, 3, 3.0) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has another checksum"):
+    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has a different"):
         paceline.load(folder.path, 3)
 
 

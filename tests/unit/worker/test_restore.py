@@ -77,7 +77,7 @@ class Counter(Callback):
 
 def test_callbacks_get_their_state_back_and_other_callbacks_begin_as_they_are(make_config: MakeConfig) -> None:
     stepper, saved, first = stepper_of(make_config()), found(stepper_of(make_config())), Counter()
-    saved.state.rest["counters"]["callbacks"] = [{"steps": 7}]
+    saved.state.values["counters"]["callbacks"] = [{"steps": 7}]
     restore(saved, stepper, [first])
     assert first.steps == 7
     others = [Counter(), Counter()]

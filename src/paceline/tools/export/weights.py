@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import safetensors.torch
 
-from paceline.checkpoint.state import unshared
+from paceline.checkpoint.state import split_aliases
 from paceline.checkpoint.weights import save_weights
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError, DataError, PacelineError
@@ -16,7 +16,7 @@ from paceline.tools.export.task import SIZES, Task
 def write_safetensors(task: Task) -> str:
     """`weights.safetensors`, equal to the model bit by bit; outputs are compared too if there are samples."""
     path, config = task.folder / "weights.safetensors", task.run.config
-    values, twins = unshared(task.run.model.state_dict())
+    values, twins = split_aliases(task.run.model.state_dict())
     if others := [name for name, value in values.items() if not can_hold(value)]:
         raise PacelineError(f"safetensors has no words for {others[0]} in the model's state; use format torch")
     save_weights(task.run.model, path)
