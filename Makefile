@@ -1,10 +1,10 @@
-# Everything starts from a bare checkout: python3 (3.10 or newer, with venv) and make.
+# A checkout needs python3 (3.10 or newer, with venv) and make; `make setup` installs the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test chaos cluster lint types bench clean
+.PHONY: setup train test fast chaos cluster lint types bench clean
 
 setup: $(STAMP)
 
@@ -16,14 +16,18 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train digits --procs 2
 
-# Most tests wait for processes to start, so three at a time suit two cores; the long ones come first.
+# Most tests wait for processes, so three at a time keep two cores busy. The longest tests are in the first folders.
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# Unit tests only: they start no ranks.
+fast: setup
+	$(BIN)/python -m pytest tests/unit -n 2
 
 chaos: setup
 	$(BIN)/python tests/multi/chaos.py --hits 20
 
-# Real Slurm and Ray; what is not there is skipped. Hosts are network namespaces, which need root.
+# Tests with real Slurm and Ray; those whose program is missing are skipped. Hosts are network namespaces, which need root.
 cluster: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest -m 'long or not long' tests/cluster

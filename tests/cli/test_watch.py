@@ -68,7 +68,7 @@ def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
 def test_without_a_name_it_is_the_newest_run(run: Run, tmp_path: Path) -> None:
     nothing = run("paceline", "status")
     assert nothing.returncode == 2
-    assert "there is no run below runs" in nothing.stderr
+    assert "there is no run in runs" in nothing.stderr
     for name in ("older", "newer"):
         assert run("paceline", "train", "linear", f"name={name}", "num_epochs=1").returncode == 0
     [newest] = (tmp_path / "runs" / "newer").iterdir()

@@ -14,6 +14,9 @@ from paceline.config import Config, Settings, build
 
 from .helpers import settings_of
 
+# The tensors here are small. With several test processes, more threads only wait for each other's cores.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""The command line: argv to commands, and the only place that ends the process.
+"""The command line: registers the commands, runs one of them, and is the only place that ends the process.
 
-A command is a function of a module here, and a line of `COMMANDS`. torch, and most of Paceline, are imported by the
-commands that need them, never to show help.
+A command is a function in a module of this package and a line of `COMMANDS`; other packages add theirs by entry points
+(`extensions.py`). Commands import torch and most of Paceline inside their functions, so that help is shown fast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
+from paceline.cli.extensions import ExtensibleGroup
 from paceline.cli.output import print_error
 from paceline.errors import ConfigError, Interrupted, PacelineError
 from paceline.system.paths import problem_with
@@ -23,43 +24,49 @@ from paceline.system.paths import problem_with
 Command = Callable[..., None]
 
 # In the order of `paceline --help`.
-COMMANDS: list[Command] = [
-    train.train,
-    slurm.submit,
-    slurm.status,
-    slurm.watch,
-    slurm.logs,
-    slurm.cancel,
-    compare.compare,
-    tune.tune,
-    bench.bench,
-    profile.profile,
-    trained.evaluate,
-    trained.predict,
-    trained.export,
-    trained.checkpoints,
-    views.board,
-    views.report,
-    doctor.doctor,
-    project.init,
-]
+COMMANDS: dict[str, Command] = {
+    "train": train.train,
+    "submit": slurm.submit,
+    "status": slurm.status,
+    "watch": slurm.watch,
+    "logs": slurm.logs,
+    "cancel": slurm.cancel,
+    "compare": compare.compare,
+    "tune": tune.tune,
+    "bench": bench.bench,
+    "profile": profile.profile,
+    "evaluate": trained.evaluate,
+    "predict": trained.predict,
+    "export": trained.export,
+    "checkpoints": trained.checkpoints,
+    "board": views.board,
+    "report": views.report,
+    "doctor": doctor.doctor,
+    "init": project.init,
+    "data get": project.get_data,
+    "model get": project.get_model,
+}
+GROUPS = {
+    "data": "Download the data sets that recipes use.",
+    "model": "Download pretrained models from the Hugging Face hub.",
+}
 
 
 def main() -> None:
-    """The entry point: runs a command and turns its errors into a few words and an exit code."""
+    """The entry point: runs a command, prints its errors in one line each, and exits with their code."""
     try:
         app()
     except PacelineError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print_error(problem)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # whoever read the output, `head` for instance, has gone; the run itself is done
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended; the run itself is done
         sys.stdout = None  # type: ignore[assignment]
         sys.exit(0)
 
 
 def _interruptible(command: Command) -> Command:
-    """Ctrl-C ends a command with one line; typer would end it without a word. Paths are checked before it runs."""
+    """The command with its paths checked before it runs, and with one line on Ctrl-C, where typer prints none."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
@@ -73,29 +80,33 @@ def _interruptible(command: Command) -> Command:
 
 
 def _check_paths(arguments: Mapping[str, Any]) -> None:
-    """Refuse what no file or folder of this machine can be called, wherever a command takes a path."""
+    """Refuse paths that no local file or folder can have, in all arguments of a command."""
     for name, value in arguments.items():
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and (problem := problem_with(path)):
                 raise ConfigError(f"{name}={path} {problem}")
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"paceline {__version__}")
         raise typer.Exit
 
 
 def _app() -> typer.Typer:
     app = typer.Typer(
+        cls=ExtensibleGroup,
         help="Train PyTorch models with Distributed Data Parallel: one run, one hash, from a laptop to a cluster.",
         no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     )  # fmt: skip
     app.callback()(_root)
-    for command in COMMANDS:
-        app.command()(_interruptible(command))
-    app.add_typer(_getter("Download the data sets that recipes use.", project.get_data), name="data")
-    app.add_typer(_getter("Download pretrained models from the Hugging Face hub.", project.get_model), name="model")
+    apps = {"": app}
+    for group, about in GROUPS.items():
+        apps[group] = typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
+        app.add_typer(apps[group], name=group)
+    for words, command in COMMANDS.items():
+        group, _, name = words.rpartition(" ")
+        apps[group].command(name)(_interruptible(command))
     return app
 
 
@@ -105,13 +116,6 @@ def _root(
     ] = False,
 ) -> None:
     """The options of `paceline` itself."""
-
-
-def _getter(about: str, get: Command) -> typer.Typer:
-    """A group of one command, `get`."""
-    group = typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
-    group.command("get")(_interruptible(get))
-    return group
 
 
 app = _app()

@@ -1,4 +1,4 @@
-"""What several commands are told alike: CONFIG and its overrides, run folders, lists; and what those words mean."""
+"""Arguments that several commands share (CONFIG, overrides, run folders, lists of numbers), and how they are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES = PACKAGE / "recipes"
 
 
 def _recipe_name(path: Path) -> str:
-    """A folder's config.yaml goes by the name of the folder, other configs in it by their own."""
+    """The name of a recipe: that of the folder for its config.yaml, else that of the file."""
     return path.parent.name if path.stem == "config" else path.stem
 
 
@@ -28,12 +28,15 @@ RECIPE_CONFIGS = dict(sorted((_recipe_name(path), path) for path in RECIPES.glob
 
 CONFIG = typer.Argument(metavar="CONFIG", help=f"A config.yaml, or a recipe: {', '.join(RECIPE_CONFIGS)}.")
 Target = Annotated[str, CONFIG]
-Run = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; the newest below runs by default.")]
+Run = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; by default the newest in runs.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")]
+Procs = Annotated[
+    str | None, typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1.")
+]
 
 
 def find_config(target: str) -> Path:
-    """The config file that a path or the name of a recipe means."""
+    """The config file of a path, a folder or the name of a recipe."""
     for path in (Path(target), Path(target) / "config.yaml"):
         if path.is_file():
             return path
@@ -43,13 +46,13 @@ def find_config(target: str) -> Path:
 
 
 def hint(name: str, *others: str) -> str:
-    """What somebody may have meant by the name of a recipe."""
+    """The recipe, or other name, that is closest to a name; else all recipes."""
     near = difflib.get_close_matches(name, [*RECIPE_CONFIGS, *others], n=1)
     return f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
 
 
 def build_config(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
-    """The config that a command line means, and the folder it comes from."""
+    """The config of a command line, and the folder of its file."""
     from paceline import config, launch, trainer
 
     path = find_config(target)
@@ -57,23 +60,23 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
     config.override(raw, overrides or [])
     raw |= {key: value for key, value in options.items() if value is not None}
     folder = path.parent.resolve()
-    launch.prepare(raw, folder)  # building a config imports torch, which the ranks can do meanwhile
+    launch.prepare(raw, folder)  # the processes of the ranks import torch while `build_config` imports it here
     return trainer.build_config(raw, folder), folder
 
 
 def newest_run() -> Path:
-    """The run below `runs` that was started last; told, because nobody has named it."""
+    """The run in `runs` that was started last; prints which one it is."""
     from paceline.run.layout import newest_run_below
 
     found = newest_run_below(Path("runs"))
     if found is None:
-        raise ConfigError("there is no run below runs; give a run folder")
+        raise ConfigError("there is no run in runs; give a run folder")
     typer.echo(printable(f"the newest run: {found}"), err=True)
     return found
 
 
 def find_run(path: Path) -> RunFolder:
-    """A folder that holds a run, or will."""
+    """The folder of a run that was started or submitted."""
     from paceline.run.layout import RunFolder
 
     folder = RunFolder(path.resolve())
@@ -83,11 +86,11 @@ def find_run(path: Path) -> RunFolder:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """The numbers of processes in a list such as 1,2,4."""
+    """The numbers in a list such as 1,2,4."""
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
         raise ConfigError(f"--{option} {text} is not a list of numbers; write for instance --{option} 1,2,4") from None
     if min(numbers) < 1:
-        raise ConfigError(f"--{option} {text} must be 1 or more each")
+        raise ConfigError(f"--{option} {text} has a number below 1; use numbers from 1")
     return numbers

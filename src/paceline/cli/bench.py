@@ -14,17 +14,18 @@ from paceline.cli.output import show_table
 
 
 def bench(
-    models: Annotated[str, typer.Option(help="What to train: mnist, cifar.")] = "mnist,cifar",
-    procs: Annotated[int, typer.Option(help="How many processes.")] = 1,
+    models: Annotated[str, typer.Option(help="The models to train: mnist, cifar.")] = "mnist,cifar",
+    procs: Annotated[int, typer.Option(help="The number of processes.")] = 1,
     scaling: Annotated[
-        str, typer.Option(help="Numbers of processes for the hand-written loop and Paceline, such as 1,2,4.")
+        str,
+        typer.Option(help="Also measure the hand-written loop and Paceline on these numbers of processes: 1,2,4."),
     ] = "",
-    steps: Annotated[int | None, typer.Option(help="Steps to measure; as suits the model by default.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each loop has its turn; medians are shown.")] = 3,
-    workers: Annotated[int, typer.Option(help="DataLoader workers of a process.")] = 0,
-    only: Annotated[str, typer.Option(help="Loops by name, such as hand-written,paceline; all by default.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Steps to measure; the default depends on the model.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each loop is measured; medians are shown.")] = 3,
+    workers: Annotated[int, typer.Option(help="DataLoader workers of each process.")] = 0,
+    only: Annotated[str, typer.Option(help="The loops, such as hand-written,paceline; by default all.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="A JSON file for all figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
 ) -> None:
     """Compare the speed of Paceline with other training loops.
 
@@ -72,7 +73,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
     if row["error"]:
         return ["", escape(row["error"])]
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # wider than the ratios differ: a busy machine
+    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # on a busy machine, more than loops differ
     return ["yes" if row["has_ddp"] else "no", f"{row['us_per_step']:,.0f}", ratio, spread]
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def doctor(
     target: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
-    procs: Annotated[str | None, typer.Option(help="How many processes; as the config says, and 2 at most.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, and nothing else.")] = False,
+    procs: Annotated[str | None, typer.Option(help="The number of processes; by default at most 2.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list and nothing else.")] = False,
 ) -> None:
-    """Check this machine, and try one step of a config.
+    """Check this machine and try one step of a config.
 
     The exit code is 1 if a run would fail.
     """
@@ -33,7 +33,7 @@ def doctor(
     if not is_main():
         return
     findings = []
-    with redirect_stdout(sys.stderr):  # what the user's functions print
+    with redirect_stdout(sys.stderr):  # the user's functions may print
         for finding in examine(path, overrides or [], procs, say=lambda text: typer.echo(f"{text} …", err=True)):
             findings.append(finding)
             if not as_json:

@@ -1,4 +1,4 @@
-"""What commands print alike: tables, and the words of an error; and who prints at all."""
+"""Output that commands share: tables and errors, and which process prints."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from paceline.formatting import printable
 
 
 def is_main() -> bool:
-    """Whether this process speaks for all: of several that were started alike, one does."""
+    """Whether this process prints: of several that run the same command, only one does."""
     from paceline.launch.environment import is_main_process
 
     return is_main_process()
 
 
 def show_table(table: Table) -> None:
-    """A table as wide as the terminal; in files and pipes, where nobody wants it folded, as wide as it must be."""
+    """Print a table as wide as the terminal; in files and pipes 240 columns wide, so that rows are not folded."""
     Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
 
 
 def print_error(text: str) -> None:
+    """Print an error to stderr, in red on a terminal."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"paceline: {printable(text)}", style="red", markup=False
     )

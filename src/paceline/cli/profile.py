@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from paceline.tools.profile.facts import Profile
 
 Measure = Callable[[Iterable[float]], float]
-NAME_WIDTH = 60  # of an operator; kernels have names of hundreds of characters
+NAME_WIDTH = 60  # the names of kernels can have hundreds of characters
 
 
 def profile(
     target: Target,
     overrides: Overrides = None,
     procs: Annotated[
-        str | None, typer.Option(help="How many processes, or 1:4; one per GPU by default, else 1.")
+        str | None,
+        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to time, and then to trace.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="The number of steps to time, and then to trace.")] = 10,
     run_dir: Annotated[
-        Path | None, typer.Option(help="The run folder; runs/NAME/profile/DATE-TIME by default.")
+        Path | None, typer.Option(help="The run folder; by default runs/NAME/profile/DATE-TIME.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object and nothing else.")] = False,
 ) -> None:
-    """Show where the time of a step goes, and what to change.
+    """Show where the time of a step goes and what to change.
 
     Also writes traces for Perfetto. Example: paceline profile config.yaml --procs 4 --steps 10
     """
@@ -45,7 +46,7 @@ def profile(
     from paceline.tools.profile.profile import profile as run_profile
     from paceline.tools.profile.profile import report_of
 
-    with redirect_stdout(sys.stderr):  # what the user's functions print
+    with redirect_stdout(sys.stderr):  # the user's functions may print
         found = run_profile(built, steps, folder)
     if not is_main():
         return
@@ -57,7 +58,7 @@ def profile(
 
 
 def show(found: Profile, advice: list[str]) -> None:
-    """Print where the time goes, what costs most, and what to do."""
+    """Print the phases of a step, the operators that take most time, and the advice."""
     steps = f"steps: {found.steps}, {fmean(found.step_ms):,.2f} ms each"
     typer.echo(f"{ranks_text(found.ranks)} on {found.device}, {steps}\n")
     show_table(_phases(found))

@@ -1,4 +1,4 @@
-"""`paceline init`, `data get` and `model get`: what a project begins with."""
+"""`paceline init`, `data get` and `model get`: a new project, its data and its pretrained model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
 
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
-    recipe: Annotated[str | None, typer.Option(help=f"Begin with a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
+    recipe: Annotated[str | None, typer.Option(help=f"Copy a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
 ) -> None:
     """Create a project folder that runs as it is.
 
@@ -54,24 +54,24 @@ def _rename(folder: Path) -> None:
 
 
 def _commands(folder: Path, recipe: str | None) -> list[str]:
-    """What to do with a new project folder, as lines for a shell."""
+    """The shell commands that train a new project."""
     there = f"cd {quote(str(folder))} && "
     if recipe is None:
         return [f"{there}python main.py", f"{there}paceline train config.yaml num_epochs=5"]
-    about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # ends with the commands to type
+    about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # ends with the shell commands
     *before, train = re.findall(r"`(paceline [^`]+)`", about)
-    comment = "     # your table; config.yaml tells what must fit it" if " df=" in train else ""
+    comment = "     # your table; config.yaml lists the keys that must match it" if " df=" in train else ""
     train = train.replace(f"train {recipe}", "train config.yaml", 1)
     return [*before, f"{there}{train} num_epochs=5{comment}"]
 
 
 def get_data(
     name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or tinyshakespeare.")],
-    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/datasets/NAME by default.")] = None,
+    to: Annotated[Path | None, typer.Option(help="The folder; by default $PACELINE_HOME/datasets/NAME.")] = None,
 ) -> None:
     """Download a data set, or resume its download.
 
-    Files that are complete are kept.
+    Complete files are kept.
     """
     from paceline.hub import download
 
@@ -80,12 +80,12 @@ def get_data(
 
 
 def get_model(
-    name: Annotated[str, typer.Argument(help="As the hub has it, such as google-bert/bert-base-uncased.")],
-    to: Annotated[Path | None, typer.Option(help="The folder; $PACELINE_HOME/models/NAME by default.")] = None,
+    name: Annotated[str, typer.Argument(help="Its name on the hub, such as google-bert/bert-base-uncased.")],
+    to: Annotated[Path | None, typer.Option(help="The folder; by default $PACELINE_HOME/models/NAME.")] = None,
 ) -> None:
     """Download a pretrained model, or resume its download.
 
-    Files that are complete are kept.
+    Complete files are kept.
     """
     from paceline import models
 

@@ -1,4 +1,4 @@
-"""`paceline submit`, `status`, `watch`, `logs` and `cancel`: runs that go on elsewhere, most of them as Slurm jobs."""
+"""`paceline submit`, `status`, `watch`, `logs` and `cancel`: runs outside this terminal, most of them Slurm jobs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ NOT_AFFECTED = "stopped watching; the run itself is not affected"
 def submit(
     target: Target,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="The number of nodes.", min=1)] = 1,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node.")] = None,
-    procs: Annotated[str | None, typer.Option(help="Processes on each node; one per GPU by default, else 1.")] = None,
+    procs: Annotated[str | None, typer.Option(help="Processes on each node; by default one per GPU, else 1.")] = None,
     time: Annotated[str | None, typer.Option(help="The time limit of the job, such as 4:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="The partition; Slurm's default otherwise.")] = None,
-    notice: Annotated[int, typer.Option(help="Seconds before the time limit at which the run saves.")] = 120,
-    max_requeues: Annotated[int, typer.Option(help="How often the job may go back into the queue.")] = 100,
+    partition: Annotated[str | None, typer.Option(help="The partition; by default Slurm's.")] = None,
+    notice: Annotated[int, typer.Option(help="Save this many seconds before the time limit.")] = 120,
+    max_requeues: Annotated[int, typer.Option(help="How often the job may be requeued.")] = 100,
     sbatch: Annotated[
-        list[str] | None, typer.Option(help="A further option of sbatch, such as --sbatch=--account=lab.")
+        list[str] | None, typer.Option(help="Another option of sbatch, such as --sbatch=--account=lab.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script, and do nothing.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the job script and submit nothing.")] = False,
 ) -> None:
     """Train as a Slurm job that saves and requeues itself.
 
-    It saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
+    The run saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
     from paceline import config
     from paceline.run.layout import RunFolder
     from paceline.run.lifecycle import new_folder
     from paceline.tools.submit import Plan, script
-    from paceline.tools.submit import submit as hand_over
     from paceline.trainer import build_config
 
     path = find_config(target)
@@ -51,12 +50,12 @@ def submit(
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir
     shown = wanted or Path("runs") / built.name / "DATE-TIME"
-    text = script(plan, built.name, words, RunFolder(shown.resolve()))  # a mistake shows before a folder is made
+    text = script(plan, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is made
     if dry_run:
         typer.echo(text, nl=False)
         return
     folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
-    job = hand_over(script(plan, built.name, words, folder), folder)
+    job = submit_script(script(plan, built.name, words, folder), folder)
     typer.echo(f"submitted: job {job}, run folder {folder.path}")
     typer.echo("try next:")
     for command in ("status", "logs", "cancel"):
@@ -64,7 +63,7 @@ def submit(
 
 
 def status(run: Run = None) -> None:
-    """Show the status of a run and of its Slurm job."""
+    """Show the progress of a run and the state of its Slurm job."""
     from paceline.tools.submit import describe
 
     for line in describe(find_run(run or newest_run())):
@@ -72,7 +71,7 @@ def status(run: Run = None) -> None:
 
 
 def watch(run: Run = None) -> None:
-    """Show the progress of a run that was started elsewhere.
+    """Show the live view of a run that was started elsewhere.
 
     It may run in another terminal, on another host, or as a Slurm job.
     """
@@ -87,8 +86,8 @@ def watch(run: Run = None) -> None:
 
 def logs(
     run: Run = None,
-    rank: Annotated[int | None, typer.Option(help="The output of one rank; of the Slurm job by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, until Ctrl-C.")] = False,
+    rank: Annotated[int | None, typer.Option(help="The output of this rank; by default that of the Slurm job.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new output until Ctrl-C.")] = False,
 ) -> None:
     """Print the output of a run."""
     from paceline.observe.follow import replay
@@ -96,7 +95,7 @@ def logs(
 
     folder = find_run(run or newest_run())
     path = find_log(folder, rank)
-    if path.stat().st_size == 0:  # the managed loop prints nothing in its ranks
+    if path.stat().st_size == 0:  # ranks of the managed loop print nothing themselves
         typer.echo(f"{path} is empty: nothing was printed so far", err=True)
         if rank is None:
             replay(folder)
@@ -115,17 +114,17 @@ def _print_file(path: Path, *, follow: bool) -> None:
             sleep(0.5)
 
 
-def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was submitted.")]) -> None:
-    """Cancel the Slurm job of a run, which saves first.
+def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a submitted run.")]) -> None:
+    """Cancel the Slurm job of a run; the run saves first.
 
     `paceline submit … --run-dir RUN` continues it.
     """
-    from paceline.tools.submit import cancel as end_job
+    from paceline.tools.submit import cancel as cancel_job
     from paceline.tools.submit import job_of
 
     job = job_of(find_run(run))
     if job is None:
         raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
-    end_job(job)
+    cancel_job(job)
     again = f"paceline submit … --run-dir {quote(str(run))}"
-    typer.echo(printable(f"job {job} will end once the run has saved; resume with {again}"))
+    typer.echo(printable(f"job {job} ends when the run has saved; resume it with {again}"))

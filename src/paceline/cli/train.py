@@ -16,8 +16,8 @@ from paceline.system.startup import requests_noted
 if TYPE_CHECKING:
     from paceline.results.result import Result
 
-# What the command that is suggested after a run says otherwise, or must not say again.
-SAID_ANEW = ("num_epochs", "procs", "nodes", "rendezvous", "run_dir", "resume")
+# Overrides that the command suggested after a run changes or leaves out.
+NOT_REPEATED = ("num_epochs", "procs", "nodes", "rendezvous", "run_dir", "resume")
 
 
 def train(
@@ -27,16 +27,20 @@ def train(
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
     ] = None,
     procs: Annotated[
-        str | None, typer.Option(help="How many processes, or 1:4; one per GPU by default, else 1.")
+        str | None,
+        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1."),
     ] = None,
-    nodes: Annotated[str | None, typer.Option(help="How many hosts, or 1:4; the same command runs on each.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="The number of hosts, or a range; run the same command on each host.")
+    ] = None,
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the hosts meet: one of them, and a free port.")
+        str | None, typer.Option(metavar="HOST:PORT", help="One of the hosts, and a free port on it.")
     ] = None,
-    launcher: Annotated[str | None, typer.Option(help="local, torchrun, slurm or ray; found by itself.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The run folder; runs/NAME/DATE-TIME by default.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local, torchrun, slurm or ray; by default detected.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on with the unfinished run; never; or a run folder or checkpoint.")
+        str | None,
+        typer.Option(help="auto (the unfinished run, if any), never, a run folder or a checkpoint."),
     ] = None,
 ) -> None:
     """Train the model that a config describes.
@@ -50,10 +54,10 @@ def train(
             target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
             resume=resume,
         )  # fmt: skip
-    _say_done(Trainer.from_config(built, folder).start(), target, overrides or [])
+    _show_result(Trainer.from_config(built, folder).start(), target, overrides or [])
 
 
-def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
+def _show_result(result: Result, target: str, overrides: Sequence[str]) -> None:
     if not is_main():
         return
     from paceline.formatting import outcome_text
@@ -66,10 +70,10 @@ def _say_done(result: Result, target: str, overrides: Sequence[str]) -> None:
 
 
 def next_steps(result: Result, target: str, overrides: Sequence[str]) -> list[str]:
-    """Commands that are worth a try after a run, as lines for a shell."""
+    """Shell commands that are useful after a run."""
     from paceline.run.layout import RunFolder
 
-    words = [target, *(word for word in overrides if word.partition("=")[0] not in SAID_ANEW)]
+    words = [target, *(word for word in overrides if word.partition("=")[0] not in NOT_REPEATED)]
     folder = quote(str(result.run_dir))
     lines = [f"paceline train {' '.join(map(quote, words))} --procs 1 num_epochs=2     # other processes, other values"]
     if result.metrics:

@@ -1,4 +1,4 @@
-"""`paceline evaluate`, `predict`, `export` and `checkpoints`: what a run has left in its folder."""
+"""`paceline evaluate`, `predict`, `export` and `checkpoints`: commands that use a trained run from its folder."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Weights = Annotated[
     str | None,
-    typer.Option("--checkpoint", help="best, last or a step; by default the best if the run kept it, else the last."),
+    typer.Option("--checkpoint", help="best, last or a step; by default the best if the run has one, else the last."),
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(resolve_path=True, help="A CSV or Parquet file; by default what the run held out."),
+    typer.Option(resolve_path=True, help="A CSV or Parquet file; by default the run's validation data."),
 ]
-Procs = Annotated[int | None, typer.Option(min=1, help="How many processes; as in training by default.")]
+Procs = Annotated[int | None, typer.Option(min=1, help="The number of processes; by default as in training.")]
 Extra = Annotated[
     Path | None,
-    typer.Option("--config", help="A config whose keys take the place of the run's, functions for instance."),
+    typer.Option("--config", help="A config whose keys replace those of the run, such as its functions."),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Execute the functions of a run that another user trained, or that was moved.")
+    bool, typer.Option("--trust", help="Execute the functions of a run that another user trained or that was moved.")
 ]
 
 
@@ -48,20 +48,20 @@ def evaluate(
     procs: Procs = None,
     config: Extra = None,
     trust: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object and nothing else.")] = False,
 ) -> None:
     """Measure the loss and metrics of a trained model.
 
-    They are equal at any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
+    They are the same on any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
     """
-    with redirect_stdout(sys.stderr):  # what the user's functions print
+    with redirect_stdout(sys.stderr):  # the user's functions may print
         run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
         metrics = run.evaluate(data, procs)
     origin = {"weights": run.origin, "data": str(data or "held out by the run"), "run": str(run.run_dir)}
     if not is_main():
         return
     if as_json:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # as JSON has it
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         typer.echo(json.dumps({"metrics": finite, "step": run.step, **origin}))
         return
     for name, value in (*metrics.items(), *origin.items()):
@@ -70,7 +70,7 @@ def evaluate(
 
 def predict(
     run_dir: Run,
-    out: Annotated[Path, typer.Option(help="The table to write, .csv or .parquet.")],
+    out: Annotated[Path, typer.Option(help="The file to write, .csv or .parquet.")],
     checkpoint: Weights = None,
     data: Data = None,
     procs: Procs = None,
@@ -79,7 +79,7 @@ def predict(
 ) -> None:
     """Write the predictions of a trained model as a table.
 
-    Rows are in the order of the samples. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
+    The rows are in the order of the data set. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
     """
     from paceline.results import tables
 
@@ -99,7 +99,9 @@ def export(
     checkpoint: Weights = None,
     data: Annotated[
         Path | None,
-        typer.Option(resolve_path=True, help="A CSV or Parquet file to try the model on; else the run's data."),
+        typer.Option(
+            resolve_path=True, help="A CSV or Parquet file to check the export on; by default the run's data."
+        ),
     ] = None,
     config: Extra = None,
     trust: Trust = False,
@@ -112,7 +114,7 @@ def export(
     from paceline.tools.export.export import export as write_export
 
     _check_data(data)
-    with redirect_stdout(sys.stderr):  # what the user's functions and torch print
+    with redirect_stdout(sys.stderr):  # the user's functions and torch may print
         _check_trust(run_dir, config, trust=trust)
         run = load(run_dir, checkpoint, config, trust=True)
         write_export(run, format, to, data, say=lambda text: typer.echo(f"{text} …", err=True))
@@ -151,7 +153,7 @@ def checkpoints(run_dir: Run) -> None:
 
 
 def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """The metrics of each step that ended an epoch: a checkpoint saved at a stop is older than its evaluation."""
+    """The metrics of each step that ended an epoch, for checkpoints that were saved before their evaluation."""
     from paceline.observe.events import read
 
     epochs = (event for event in read(folder.events) if event["event"] == "epoch") if folder.events.exists() else ()
@@ -164,7 +166,7 @@ def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
 def _load(
     run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None, *, trust: bool
 ) -> Any:
-    """The run in a folder; while its functions and torch are imported here, another process does the same for ranks."""
+    """The run in a folder. While torch and its functions are imported here, another process imports them for ranks."""
     from paceline import launch
     from paceline.config import read_yaml
     from paceline.run.layout import RunFolder
@@ -181,7 +183,7 @@ def _load(
 
 
 def _check_trust(run_dir: Path, config: Path | None, *, trust: bool) -> None:
-    """A ConfigError with the command to repeat if the run is not trusted; before anything of it is executed."""
+    """Raise a ConfigError with the command to repeat if the run is not trusted, before any of its code is executed."""
     from paceline.config import read_yaml
     from paceline.results.trust import check
     from paceline.run.layout import RunFolder

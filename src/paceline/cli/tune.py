@@ -29,26 +29,32 @@ def tune(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to set.",
+            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to change.",
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(help="How many trials the study shall have in all.")] = 20,
-    parallel: Annotated[int, typer.Option(help="Trials side by side; they share the GPUs, or the cores.")] = 1,
-    procs: Annotated[str | None, typer.Option(help="How many processes a trial has.")] = None,
+    trials: Annotated[int, typer.Option(help="The total number of trials in the study.")] = 20,
+    parallel: Annotated[int, typer.Option(help="Trials at the same time; they share the GPUs, or the cores.")] = 1,
+    procs: Annotated[str | None, typer.Option(help="The number of processes of a trial.")] = None,
     metric: Annotated[
         str | None,
-        typer.Option(help="What counts: val_loss, accuracy, …; by default that of checkpoint.best, or val_loss."),
+        typer.Option(
+            help="The metric to optimize, such as accuracy; by default that of checkpoint.best, else val_loss."
+        ),
     ] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; known by itself for the metrics of Paceline.")] = None,
-    study: Annotated[str | None, typer.Option(help="The study's name; the config's by default.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; needed only for metrics of your own.")] = None,
+    study: Annotated[str | None, typer.Option(help="The name of the study; by default the config's.")] = None,
     storage: Annotated[
-        str | None, typer.Option(help="Where Optuna keeps the study, as a URL; study.db in the folder by default.")
+        str | None, typer.Option(help="The URL of Optuna's database; by default study.db in the folder of the study.")
     ] = None,
-    sampler: Annotated[str, typer.Option(help="tpe, or random.")] = "tpe",
-    pruner: Annotated[str, typer.Option(help="median, hyperband, or none: who ends hopeless trials early.")] = "median",
-    seed: Annotated[int | None, typer.Option(help="Of the sampler; the config's by default.")] = None,
-    engine: Annotated[str, typer.Option(help="Who starts the trials: optuna, here; ray, on its cluster.")] = "optuna",
-    run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; runs/NAME-tune by default.")] = None,
+    sampler: Annotated[str, typer.Option(help="How Optuna chooses values: tpe or random.")] = "tpe",
+    pruner: Annotated[
+        str, typer.Option(help="The rule that ends bad trials early: median, hyperband or none.")
+    ] = "median",
+    seed: Annotated[int | None, typer.Option(help="The seed of the sampler; by default the config's.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="optuna runs the trials on this machine, ray on a Ray cluster.")
+    ] = "optuna",
+    run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; by default runs/NAME-tune.")] = None,
 ) -> None:
     """Search for good hyperparameters in many runs.
 

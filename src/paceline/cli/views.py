@@ -1,4 +1,4 @@
-"""`paceline board` and `report`: what runs look like."""
+"""`paceline board` and `report`: runs as curves, in TensorBoard and on an HTML page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.formatting import printable
 
 def board(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them; runs by default.")
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them; by default runs.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="The first free one from 6006 on by default; 0: any.")
+        int | None,
+        typer.Option(min=0, max=65535, help="The port; by default the first free one from 6006; 0 for any."),
     ] = None,
 ) -> None:
     """Open TensorBoard on runs.
@@ -32,7 +33,7 @@ def board(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Run folders; several are compared; the newest below runs by default."),
+        typer.Argument(metavar="[RUN]...", help="Run folders; several are compared; by default the newest in runs."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
 ) -> None:
@@ -56,12 +57,12 @@ def report(
 
 
 def _runs_among(paths: list[Path]) -> list[Path]:
-    """Those of several folders that hold runs. `runs/NAME/*` has others, too; they are told, and left out."""
+    """The folders that hold runs. Others, which `runs/NAME/*` may match too, are listed in one line and left out."""
     from paceline.run.layout import RunFolder
 
     others = [path for path in paths if path.exists() and not RunFolder(path).holds_run()]
     if len(others) == len(paths):
-        find_run(paths[0])  # says what is wrong
+        find_run(paths[0])  # raises
     if others:
         typer.echo(printable(f"left out, no run folder: {', '.join(map(str, others))}"), err=True)
     return [find_run(path).path for path in paths if path not in others]

@@ -9,13 +9,14 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 
 from paceline import cli
 from paceline.cli.arguments import RECIPE_CONFIGS
 from paceline.cli.train import next_steps
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.observe.events import Events
 from paceline.run.layout import RunFolder
 
@@ -116,3 +117,81 @@ def test_no_command_takes_a_url_for_a_path(words: list[str], tmp_path: Path, mon
     [problem] = caught.value.problems
     assert problem.endswith("=s3:/bucket/run is a URL, which Paceline cannot read or write; give a local path")
     assert list(tmp_path.iterdir()) == []
+
+
+PLUGIN = """
+import typer
+
+def hello(name: str, times: int = 1) -> None:
+    "Greet somebody."
+    typer.echo(f"hello {name} " * times)
+
+tools = typer.Typer(help="More tools.")
+tools.command("a")(hello)
+tools.command("b")(hello)
+number = 3
+"""
+ENTRY_POINTS = """
+[paceline.commands]
+hello = pl_plugin:hello
+tools = pl_plugin:tools
+train = pl_plugin:hello
+missing = pl_plugin:missing
+number = pl_plugin:number
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package, pl-plugin, that adds commands to `paceline`, three of them in vain."""
+    (tmp_path / "pl_plugin.py").write_text(PLUGIN)
+    folder = tmp_path / "pl_plugin-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pl-plugin\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("plugin")
+def test_help_lists_the_commands_of_other_packages_after_ours_and_reports_those_that_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr()
+    listed = [line.split(maxsplit=1) for line in shown.out.partition("Commands:\n")[2].splitlines()]
+    ours = dict.fromkeys(words.split()[0] for words in cli.COMMANDS)
+    assert [name for name, _ in listed] == [*ours, "hello", "tools"]
+    assert [about for _, about in listed[-2:]] == ["Greet somebody.", "More tools."]
+    assert listed[0] == ["train", "Train the model that a config describes."]  # a package cannot replace it
+    missing, number = shown.err.splitlines()
+    assert missing.startswith("paceline: the command missing of pl-plugin cannot be loaded: AttributeError: ")
+    assert missing.endswith("; update or uninstall pl-plugin")
+    assert "the command number of pl-plugin cannot be loaded: TypeError: it is neither a function nor" in number
+
+
+@pytest.mark.usefixtures("plugin")
+def test_commands_of_other_packages_run_with_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.app(["hello", "you", "--times", "2"], standalone_mode=False)
+    cli.app(["tools", "b", "all"], standalone_mode=False)
+    assert capsys.readouterr().out == "hello you hello you \nhello all \n"
+    with pytest.raises(PacelineError, match="the command missing of pl-plugin cannot be loaded"):
+        cli.app(["missing"], standalone_mode=False)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_other_packages_are_not_imported_for_a_command_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="is neither a file nor a recipe"):
+        cli.app(["train", "nothing"], standalone_mode=False)
+    assert "pl_plugin" not in sys.modules
+
+
+def test_every_command_is_documented() -> None:
+    """Each has a summary that `paceline --help` shows whole, and each option a help text."""
+    for words, command in cli.COMMANDS.items():
+        assert command.__doc__ is not None
+        assert len(command.__doc__.partition("\n")[0]) <= 65, words
+        for name, annotation in get_type_hints(command, include_extras=True).items():
+            if name != "return":
+                assert any(getattr(extra, "help", None) for extra in annotation.__metadata__), (words, name)
