@@ -57,7 +57,7 @@ def shortened(config: Config, ranks: int, run_dir: Path) -> Config:
 def few_samples(config: Config, needed: int) -> dict[str, Any]:
     """The keys of a config that make it validate on SAMPLES samples; `needed` are for training."""
     if config.val_dataset_fn is not None:
-        return {"val_dataset_fn": partial(few_of, config.val_dataset_fn, SAMPLES)}
+        return {"val_dataset_fn": partial(few_of, config.function("val_dataset_fn"), SAMPLES)}
     if config.val_df is not None:
         make = partial(config.function("dataset_fn"), **config.dataset_args)
         return {"val_dataset_fn": partial(few_of, make, SAMPLES)}
