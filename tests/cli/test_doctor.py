@@ -21,7 +21,7 @@ def test_a_recipe_is_rehearsed_on_two_ranks_and_leaves_nothing_behind(run, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_function_that_is_not_there_is_a_failure_with_its_sentence(run, tmp_path: Path) -> None:
+def test_a_function_that_does_not_exist_is_a_failure(run, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "model_fn: 'digits:get_model'\ndataset_fn: 'torch:zeros'\nloss_fn: cross_entropy\n"
     )
@@ -29,4 +29,4 @@ def test_a_function_that_is_not_there_is_a_failure_with_its_sentence(run, tmp_pa
     assert ended.returncode == 1
     last = ended.stdout.splitlines()[-2:]
     sentence = f"model_fn='digits:get_model' names a module that does not exist: digits.py in {tmp_path}"
-    assert last == [f"{'FAILURE':8} {'config':14} {sentence}", f"{'':23} → mend it, then ask again"]
+    assert last == [f"{'FAILURE':8} {'config':14} {sentence}", f"{'':23} → fix it, then run paceline doctor again"]

@@ -1,4 +1,4 @@
-"""The rehearsal of `paceline doctor` where the user's loop is their own, on real ranks."""
+"""The rehearsal of `paceline doctor` for a config with a `train_fn`, on real ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Broken(Data):
 
 def model(): return torch.nn.Linear(2, 2)
 
-def train(*arguments): raise AssertionError("it was run")
+def train(*arguments): raise AssertionError("it was called")
 """
 
 
 def rehearsed(path: Path, *overrides: str) -> Finding:
-    findings = examine(path, overrides, None, say=lambda text: None)
+    findings = examine(path, overrides, None)
     return next(finding for finding in findings if finding.name == "rehearsal")
 
 
-def test_an_own_loop_is_given_its_model_and_data_but_not_run_and_a_failure_is_told_with_its_line(
+def test_a_train_fn_is_not_called_but_its_model_and_data_are_built_and_a_failure_names_its_line(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own_lab.py").write_text(LAB)
@@ -36,13 +36,13 @@ def test_an_own_loop_is_given_its_model_and_data_but_not_run_and_a_failure_is_to
     found = rehearsed(path)
     assert found.state == "ok", found.text
     assert "model and data were built on 1 rank of CPU" in found.text
-    assert "train_fn has not run" in found.text
+    assert "train_fn was not called" in found.text
     assert list(tmp_path.glob(".paceline-doctor-*")) == []
 
     found = rehearsed(path, "dataset_fn=own_lab:Broken")
     first, error, line, log = found.text.splitlines()
-    assert (found.state, found.advice[:7]) == ("failure", "mend it")
-    assert "fetching a sample" in first
+    assert (found.state, found.advice[:7]) == ("failure", "fix it,")
+    assert "training" in first
     assert error.strip() == "KeyError: 'label'"
     assert line.strip() == f"at {tmp_path / 'own_lab.py'}:8"
     assert Path(log.partition("full log: ")[2]).is_file()

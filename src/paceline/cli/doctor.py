@@ -27,14 +27,15 @@ def doctor(
 
     The exit code is 1 if a run would fail.
     """
+    from paceline import launch
     from paceline.tools.doctor.doctor import examine
 
     path = find_config(target) if target is not None else None
     if not is_main():
         return
     findings = []
-    with redirect_stdout(sys.stderr):  # the user's functions may print
-        for finding in examine(path, overrides or [], procs, say=lambda text: typer.echo(f"{text} …", err=True)):
+    with redirect_stdout(sys.stderr):  # what the user's functions print
+        for finding in examine(path, overrides or [], procs, _report, prepare=launch.prepare):
             findings.append(finding)
             if not as_json:
                 _show(finding)
@@ -42,6 +43,10 @@ def doctor(
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     if any(finding.state == "failure" for finding in findings):
         raise typer.Exit(1)
+
+
+def _report(text: str) -> None:
+    typer.echo(f"{text} …", err=True)
 
 
 def _show(finding: Finding) -> None:

@@ -40,6 +40,7 @@ def submit(
     from paceline.run.layout import RunFolder
     from paceline.run.lifecycle import new_folder
     from paceline.tools.submit import Plan, script
+    from paceline.tools.submit import submit as submit_script
     from paceline.trainer import build_config
 
     path = find_config(target)

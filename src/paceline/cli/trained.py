@@ -117,7 +117,7 @@ def export(
     with redirect_stdout(sys.stderr):  # the user's functions and torch may print
         _check_trust(run_dir, config, trust=trust)
         run = load(run_dir, checkpoint, config, trust=True)
-        write_export(run, format, to, data, say=lambda text: typer.echo(f"{text} …", err=True))
+        write_export(run, format, to, data, on_progress=lambda text: typer.echo(f"{text} …", err=True))
     typer.echo(f"{to}: {format}, weights: {run.origin}; compared with the trained model, see {to / 'README.md'}")
 
 

@@ -1,4 +1,4 @@
-"""`paceline doctor`: what facts mean, how they are read, and what of a config is left for a rehearsal."""
+"""`paceline doctor`: the findings that follow from facts, how facts are read, and the config of a rehearsal."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
-from paceline import launch
 from paceline.config import Config, build
-from paceline.errors import ConfigError, RankFailed
-from paceline.observe.progress import Progress
-from paceline.run.layout import RunFolder
+from paceline.data.sources import make_datasets
+from paceline.errors import ConfigError, DataError, RankFailed
 from paceline.tools.doctor import checks, doctor, facts, rehearsal
-from paceline.tools.doctor.checks import Finding, Trial
-from paceline.tools.doctor.facts import Gpu, Interface, Machine
-from paceline.world import World
+from paceline.tools.doctor.checks import Finding, RehearsalResult
+from paceline.tools.doctor.facts import Gpu, Interface, MachineFacts
+from paceline.tools.doctor.plan import RankPlan, plan_of
 
 GB = 1 << 30
-GOOD = Machine(
+GOOD = MachineFacts(
     system="Linux 6 x86_64", python="3.12.1", torch="2.11.0+cu128", has_gloo=True, cuda="12.8", nccl="2.27.5",
-    usable_gpus=2, complaint=None, driver="570.1", gpus=(Gpu("H200", 143_000, 500), Gpu("H200", 143_000, 500)), cores=8,
-    cores_of_machine=8, core_quota=None, memory=64 * GB, free_memory=32 * GB, free_shared_memory=8 * GB,
+    usable_gpus=2, gpu_warning=None, driver="570.1", gpus=(Gpu("H200", 143_000, 500), Gpu("H200", 143_000, 500)),
+    cores=8, cores_of_machine=8, core_quota=None, memory=64 * GB, free_memory=32 * GB, free_shared_memory=8 * GB,
     open_files=1024, folder=Path("/lab"), free_disk=100 * GB, is_writable=True,
-    interfaces=(Interface("lo", "127.0.0.1", None), Interface("eth0", "192.0.2.7", 10_000)), infiniband=("mlx5_0",),
+    interfaces=(Interface("lo", "127.0.0.1", 0), Interface("eth0", "192.0.2.7", 10_000)), infiniband=("mlx5_0",),
 )  # fmt: skip
 NO_GPU: dict[str, Any] = {"usable_gpus": 0, "driver": None, "gpus": (), "cuda": None, "nccl": None}
 
 
-def test_a_good_machine_is_told_in_full_without_advice() -> None:
-    found = {finding.name: finding for finding in checks.of_machine(GOOD)}
+def test_a_good_machine_is_reported_in_full_without_advice() -> None:
+    found = {finding.name: finding for finding in checks.check_machine(GOOD)}
     assert {(finding.state, finding.advice) for finding in found.values()} == {("ok", "")}
     assert found["gpu"].text == "2 for torch; 2 × H200, driver 570.1"
     assert found["nccl"].text == "2.27.5"
     assert found["network"].text == "lo (127.0.0.1), eth0 (192.0.2.7, 10 Gbit/s); InfiniBand: mlx5_0"
-    without = {finding.name: finding for finding in checks.of_machine(replace(GOOD, **NO_GPU))}
+    without = {finding.name: finding for finding in checks.check_machine(replace(GOOD, **NO_GPU))}
     assert without["gpu"] == Finding("gpu", "ok", "none; runs use the CPU")
     assert "nccl" not in without
 
@@ -49,13 +48,12 @@ def test_a_good_machine_is_told_in_full_without_advice() -> None:
         ({"torch": "2.9.1"}, "torch", "failure", "2.11 or newer"),
         ({"has_gloo": False}, "torch", "failure", "has Gloo"),
         ({"usable_gpus": 0, "cuda": None}, "gpu", "warning", "built for CUDA"),
-        ({"usable_gpus": 0, "complaint": "driver too old"}, "gpu", "warning", "(driver too old)"),
+        ({"usable_gpus": 0, "gpu_warning": "driver too old"}, "gpu", "warning", "(driver too old)"),
         ({"gpus": (Gpu("H200", 143_000, 90_000),)}, "gpu", "warning", "GPU 0 has 90,000 of 143,000 MB in use"),
         ({"gpus": (), "driver": None}, "gpu", "ok", "driver unknown"),
         ({"nccl": None}, "nccl", "failure", "backend: gloo"),
         ({"core_quota": 1.5}, "cores", "warning", "OMP_NUM_THREADS=1 "),
         ({"free_memory": GB}, "memory", "warning", "1.1 GB free of 68.7 GB"),
-        ({"memory": None, "free_memory": None}, "memory", "ok", "unknown"),
         ({"free_shared_memory": 64 << 20}, "shared memory", "warning", "--shm-size"),
         ({"open_files": 256}, "open files", "warning", "ulimit -n"),
         ({"open_files": -1}, "open files", "ok", "no limit"),
@@ -64,8 +62,8 @@ def test_a_good_machine_is_told_in_full_without_advice() -> None:
         ({"interfaces": GOOD.interfaces[1:]}, "network", "failure", "no loopback"),
     ],
 )
-def test_what_is_wrong_with_a_machine_is_found(changes: dict[str, Any], name: str, state: str, words: str) -> None:
-    findings = list(checks.of_machine(replace(GOOD, **changes)))
+def test_each_problem_of_a_machine_is_one_finding(changes: dict[str, Any], name: str, state: str, words: str) -> None:
+    findings = list(checks.check_machine(replace(GOOD, **changes)))
     [found] = [finding for finding in findings if finding.name == name]
     assert found.state == state
     assert words in f"{found.text} {found.advice}"
@@ -73,24 +71,24 @@ def test_what_is_wrong_with_a_machine_is_found(changes: dict[str, Any], name: st
     assert {finding.state for finding in findings if finding is not found} == {"ok"}
 
 
-def test_more_ranks_than_cores_are_warned_of() -> None:
+def test_more_ranks_than_cores_give_a_warning() -> None:
     assert checks.check_ranks(8, "cuda", "nccl", GOOD) == Finding("ranks", "ok", "8 ranks on cuda (nccl) here")
     assert checks.check_ranks(9, "cpu", "gloo", GOOD).advice == "use --procs 8 or less"
 
 
 def test_a_rehearsal_is_good_only_with_a_finite_loss() -> None:
-    trial = Trial(2, 3.14, loss=0.5, metrics=(("accuracy", 0.25),), memory=400_000_000)
+    result = RehearsalResult(2, 3.14, loss=0.5, metrics=(("accuracy", 0.25),), memory=400_000_000)
     expected = "one step on 2 ranks of CPU, 3.1 s, 400.0 MB a rank: loss 0.5, accuracy 0.25"
-    assert checks.check_trial(trial) == Finding("rehearsal", "ok", expected)
+    assert checks.check_rehearsal(result) == Finding("rehearsal", "ok", expected)
     for loss in (None, math.nan, math.inf):
-        assert checks.check_trial(replace(trial, loss=loss)).state == "warning"
-    own = checks.check_trial(Trial(1, 3.0, is_own_loop=True))
+        assert checks.check_rehearsal(replace(result, loss=loss)).state == "warning"
+    own = checks.check_rehearsal(RehearsalResult(1, 3.0, is_own_loop=True))
     assert own.state == "ok"
-    assert "train_fn has not run" in own.text
+    assert "train_fn was not called" in own.text
 
 
 @pytest.mark.parametrize(("copies", "state"), [(1.9, "failure"), (2.1, "warning"), (4.9, "warning"), (5.1, "ok")])
-def test_checkpoints_need_room_for_those_kept_the_best_and_the_one_being_written(
+def test_checkpoints_need_space_for_those_kept_the_best_and_the_one_being_written(
     make_config: Callable[..., Config], copies: float, state: str
 ) -> None:
     config = make_config(checkpoint={"keep": 3, "best": {"metric": "val_loss"}})
@@ -99,27 +97,27 @@ def test_checkpoints_need_room_for_those_kept_the_best_and_the_one_being_written
 
 
 def test_ranks_on_the_cpu_must_fit_into_memory() -> None:
-    trial = Trial(2, 1.0, memory=10 * GB)
-    states = [checks.check_rank_memory(trial, ranks, "cpu", GOOD) for ranks in (3, 4)]
+    result = RehearsalResult(2, 1.0, memory=10 * GB)
+    states = [checks.check_rank_memory(result, ranks, "cpu", GOOD) for ranks in (3, 4)]
     assert [found.state for found in states if found is not None] == ["ok", "warning"]
-    alone = checks.check_rank_memory(trial, 1, "cpu", GOOD)
+    alone = checks.check_rank_memory(result, 1, "cpu", GOOD)
     assert alone is not None
     assert alone.text.startswith("1 rank needs more than ")
-    assert checks.check_rank_memory(trial, 4, "cuda", GOOD) is None
+    assert checks.check_rank_memory(result, 4, "cuda", GOOD) is None
 
 
-def test_bandwidth_is_what_goes_through_a_rank() -> None:
-    assert checks.bus_speed(16_000_000, 0.01, 2) == pytest.approx(1.6e9)
-    assert checks.bus_speed(16_000_000, 0.01, 4) == pytest.approx(2.4e9)
+def test_bandwidth_is_the_bytes_through_each_rank() -> None:
+    assert checks.bytes_per_s(16_000_000, 0.01, 2) == pytest.approx(1.6e9)
+    assert checks.bytes_per_s(16_000_000, 0.01, 4) == pytest.approx(2.4e9)
     assert checks.check_bandwidth(16_000_000, 0.01, 2, "gloo").state == "ok"
     assert checks.check_bandwidth(16_000_000, 0.01, 2, "nccl").advice == "look at `nvidia-smi topo -m`"
 
 
-def test_every_failure_says_what_to_do() -> None:
+def test_every_failure_has_advice() -> None:
     assert checks.failure_of("config", "a=1 is wrong; use a: 2") == Finding(
         "config", "failure", "a=1 is wrong", "use a: 2"
     )
-    assert checks.failure_of("config", "a=1 is wrong").advice == checks.MEND
+    assert checks.failure_of("config", "a=1 is wrong").advice == checks.FIX_IT
 
 
 # --- facts ----------------------------------------------------------------------------------------------------------
@@ -134,14 +132,14 @@ def test_the_facts_of_this_machine_are_gathered() -> None:
     assert 0 < (machine.free_memory or 1) <= (machine.memory or 1)
 
 
-def test_the_lines_of_nvidia_smi_are_understood() -> None:
+def test_the_output_of_nvidia_smi_is_parsed() -> None:
     text = "570.1, NVIDIA H200, 143771, 12\n570.1, NVIDIA GB10, [N/A], [N/A]\n"
     expected = (Gpu("NVIDIA H200", 143771, 12), Gpu("NVIDIA GB10", None, None))
     assert facts.parse_gpus(text) == ("570.1", expected)
     assert facts.parse_gpus("No devices were found\n") == (None, ())
 
 
-def test_the_tightest_limit_of_nested_control_groups_counts(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_nested_control_groups_applies(tmp_path: Path) -> None:
     inner = tmp_path / "sys/fs/cgroup/job/step"
     inner.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -154,24 +152,18 @@ def test_the_tightest_limit_of_nested_control_groups_counts(tmp_path: Path) -> N
     groups = facts.own_cgroups(tmp_path)
     assert groups == [inner, inner.parent, inner.parent.parent]
     assert facts.core_quota(groups) == 1.5
-    assert [facts.free_in(group) for group in groups] == [None, 600, None]
+    assert [facts.free_memory_in(group) for group in groups] == [None, 600, None]
     assert facts.own_cgroups(tmp_path / "elsewhere") == []
 
 
 # --- the config -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _without_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "prepare", lambda raw, folder: None)
-
-
 def examined(path: Path | None, procs: str | None = None) -> list[Finding]:
-    return list(doctor.examine(path, [], procs, say=lambda text: None))
+    return list(doctor.examine(path, [], procs))
 
 
-@pytest.mark.usefixtures("_without_nursery")
-def test_every_mistake_of_a_config_is_a_failure_of_its_own(tmp_path: Path) -> None:
+def test_every_mistake_in_a_config_is_a_failure_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model_fn: 'nowhere:model'\ndataset_fn: 'torch:zeros'\nloss_fn: mse_loss\nbatchsize: 3\n")
     failures = [finding for finding in examined(path) if finding.state == "failure"]
@@ -185,54 +177,53 @@ def test_every_mistake_of_a_config_is_a_failure_of_its_own(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.usefixtures("_without_nursery")
-def test_what_cannot_travel_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_cannot_be_pickled_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck.py").write_text(
         "import threading\n\nclass Model:\n    lock = threading.Lock()\n    def __init__(self): self.own = self.lock\n"
         "    def __call__(self): ...\n\nmake = Model()\n"
     )
     path = tmp_path / "config.yaml"
     path.write_text("model_fn: 'stuck:make'\ndataset_fn: 'torch:zeros'\nloss_fn: mse_loss\n")
-    monkeypatch.setattr(rehearsal, "try_step", lambda *_: pytest.fail("it was rehearsed"))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: pytest.fail("it was rehearsed"))
     last = examined(path)[-1]
     assert (last.name, last.state) == ("travel", "failure")
     assert "model_fn" in last.text
     assert last.advice
 
 
-def test_a_run_that_could_not_begin_has_no_plan(make_config: Callable[..., Config]) -> None:
-    assert doctor.plan_of(make_config(device="cpu", lanes=6, procs=3)) == doctor.Plan(3, "cpu", "gloo")
+def test_a_run_that_could_not_start_has_no_plan(make_config: Callable[..., Config]) -> None:
+    assert plan_of(make_config(device="cpu", lanes=6, procs=3)) == RankPlan(3, "cpu", "gloo")
     with pytest.raises(ConfigError, match="lanes=6 cannot be"):
-        doctor.plan_of(make_config(device="cpu", lanes=6, procs=4))
+        plan_of(make_config(device="cpu", lanes=6, procs=4))
 
 
 @pytest.mark.parametrize(
-    ("error", "stays", "words"),
+    ("error", "is_kept", "words"),
     [
         (RankFailed("its log"), True, "its log"),
         (ConfigError("a mistake"), False, "a mistake"),
         (KeyboardInterrupt("the run folder is …"), False, ""),
     ],
 )
-def test_the_trial_folder_stays_only_for_the_log_of_a_rank_that_failed(
-    tmp_path: Path, error: BaseException, stays: bool, words: str
+def test_the_temporary_run_folder_is_kept_only_for_the_log_of_a_rank_that_failed(
+    tmp_path: Path, error: BaseException, is_kept: bool, words: str
 ) -> None:
-    with pytest.raises(type(error)) as raised, doctor._trial_folder(replace(GOOD, folder=tmp_path)) as folder:
+    with pytest.raises(type(error)) as raised, doctor._temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
         raise error
     assert str(raised.value) == words
-    assert folder.exists() == stays
-    with doctor._trial_folder(replace(GOOD, folder=tmp_path)) as folder:
+    assert folder.exists() == is_kept
+    with doctor._temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
         assert folder.parent == tmp_path
     assert not folder.exists()
 
 
-def test_a_trial_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+def test_a_temporary_run_folder_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     machine = replace(GOOD, folder=tmp_path / "gone")
-    with pytest.raises(ConfigError, match="cannot be made: No such file"), doctor._trial_folder(machine):
+    with pytest.raises(ConfigError, match="cannot be created: No such file"), doctor._temporary_run_folder(machine):
         pass
 
 
-def test_a_rehearsal_is_short_local_and_quiet() -> None:
+def test_a_rehearsal_is_short_and_local_and_logs_little() -> None:
     config = build(
         {
             "model_fn": torch.nn.Linear, "dataset_fn": list, "loss_fn": "mse_loss", "batch_size": 512, "lanes": 64,
@@ -248,27 +239,46 @@ def test_a_rehearsal_is_short_local_and_quiet() -> None:
     assert rebuilt.checkpoint.every_steps is None
 
 
-@pytest.mark.parametrize("has_validation_of_its_own", [False, True])
-def test_a_rehearsal_trains_on_the_data_of_the_run_and_validates_on_little(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_validation_of_its_own: bool
+@pytest.mark.parametrize(
+    ("keys", "training_size"),
+    [
+        ({"val_dataset_fn": lambda: list(range(50))}, 100),
+        ({"val_df": pd.DataFrame({"x": range(50)})}, 100),
+        ({"val_fraction": 0.5}, 16),
+    ],
+)
+def test_a_rehearsal_uses_data_of_the_run_and_validates_on_8_samples(
+    make_config: Callable[..., Config], keys: dict[str, Any], training_size: int
 ) -> None:
-    made = []
+    calls = []
 
-    def dataset(scale: int) -> list[int]:
-        made.append(scale)
-        return [scale * number for number in range(100)]
+    def dataset(*table: Any, scale: int) -> list[int]:
+        calls.append(scale)
+        return [scale * number for number in range(50 if table else 100)]
 
-    keys = {"val_dataset_fn": lambda: list(range(50))} if has_validation_of_its_own else {"val_fraction": 0.5}
     config = make_config(dataset_fn=dataset, dataset_args={"scale": 3}, **keys)
-    given: list[Config] = []
-    monkeypatch.setattr(rehearsal, "train", lambda config, *_: given.append(config))
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
-    rehearsal.rehearse(config, RunFolder(tmp_path), world, Progress(began=0.0))
-    from paceline.data.sources import make_datasets
-
-    [training, validation], [expected, expected_validation] = make_datasets(given[0]), make_datasets(config)
-    assert made == [3, 3]  # once for the rehearsal, once for this comparison
-    assert list(training) == list(expected)
+    training, validation = make_datasets(rehearsal.shortened(config, 2, Path("there")))
+    assert calls == [3] * (2 if "val_df" in keys else 1)
     assert validation is not None
-    assert expected_validation is not None
-    assert list(validation) == [expected_validation[index] for index in range(8)]
+    assert (len(training), len(validation)) == (training_size, 8)
+    whole = set(range(0, 300, 3))
+    assert set(training) <= whole
+    assert max(training) > 200  # from the whole data set, which may be sorted by class
+    if "val_fraction" in keys:
+        assert not set(validation) & set(training)
+        assert set(validation) <= whole
+    else:
+        step = 3 if "val_df" in keys else 1
+        assert list(validation) == [step * number for number in range(0, 48, 6)]
+
+
+def test_data_without_a_length_and_data_without_validation_are_rehearsed_as_they_are(
+    make_config: Callable[..., Config],
+) -> None:
+    stream = rehearsal.shortened(make_config(dataset_fn=lambda: {1, 2, 3}), 2, Path("there"))
+    assert make_datasets(stream) == ({1, 2, 3}, None)
+    whole = rehearsal.shortened(make_config(dataset_fn=lambda: list(range(100)), val_fraction=0), 2, Path("there"))
+    assert make_datasets(whole) == (list(range(100)), None)
+    empty = rehearsal.shortened(make_config(dataset_fn=list), 2, Path("there"))
+    with pytest.raises(DataError, match="dataset_fn returned an empty data set"):
+        make_datasets(empty)

@@ -1,4 +1,4 @@
-"""Exports of a run that lies in its folder; nothing is trained, no rank is started."""
+"""Exports of a finished run; nothing is trained, no rank is started."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from paceline.config import build, read_yaml
 from paceline.engine.digest import sha256_of
 from paceline.engine.ema import Ema
 from paceline.engine.replica import make_model
-from paceline.errors import ConfigError, MissingExtra, PacelineError
+from paceline.errors import ConfigError, DataError, MissingExtra, PacelineError
+from paceline.run.layout import RunFolder
 from paceline.tools.export import traced
 from paceline.tools.export.card import loading_weights
-from paceline.tools.export.task import Task
+from paceline.tools.export.task import ExportTask
 from paceline.worker.result import write_result
-
-from ..run_folders import create_run
 
 LAB = '''
 import json
@@ -43,7 +42,7 @@ def get_model(width=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.BatchNorm1d(width))
 
 class Fixed(nn.Module):
-    """Knows its number of samples."""
+    """Has a fixed batch size when it is traced."""
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(12, 3)
@@ -51,7 +50,7 @@ class Fixed(nn.Module):
         return self.layer(pixels.reshape(8, 12)) if len(pixels) == 8 else self.layer(pixels.flatten(1))
 
 class Forgetful(nn.Module):
-    """Holds random numbers that it does not save."""
+    """Has random numbers that are not saved with its weights."""
     def __init__(self):
         super().__init__()
         self.register_buffer("directions", torch.randn(12, 12), persistent=False)
@@ -67,7 +66,7 @@ class Untraceable(nn.Module):
         return self.layer(pixels.flatten(1)) * (2.0 if pixels.sum().item() > 0 else 1.0)
 
 class Named(nn.Module):
-    """Takes a dict and gives one."""
+    """Takes a dict and returns one."""
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -76,7 +75,7 @@ class Named(nn.Module):
         return {"logits": scores, "best": scores.argmax(1)}
 
 class Hub(nn.Module):
-    """Has what models of Hugging Face have."""
+    """Has the methods and the config of models of Hugging Face."""
     def __init__(self, width=3):
         super().__init__()
         self.layer = nn.Linear(12, width)
@@ -99,6 +98,15 @@ class Around(nn.Module):
     def forward(self, pixels):
         return self.model(pixels) * 2
 
+class Tied(nn.Module):
+    """Has a tensor with two names."""
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+    def forward(self, pixels):
+        return self.second(self.first(pixels.flatten(1)))
+
 class Tokenizer:
     def save_pretrained(self, folder):
         (Path(folder) / "tokenizer.json").write_text("{}")
@@ -114,6 +122,9 @@ def get_images():
 def get_floats():
     return [(torch.arange(12.0) + n, n % 3) for n in range(5)]
 
+def get_table(table):
+    return [(torch.full((12,), float(x)), 0) for x in table["x"]]
+
 def get_named():
     return [{"mask": torch.tensor(1.0 + n), "ids": torch.arange(4.0) - n, "labels": n} for n in range(20)]
 '''
@@ -124,7 +135,7 @@ FACTS = {"metrics": {"val_loss": 0.25}, "step": 9, "epoch": 1, "world_size": 1, 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Any]:
-    """Makes a run that has ended with random weights, and loads it."""
+    """Creates the folder of a finished run with random weights, and loads it."""
     lab = tmp_path / "lab"
     lab.mkdir()
     (lab / "pl_export.py").write_text(LAB)
@@ -132,7 +143,7 @@ def make_run(tmp_path: Path) -> Callable[..., Any]:
     def make(model: str = "get_model", *, has_average: bool = False, **keys: Any) -> Any:
         raw = {**KEYS, "model_fn": f"pl_export:{model}", "run_dir": tmp_path / "run", **keys}
         config = build(raw, folder=lab)
-        folder, trained = create_run(config), config.function("model_fn")(**config.model_args)
+        folder, trained = RunFolder.create(config), config.function("model_fn")(**config.model_args)
         for buffer in trained.buffers():
             if buffer.is_floating_point():
                 nn.init.uniform_(buffer, 1.0, 2.0)
@@ -146,7 +157,7 @@ def make_run(tmp_path: Path) -> Callable[..., Any]:
 
 
 def in_fresh_process(code: str, folder: Path) -> Any:
-    """What code prints as JSON in an interpreter that knows nothing of the run."""
+    """The JSON that code prints in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
@@ -163,7 +174,7 @@ def normalized(pixels: torch.Tensor) -> torch.Tensor:
 # --- formats --------------------------------------------------------------------------------------------------
 
 
-def test_safetensors_hold_the_average_of_the_weights_and_the_card_tells_the_run(
+def test_safetensors_hold_the_average_of_the_weights_and_the_card_describes_the_run(
     make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(has_average=True, model_args={"width": 4}, name="tiny")
@@ -173,18 +184,51 @@ def test_safetensors_hold_the_average_of_the_weights_and_the_card_tells_the_run(
     assert weights["1.weight"].unique().tolist() == [0.5]
     assert yaml.safe_load((folder / "config.yaml").read_text())["name"] == "tiny"
     card = (folder / "README.md").read_text()
-    for told in (
+    for part in (
         "# tiny", "step 9 (last), the average of the weights (ema)", "| epochs | 1 |", "| val_loss | 0.25 |",
         sha256_of(run.model.state_dict()), f"torch {torch.__version__}", "batches of 8, 3, 1 samples",
     ):  # fmt: skip
-        assert told in card
+        assert part in card
     names: dict[str, Any] = {}
     monkeypatch.chdir(folder)
-    exec(card.split("```")[1].removeprefix("python"), names)  # the card's own words load the model
+    exec(card.split("```")[1].removeprefix("python"), names)  # the code on the card loads the model
     assert sha256_of(names["model"].state_dict()) == sha256_of(run.model.state_dict())
 
 
-def test_weights_are_exported_without_data_and_the_card_says_so(make_run, tmp_path: Path) -> None:
+def test_the_code_on_the_card_loads_tied_weights(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("Tied")
+    folder = run.export("safetensors", tmp_path / "out")
+    assert len(safetensors.torch.load_file(folder / "weights.safetensors")) == 3
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(folder)
+    exec((folder / "README.md").read_text().split("```")[1].removeprefix("python"), names)
+    assert sha256_of(names["model"].state_dict()) == sha256_of(run.model.state_dict())
+
+
+def test_samples_are_of_the_given_file_else_of_the_validation_data_else_of_the_data(make_run, tmp_path: Path) -> None:
+    paths = {}
+    for name, values in {"df": [1], "val": [2], "given": [3, 4]}.items():
+        paths[name] = tmp_path / f"{name}.csv"
+        pd.DataFrame({"x": values}).to_csv(paths[name])
+    run = make_run(dataset_fn="pl_export:get_table", df=paths["df"], val_df=paths["val"])
+
+    def first_values(data: Path | None) -> list[float]:
+        inputs, _ = ExportTask(run, tmp_path, data, on_progress=print).batch
+        return inputs[:, 0].tolist()
+
+    assert first_values(paths["given"]) == [3, 4] * 4
+    assert first_values(None) == [2] * 8
+    run.config.val_df = None
+    assert first_values(None) == [1] * 8
+    run.config.df, run.config.dataset_fn = None, lambda: {1, 2}
+    with pytest.raises(DataError, match="dataset_fn returned a set, whose samples have no index"):
+        first_values(None)
+    run.config.dataset_fn = list
+    with pytest.raises(DataError, match="dataset_fn returned an empty data set"):
+        first_values(None)
+
+
+def test_weights_are_exported_without_data_and_the_card_notes_it(make_run, tmp_path: Path) -> None:
     run = make_run(df=pd.DataFrame({"x": [1]}))
     card = (run.export("safetensors", tmp_path / "out") / "README.md").read_text()
     assert "every weight is equal" in card
@@ -212,7 +256,7 @@ def test_a_torch_program_normalises_images_itself_and_takes_any_batch_in_a_fresh
     assert "It normalises images by itself" in card
 
 
-def test_a_model_that_fixes_its_batch_is_exported_as_it_is(make_run, tmp_path: Path) -> None:
+def test_a_model_with_a_fixed_batch_size_is_exported_with_it(make_run, tmp_path: Path) -> None:
     run = make_run("Fixed")
     folder = run.export("torch", tmp_path / "out")
     card = (folder / "README.md").read_text()
@@ -248,7 +292,7 @@ def test_hf_is_what_save_pretrained_writes_with_labels_and_tokenizer(make_run, t
     assert "the attribute `model`" in card
 
 
-def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_loaded_by_from_pretrained(make_run, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "lab" / "pl_bert.py").write_text(
         "import torch\nfrom transformers import BertConfig, BertForSequenceClassification\n"
@@ -263,17 +307,17 @@ def test_a_model_of_transformers_comes_back_from_pretrained(make_run, tmp_path: 
     loaded = transformers.BertForSequenceClassification.from_pretrained(folder, local_files_only=True).eval()
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad():
-        # Not to the last bit: transformers leaves weights in their file, at addresses that some kernels do not like.
+        # Not to the last bit: transformers maps weights from their file, where some kernels round otherwise.
         torch.testing.assert_close(loaded(ids).logits, run.model(ids).logits)
     assert sha256_of(loaded.state_dict()) == sha256_of(run.model.state_dict())
     assert "from transformers import BertForSequenceClassification" in (folder / "README.md").read_text()
 
 
-# --- nothing is left half-written -----------------------------------------------------------------------------
+# --- errors leave no files -------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_not_all_of_a_model_are_not_exported_as_if_they_were(make_run, tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match="the exported model does not say what the trained one does"):
+def test_a_model_with_state_outside_its_weights_is_not_exported_as_safetensors(make_run, tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="the outputs of the exported model differ from those of the trained one"):
         make_run("Forgetful").export("safetensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -283,21 +327,21 @@ def test_the_weights_of_a_recipe_are_loaded_by_the_code_on_their_card(tmp_path: 
     config = build(read_yaml(path), folder=path.parent)
     save_weights(make_model(config), tmp_path / "weights.safetensors")
     code = f"{loading_weights(config, is_tied=False)}\nprint(type(model).__name__, model.training)"
-    told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    assert told == "Sequential False\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "Sequential False\n"
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "hf"])
 def test_a_difference_is_an_error_and_leaves_nothing(make_run, tmp_path: Path, monkeypatch, format: str) -> None:
     run = make_run("Hub")
-    expected = Task.expected
-    monkeypatch.setattr(Task, "expected", lambda task, batch: expected(task, batch) * 1.001)
-    with pytest.raises(PacelineError, match="does not say what the trained one does, on a batch of 8 samples"):
+    expected = ExportTask.expected
+    monkeypatch.setattr(ExportTask, "expected", lambda task, batch: expected(task, batch) * 1.001)
+    with pytest.raises(PacelineError, match="differ from those of the trained one, for a batch of 8 samples"):
         run.export(format, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lab", "run"]
 
 
-def test_what_is_in_the_way_is_kept_and_a_killed_export_is_not(make_run, tmp_path: Path) -> None:
+def test_existing_files_are_kept_and_those_of_a_killed_export_are_removed(make_run, tmp_path: Path) -> None:
     run, to = make_run(), tmp_path / "out"
     to.mkdir()
     (tmp_path / "out.partial").mkdir()
@@ -309,13 +353,13 @@ def test_what_is_in_the_way_is_kept_and_a_killed_export_is_not(make_run, tmp_pat
     assert (to / "weights.safetensors").exists()
 
 
-def test_what_cannot_be_exported_is_told_in_one_sentence(make_run, tmp_path: Path, monkeypatch) -> None:
+def test_a_model_that_cannot_be_exported_is_an_error_of_one_sentence(make_run, tmp_path: Path, monkeypatch) -> None:
     run, to = make_run("Untraceable"), tmp_path / "out"
     with pytest.raises(PacelineError, match=r"torch\.export cannot follow this model: .*; use format safetensors$"):
         run.export("torch", to)
     with pytest.raises(ConfigError, match=r"format=hf needs a model with save_pretrained.*returned a Untraceable"):
         run.export("hf", to)
-    with pytest.raises(ConfigError, match="format=keras is not known; use safetensors, torch, onnx, hf"):
+    with pytest.raises(ConfigError, match="format=keras is unknown; use safetensors, torch, onnx, hf"):
         run.export("keras", to)
     monkeypatch.setattr(traced, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"format=onnx needs onnx; run: pip install 'paceline\[onnx\]'"):
@@ -323,18 +367,18 @@ def test_what_cannot_be_exported_is_told_in_one_sentence(make_run, tmp_path: Pat
     assert not to.exists()
 
 
-def test_the_command_exports_a_run_and_says_which_weights(make_run, tmp_path: Path, capsys) -> None:
+def test_the_command_exports_a_run_and_prints_which_weights(make_run, tmp_path: Path, capsys) -> None:
     run = make_run()
     words = ["export", str(run.run_dir), "--format", "safetensors", "--to", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match=r"gone\.csv does not exist"):
         cli.app([*words, "--data", "gone.csv"], standalone_mode=False)
     cli.app([*words, "--checkpoint", "last"], standalone_mode=False)
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{tmp_path / 'out'}: safetensors, weights: step 9 (last); compared")
-    assert "comparing with the trained model …" in told.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{tmp_path / 'out'}: safetensors, weights: step 9 (last); compared")
+    assert "comparing with the trained model …" in printed.err
 
 
-def test_a_model_that_does_not_take_the_samples_is_told(make_run, tmp_path: Path) -> None:
+def test_a_model_that_does_not_accept_the_samples_is_an_error(make_run, tmp_path: Path) -> None:
     run = make_run("Named")
     with pytest.raises(PacelineError, match=r"the trained model cannot be called with samples of the data: .+"):
         run.export("torch", tmp_path / "out")

@@ -1,1 +1,1 @@
-"""`paceline doctor`: what a machine and a config are good for, before a long run."""
+"""`paceline doctor`: checks a machine and a config before a long run."""

@@ -1,46 +1,45 @@
-"""How fast the ranks of a run add up tensors: a task for the launcher, as training is."""
+"""Measures an all-reduce: a run whose training loop does nothing else."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline import launch
-from paceline.config import Config, Log
-from paceline.observe.progress import Progress
-from paceline.run.layout import RunFolder
-from paceline.run.outcome import write_value
-from paceline.world import World
+from paceline import Trainer
+from paceline.config import Config, build
 
 SIZE = 16_000_000  # bytes, near a bucket of gradients
 WARM_UPS, ROUNDS = 2, 10
 
 
 def measure(config: Config, ranks: int, run_dir: Path) -> float:
-    """Seconds for one all-reduce of SIZE bytes among so many ranks, on the device and backend of a config."""
-    # Without the config's functions and data: nothing of them is needed.
-    bare = Config(
-        run_dir=run_dir, launcher="local", procs=ranks, device=config.device, backend=config.backend, max_restarts=0,
-        log=Log(tensorboard=False),
+    """Seconds for one all-reduce of SIZE bytes among `ranks` ranks, on the device and backend of a config."""
+    measuring = build(
+        {
+            "name": "all-reduce", "model_fn": partial(torch.nn.Linear, 1, 1), "dataset_fn": partial(range, ranks),
+            "val_fraction": 0, "batch_size": 1, "train_fn": time_all_reduce, "run_dir": run_dir, "launcher": "local",
+            "procs": ranks, "device": config.device, "backend": config.backend, "max_restarts": 0,
+            "log": {"tensorboard": False},
+        }
     )  # fmt: skip
-    seconds: float = launch.start(bare, time_reduction, config.folder or Path()).load_value()
+    seconds: float = Trainer.from_config(measuring, config.folder or Path()).start().value
     return seconds
 
 
-def time_reduction(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Leave the seconds of one all-reduce, by the clock of the slowest rank, as the job's value. All ranks."""
-    progress.phase = "measuring the all-reduce"
-    tensor = torch.zeros(SIZE // 4, device=world.device)
+def time_all_reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> float:
+    """Seconds for one all-reduce, as the slowest rank has measured it. All ranks."""
+    tensor = torch.zeros(SIZE // 4, device=device)
     _reduce(tensor, WARM_UPS)
     began = time.perf_counter()
     _reduce(tensor, ROUNDS)
-    mine = torch.tensor((time.perf_counter() - began) / ROUNDS, device=world.device)
-    slowest = max(float(seconds) for seconds in world.gather_equal(mine))
-    if world.is_main:
-        write_value(folder, slowest)
+    seconds = torch.tensor((time.perf_counter() - began) / ROUNDS, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _reduce(tensor: torch.Tensor, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""What there is on this machine, as plain facts; whether that is good is up to checks.py."""
+"""Facts about this machine. `checks.py` decides what they mean for a run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ import shutil
 import socket
 import subprocess
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from paceline.launch.environment import usable_cores
-from paceline.launch.network import address_of
-
-SMI_S = 20.0  # a driver that is not loaded yet needs seconds
-QUERY = "driver_version,name,memory.total,memory.used"
+SMI_TIMEOUT_S = 20.0  # a driver that is not loaded yet takes seconds to answer
+SMI_FIELDS = "driver_version,name,memory.total,memory.used"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver sees it; memory in MB, None where the driver does not tell."""
+    """A GPU as the driver reports it; None where it does not report the memory."""
 
     name: str
     memory_mb: int | None
@@ -36,32 +32,32 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface with an IPv4 address."""
+    """An IPv4 address of a network interface that is up."""
 
     name: str
     address: str
-    mbit_per_s: int | None
+    mbit_per_s: int  # 0 if unknown
 
 
 @dataclass(frozen=True)
-class Machine:
-    """This machine, as far as a run cares; sizes in bytes, None for what cannot be known here."""
+class MachineFacts:
+    """What matters to a run on this machine; sizes in bytes, None where the machine does not report a value."""
 
     system: str
     python: str
     torch: str
     has_gloo: bool
-    cuda: str | None  # that torch was built for
+    cuda: str | None  # the version that torch was built for
     nccl: str | None
     usable_gpus: int  # by torch
-    complaint: str | None  # of torch, when it was asked for GPUs
+    gpu_warning: str | None  # of torch, while it counted the GPUs
     driver: str | None
-    gpus: tuple[Gpu, ...]  # of the driver, whatever CUDA_VISIBLE_DEVICES says
+    gpus: tuple[Gpu, ...]  # all that the driver lists, regardless of CUDA_VISIBLE_DEVICES
     cores: int  # that this process may use
     cores_of_machine: int
     core_quota: float | None  # of a container or a job
-    memory: int | None
-    free_memory: int | None
+    memory: int
+    free_memory: int
     free_shared_memory: int | None
     open_files: int
     folder: Path
@@ -71,14 +67,15 @@ class Machine:
     infiniband: tuple[str, ...]
 
 
-def gather(folder: Path) -> Machine:
-    """The facts of this machine; `folder` is where runs shall go, and need not exist yet."""
-    usable_gpus, complaint = ask_torch()
-    driver, gpus = ask_driver()
-    memory, free_memory = read_memory()
-    there = nearest(folder)
-    shared = Path("/dev/shm")
-    return Machine(
+def gather(folder: Path) -> MachineFacts:
+    """The facts about this machine; `folder` is where run folders are created, and need not exist yet."""
+    usable_gpus, gpu_warning = count_gpus()
+    driver, gpus = query_driver()
+    memory, groups = psutil.virtual_memory(), own_cgroups()
+    limits = [free for group in groups if (free := free_memory_in(group)) is not None]
+    existing = nearest_existing(folder)
+    shared, infiniband = Path("/dev/shm"), Path("/sys/class/infiniband")
+    return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
@@ -86,35 +83,46 @@ def gather(folder: Path) -> Machine:
         cuda=torch.version.cuda,
         nccl=nccl_version(),
         usable_gpus=usable_gpus,
-        complaint=complaint,
+        gpu_warning=gpu_warning,
         driver=driver,
         gpus=gpus,
-        cores=usable_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         cores_of_machine=os.cpu_count() or 1,
-        core_quota=core_quota(own_cgroups()),
-        memory=memory,
-        free_memory=free_memory,
+        core_quota=core_quota(groups),
+        memory=memory.total,
+        free_memory=min([memory.available, *limits]),
         free_shared_memory=shutil.disk_usage(shared).free if shared.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        folder=there,
-        free_disk=shutil.disk_usage(there).free,
-        is_writable=os.access(there, os.W_OK | os.X_OK),
-        interfaces=tuple(interfaces()),
-        infiniband=names_in(Path("/sys/class/infiniband")),
+        folder=existing,
+        free_disk=shutil.disk_usage(existing).free,
+        is_writable=os.access(existing, os.W_OK | os.X_OK),
+        interfaces=interfaces(),
+        infiniband=tuple(sorted(path.name for path in infiniband.glob("*"))),
     )
 
 
-def nearest(folder: Path) -> Path:
-    """The folder itself, or the first above it that exists."""
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or its first parent that exists."""
     folder = folder.resolve()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """The IPv4 addresses of this machine, on interfaces that are up."""
+    states = psutil.net_if_stats()
+    return tuple(
+        Interface(name, address.address, states[name].speed)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name in states and states[name].isup
+    )
 
 
 # --- GPUs ----------------------------------------------------------------------------------------------------------
 
 
-def ask_torch() -> tuple[int, str | None]:
-    """How many GPUs torch can use, and what it says if something is wrong with them."""
+def count_gpus() -> tuple[int, str | None]:
+    """The number of GPUs that torch can use, and the warning that torch gives if it cannot."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -122,7 +130,7 @@ def ask_torch() -> tuple[int, str | None]:
 
 
 def nccl_version() -> str | None:
-    """The NCCL that torch brings along."""
+    """The version of the NCCL that is part of torch."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
     from torch.cuda import nccl
@@ -130,101 +138,56 @@ def nccl_version() -> str | None:
     return ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]
 
 
-def ask_driver() -> tuple[str | None, tuple[Gpu, ...]]:
-    """The version of NVIDIA's driver and its GPUs."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+def query_driver() -> tuple[str | None, tuple[Gpu, ...]]:
+    """The version of NVIDIA's driver, and its GPUs."""
+    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None, ()
     return parse_gpus(done.stdout)
 
 
 def parse_gpus(text: str) -> tuple[str | None, tuple[Gpu, ...]]:
-    """What nvidia-smi's lines say (pure)."""
+    """The version of the driver and its GPUs in the output of nvidia-smi (pure)."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    rows = [row for row in rows if len(row) == QUERY.count(",") + 1]
-    gpus = tuple(Gpu(name, _number(total), _number(used)) for _, name, total, used in rows)
+    rows = [row for row in rows if len(row) == SMI_FIELDS.count(",") + 1]
+    gpus = tuple(Gpu(name, _integer(total), _integer(used)) for _, name, total, used in rows)
     return (rows[0][0] if rows else None), gpus
 
 
-def _number(text: str) -> int | None:
+def _integer(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-# --- cores and memory ----------------------------------------------------------------------------------------------
+# --- limits of containers and jobs, which psutil does not know -----------------------------------------------------
 
 
 def own_cgroups(root: Path = Path("/")) -> list[Path]:
-    """The control groups (version 2) that this process is in, the innermost first: containers and jobs have limits."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+    """The control groups (version 2) of this process, the innermost first."""
+    own = re.search(r"^0::/*(.*)", _read(root / "proc/self/cgroup"), re.M)
     top = root / "sys/fs/cgroup"
-    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    inner = top / own
-    return [path for path in (inner, *inner.parents) if path == top or top in path.parents]
+    inner = top / (own[1] if own else "")
+    return [path for path in (inner, *inner.parents) if path.is_dir() and path.is_relative_to(top)]
 
 
 def core_quota(groups: list[Path]) -> float | None:
-    """How many cores' time the control groups leave to this process."""
-    quotas = [_words(group / "cpu.max") for group in groups]
-    known = [int(words[0]) / int(words[1]) for words in quotas if len(words) == 2 and words[0].isdecimal()]
-    return min(known, default=None)
+    """The CPU time that the control groups allow, as a number of cores; None without a limit."""
+    limits = [re.match(r"(\d+) (\d+)", _read(group / "cpu.max")) for group in groups]
+    return min((int(limit[1]) / int(limit[2]) for limit in limits if limit), default=None)
 
 
-def read_memory() -> tuple[int | None, int | None]:
-    """The memory of this machine, and how much of it a process can still have."""
-    fields = table_in(Path("/proc/meminfo"))
-    if "MemAvailable" not in fields:
-        return None, None
-    total, free = 1024 * fields["MemTotal"], 1024 * fields["MemAvailable"]
-    for group in own_cgroups():
-        limit = free_in(group)
-        free = free if limit is None else min(free, limit)
-    return total, free
-
-
-def free_in(group: Path) -> int | None:
-    """What a control group leaves of its memory; None without a limit. Files in the cache give way."""
-    limit, used = _words(group / "memory.max"), _words(group / "memory.current")
-    if not limit or not used or not limit[0].isdecimal():
+def free_memory_in(group: Path) -> int | None:
+    """The bytes that a control group can still allocate, including cached files; None without a limit."""
+    limit, used = (_integer(_read(group / name).strip()) for name in ("memory.max", "memory.current"))
+    if limit is None or used is None:
         return None
-    return max(0, int(limit[0]) - int(used[0]) + table_in(group / "memory.stat").get("inactive_file", 0))
+    cached = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.M)
+    return max(0, limit - used + (int(cached[1]) if cached else 0))
 
 
-def table_in(path: Path) -> dict[str, int]:
-    """The numbers of a file of the kernel, by the words before them."""
+def _read(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except OSError:
-        return {}
-    return {match[1]: int(match[2]) for match in re.finditer(r"^(\w+):?\s+(\d+)", text, re.M)}
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
-# --- the network ---------------------------------------------------------------------------------------------------
-
-
-def interfaces() -> Iterator[Interface]:
-    """The interfaces of this machine that ranks can use: up, and with an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            kernel = Path("/sys/class/net") / name
-            speed = _words(kernel / "speed")  # "-1" where there is no such thing
-            with suppress(OSError):  # it has no address
-                address = address_of(name, probe)
-                if _words(kernel / "operstate") != ["down"]:
-                    yield Interface(name, address, _number(speed[0]) if speed else None)
-
-
-def names_in(folder: Path) -> tuple[str, ...]:
-    """The names in a folder that may not exist."""
-    return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
+        return ""

@@ -1,87 +1,84 @@
-"""One step of a config on a few ranks of CPU: a task for the launcher, which trains as ever, only very little."""
+"""Rehearses a config: a run of one step with few samples, on a few ranks of CPU."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
-from paceline import launch
-from paceline.checkpoint.store import Store, read_manifest
+from paceline import Trainer
 from paceline.config import Checkpoint, Config, Log
-from paceline.data.sources import fetch, is_stream, table_of
-from paceline.engine.replica import replicate
 from paceline.observe.events import read
-from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
-from paceline.run.outcome import write_value
-from paceline.tools.doctor.checks import Trial
-from paceline.worker.build import build_data, build_model, build_settings
-from paceline.worker.main import train
-from paceline.world import World
+from paceline.tools.doctor.checks import RehearsalResult
 
 SAMPLES = 8  # of a micro-batch, and to validate on
-# What belongs to the real run: its hosts, its GPUs, its past and its end.
-HERE: dict[str, Any] = {
+# The keys that belong to the real run: its hosts, its GPUs, its checkpoints and its end.
+OF_REAL_RUN: dict[str, Any] = {
     "launcher": "local", "nodes": None, "rendezvous": None, "device": "cpu", "backend": "auto", "precision": "auto",
     "step_mode": "eager", "sync_batchnorm": False, "resume": "never", "max_restarts": 0, "time_limit": None,
 }  # fmt: skip
 
 
-def try_step(config: Config, ranks: int, run_dir: Path) -> Trial:
-    """Train one step in a run folder of its own, or only build what a loop of the user's own would get."""
+def rehearse(config: Config, ranks: int, run_dir: Path) -> RehearsalResult:
+    """Train one step in the given run folder; in place of a `train_fn`, only fetch its first batch."""
     began = time.perf_counter()
-    outcome = launch.start(shortened(config, ranks, run_dir), rehearse, config.folder or Path())
+    result = Trainer.from_config(shortened(config, ranks, run_dir), config.folder or Path()).start()
     seconds = time.perf_counter() - began
     if config.train_fn is not None:
-        return Trial(ranks, seconds, is_own_loop=True)
-    folder, facts = RunFolder(outcome.run_dir), outcome.facts
-    assert facts is not None
-    saved = Store(folder.checkpoints).paths()
-    return Trial(
+        return RehearsalResult(ranks, seconds, is_own_loop=True)
+    folder = RunFolder(result.run_dir)
+    saved = [file.stat().st_size for file in folder.checkpoints.glob("step-*/*")]
+    held = [max(event["memory_mb"]) for event in read(folder.events) if event["event"] == "pace"]
+    return RehearsalResult(
         ranks,
         seconds,
-        loss=facts.history[-1].get("train_loss"),
-        metrics=tuple(facts.metrics.items()),
-        checkpoint=read_manifest(saved[0]).size if saved else None,
-        memory=_memory_in(folder),
+        loss=result.history[-1].get("train_loss"),
+        metrics=tuple(result.metrics.items()),
+        checkpoint=sum(saved) if saved else None,
+        memory=int(1e6 * max(held)) if held else None,
     )
 
 
 def shortened(config: Config, ranks: int, run_dir: Path) -> Config:
     """The config of the rehearsal: one step of small micro-batches, one for each rank."""
-    length = {"max_steps": 1, "num_epochs": 1, "batch_size": min(config.batch_size, SAMPLES), "lanes": None}
-    hands = {"procs": ranks, "run_dir": run_dir, "workers": min(config.workers, 1)}
+    batch_size = min(config.batch_size, SAMPLES)
+    length = {"max_steps": 1, "num_epochs": 1, "batch_size": batch_size, "lanes": None}
+    place = {"procs": ranks, "run_dir": run_dir, "workers": min(config.workers, 1)}
     quiet = {"log": Log(every_steps=1, tensorboard=False), "checkpoint": Checkpoint(every_minutes=None, keep=1)}
-    return config.model_copy(update={**HERE, **length, **hands, **quiet})
+    data = {"train_fn": fetch_batch} if config.train_fn is not None else few_samples(config, ranks * batch_size)
+    return config.model_copy(update={**OF_REAL_RUN, **length, **place, **quiet, **data})
 
 
-def rehearse(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Train on data that is made as the run would make it, with few samples to validate on. All ranks."""
-    tables = {"df": table_of(config.df), "val_df": table_of(config.val_df)}
-    config = config.model_copy(update=tables)
-    training, validation = build_data(config, progress)
-    if config.train_fn is not None:
-        build(config, training, folder, world, progress)
-        return
-    few = Subset(validation, range(min(len(validation), SAMPLES))) if validation is not None else None
-    made: dict[str, Any] = {"dataset_fn": lambda *table, **arguments: training, "val_df": None}
-    made["val_dataset_fn"] = None if few is None else lambda: few
-    train(config.model_copy(update=made), folder, world, progress)
+def few_samples(config: Config, needed: int) -> dict[str, Any]:
+    """The keys of a config that make it validate on SAMPLES samples; `needed` are for training."""
+    if config.val_dataset_fn is not None:
+        return {"val_dataset_fn": partial(few_of, config.function("val_dataset_fn"), SAMPLES)}
+    if config.val_df is not None:
+        make = partial(config.function("dataset_fn"), **config.dataset_args)
+        return {"val_dataset_fn": partial(few_of, make, SAMPLES)}
+    if not config.val_fraction:
+        return {}
+    # What is held out is a share of all samples, whose number is known only to the ranks: so they get a fixed number.
+    count = needed + SAMPLES
+    keys = {"dataset_fn": partial(few_of, config.function("dataset_fn"), count), "val_fraction": SAMPLES / count}
+    has_column = config.curriculum is not None and config.curriculum.column is not None  # a number for every sample
+    return keys | ({"curriculum": None} if has_column else {})
 
 
-def build(config: Config, training: Any, folder: RunFolder, world: World, progress: Progress) -> None:
-    """What a loop of the user's own is given: the model in DDP, and samples. All ranks."""
-    replicate(build_model(config, progress), build_settings(config, world, channels_last=False), world)
-    progress.phase = "fetching a sample"
-    next(iter(training)) if is_stream(training) else fetch(training, [0])
-    if world.is_main:
-        write_value(folder, True)
+def few_of(make: Callable[..., Any], count: int, *table: Any, **arguments: Any) -> Any:
+    """Up to `count` samples of the data set that `make` returns, evenly spaced; an iterable data set is not changed."""
+    dataset = make(*table, **arguments)
+    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_indexed or isinstance(dataset, IterableDataset):
+        return dataset
+    return Subset(dataset, range(0, len(dataset), max(1, len(dataset) // count))[:count])
 
 
-def _memory_in(folder: RunFolder) -> int | None:
-    """Bytes that the rank with the most has held, from the events of a run."""
-    used = [max(event["memory_mb"]) for event in read(folder.events) if event["event"] == "pace"]
-    return int(1e6 * max(used)) if used else None
+def fetch_batch(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> None:
+    """The `train_fn` of a rehearsal: fetches the first batch."""
+    next(iter(train_loader))

@@ -1,1 +1,1 @@
-"""A trained model for other programs, with its card."""
+"""`paceline export`: writes a trained model for other programs, with a model card."""

@@ -1,4 +1,4 @@
-"""The card of an exported model, README.md: what was trained, its figures, how to use it."""
+"""The model card, README.md: what was trained, its figures, how to load it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def text(run: TrainedRun, weights_sha256: str, usage: str, notes: Sequence[str]) -> str:
-    """The whole card; `usage` is Python code that loads the model, `notes` what to know about it."""
+    """The text of the card; `usage` is Python code that loads the model, `notes` are sentences about it."""
     rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run, weights_sha256).items())
     listed = "\n".join(f"- {note}" for note in notes)
     return f"""# {run.config.name}
@@ -41,16 +41,19 @@ Trained with Paceline; `config.yaml` is the config of the run.
 
 
 def loading_weights(config: Config, *, is_tied: bool) -> str:
-    """Python code that loads weights.safetensors into a model of `model_fn`; tied weights have one of their names."""
+    """Python code that loads weights.safetensors into a model of `model_fn`.
+
+    `is_tied` if tensors have several names, of which the file has one.
+    """
     module, _, name = name_of(config.function("model_fn")).partition(":")
     if config.folder is not None and config.folder.is_relative_to(RECIPES):
         module = ".".join(("paceline.recipes", *config.folder.relative_to(RECIPES).parts, module))
     arguments = ", ".join(f"{key}={value!r}" for key, value in config.model_args.items())
-    how = "load_model" if is_tied else "load_file"
+    function = "load_model" if is_tied else "load_file"
     weights = '"weights.safetensors"'
     return "\n".join(
         (
-            f"from {module} import {name.partition('.')[0]}; from safetensors.torch import {how}",
+            f"from {module} import {name.partition('.')[0]}; from safetensors.torch import {function}",
             f"model = {name}({arguments}).eval()",
             f"load_model(model, {weights})" if is_tied else f"model.load_state_dict(load_file({weights}))",
         )

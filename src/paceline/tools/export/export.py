@@ -1,4 +1,4 @@
-"""A trained model in a form that other programs read: the order of things.
+"""Exports a trained model in a form that other programs read.
 
 What was written is loaded again and compared with the trained model before the folder gets its name.
 """
@@ -17,13 +17,13 @@ from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
 from paceline.system.paths import problem_with
 from paceline.tools.export import card, hf, traced, weights
-from paceline.tools.export.task import Say, Task
+from paceline.tools.export.task import ExportTask
 
 if TYPE_CHECKING:
     from paceline.results.load import TrainedRun
 
-# Each writes its files, compares, and returns how they are loaded again: Python code for the card.
-FORMATS: dict[str, Callable[[Task], str]] = {
+# Each writes its files, compares, and returns the Python code that loads them, for the card.
+FORMATS: dict[str, Callable[[ExportTask], str]] = {
     "safetensors": weights.write_safetensors,
     "torch": traced.write_torch,
     "onnx": traced.write_onnx,
@@ -32,18 +32,23 @@ FORMATS: dict[str, Callable[[Task], str]] = {
 
 
 def export(
-    run: TrainedRun, format: str, to: Path | str, data: Path | None = None, say: Say = lambda text: None
+    run: TrainedRun,
+    format: str,
+    to: Path | str,
+    data: Path | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write a trained model into the new folder `to`, with a card and the config of the run; returns the folder.
 
-    Models are traced and compared on samples of the run's validation data, or of `data`, a CSV or Parquet file.
+    Models are traced and compared with samples of the run's data, or of `data`, a CSV or Parquet file. `on_progress` is
+    called before what takes time.
     """
     if format not in FORMATS:
-        raise ConfigError(f"format={format} is not known; use {', '.join(FORMATS)}")
+        raise ConfigError(f"format={format} is unknown; use {', '.join(FORMATS)}")
     if problem := problem_with(to):
         raise ConfigError(f"to={to} {problem}")
     with _published(Path(to)) as folder:
-        task = Task(run, folder, data, say)
+        task = ExportTask(run, folder, data, on_progress)
         usage = FORMATS[format](task)
         shutil.copyfile(RunFolder(run.run_dir).config, folder / "config.yaml")
         write_text(folder / "README.md", card.text(run, sha256_of(run.model.state_dict()), usage, task.notes))
@@ -52,16 +57,16 @@ def export(
 
 @contextmanager
 def _published(to: Path) -> Iterator[Path]:
-    """A folder to write into that gets the name `to` at the end, or is removed if an error comes."""
+    """A folder to write into, which is renamed to `to` at the end, or removed after an error."""
     to = to.resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"--to {to} exists and is not an empty folder; choose another name")
     partial = to.with_name(f"{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"--to {to} cannot be made: {error.strerror}; choose another folder") from None
+        raise ConfigError(f"--to {to} cannot be created: {error.strerror}; choose another folder") from None
     try:
         yield partial
         partial.replace(to)

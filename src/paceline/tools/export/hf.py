@@ -1,4 +1,4 @@
-"""What a model of Hugging Face writes of itself, with a tokenizer and the names of labels if there are any."""
+"""The format of Hugging Face: what `save_pretrained` writes, with a tokenizer and label names if there are any."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.tools.export.task import SIZES, Task
+from paceline.tools.export.task import BATCH_SIZES, ExportTask
 
 
-def write_hf(task: Task) -> str:
-    """What the model's own `save_pretrained` writes; `from_pretrained` is how it is loaded again."""
+def write_hf(task: ExportTask) -> str:
+    """Write the model with its `save_pretrained`; returns the code that loads it with `from_pretrained`."""
     model = task.run.load_model()
     pretrained: Any = model if hasattr(model, "save_pretrained") else getattr(model, "model", None)
     if not hasattr(pretrained, "save_pretrained"):
@@ -29,31 +29,31 @@ def write_hf(task: Task) -> str:
         model = loaded
     else:
         model.model = loaded
-        task.notes.append(f"This is the attribute `model` of what was trained, a {type(model).__name__}.")
-    task.compare(model, SIZES, is_normalized=True)
-    task.tell_of_images()
-    return f'from {_home_of(kind)} import {kind.__name__}\nmodel = {kind.__name__}.from_pretrained(".")\nmodel.eval()'
+        task.notes.append(f"This is the attribute `model` of the model that was trained, a {type(model).__name__}.")
+    task.compare(model, BATCH_SIZES, is_normalized=True)
+    task.note_normalization()
+    return f'from {_module_of(kind)} import {kind.__name__}\nmodel = {kind.__name__}.from_pretrained(".")\nmodel.eval()'
 
 
 def _name_labels(pretrained: Any, dataset: Any) -> None:
-    """Give the model's config the names of classes that the data set offers as `classes` or `label_names`."""
-    whole = getattr(dataset, "base", dataset)
-    names = getattr(whole, "classes", None) or getattr(whole, "label_names", None)
+    """Copy the class names of the data set, its `classes` or `label_names`, to the model's config."""
+    names = getattr(dataset, "classes", None) or getattr(dataset, "label_names", None)
     config: Any = getattr(pretrained, "config", None)
     if names and len(getattr(config, "id2label", None) or ()) == len(names):
         config.id2label = dict(enumerate(map(str, names)))
         config.label2id = {str(name): place for place, name in enumerate(names)}
 
 
-def _save_tokenizer(task: Task, model: torch.nn.Module) -> None:
-    for owner in (model, getattr(task.dataset, "base", task.dataset)):
+def _save_tokenizer(task: ExportTask, model: torch.nn.Module) -> None:
+    """Save the tokenizer of the model or of the data set, if one has it."""
+    for owner in (model, task.dataset):
         tokenizer: Any = getattr(owner, "tokenizer", None)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(task.folder)
             return
 
 
-def _home_of(kind: type) -> str:
-    """The module to import a class from: its package where that offers it."""
+def _module_of(kind: type) -> str:
+    """The module to import a class from: its top-level package if the class is there, else its own module."""
     package = kind.__module__.partition(".")[0]
     return package if hasattr(sys.modules.get(package), kind.__name__) else kind.__module__

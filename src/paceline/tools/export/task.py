@@ -1,4 +1,4 @@
-"""A model on its way out: samples to try it on, what it says of them, and whether what was written says the same."""
+"""One export: samples to call the model with, its outputs, and the comparison with what was written."""
 
 from __future__ import annotations
 
@@ -9,83 +9,73 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from paceline.config import Config
 from paceline.config.functions import Missing
 from paceline.data.augment import Augment
 from paceline.data.feed import with_images
-from paceline.data.loader import EvalBatch, KeyedDataset
-from paceline.data.rows import rows_of
-from paceline.data.seeding import seed_generators
-from paceline.data.sources import is_stream, make_datasets
-from paceline.data.trees import map_tensors, tensors_in
-from paceline.engine.replica import run_model
-from paceline.errors import ConfigError, DataError, PacelineError
-from paceline.world import World
+from paceline.errors import ConfigError, DataError, MissingExtra, PacelineError
 
 if TYPE_CHECKING:
     from paceline.results.load import TrainedRun
 
-SIZES = (8, 3, 1)  # of the batches that are compared; the first is the one that is traced
-TOLERANCE = 1e-4  # of the largest output: other kernels add in another order
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")  # this process alone
-
-Say = Callable[[str], None]
+BATCH_SIZES = (8, 3, 1)  # of the batches that are compared; the model is traced with the first
+TOLERANCE = 1e-4  # relative to the largest output: other kernels add in another order
 
 
 @dataclass
-class Task:
-    """What is exported, where to, and what is found out on the way."""
+class ExportTask:
+    """The run to export, the folder to write into, and notes for the model card."""
 
     run: TrainedRun
     folder: Path
     data: Path | None
-    say: Say
-    notes: list[str] = field(default_factory=list)  # for the card: what its reader must know to use the model
+    on_progress: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)  # what a reader of the card must know to use the model
 
     @cached_property
     def dataset(self) -> Any:
-        """The validation data of the run, or its training data if it held out none; or that of `data`."""
-        self.say("opening the data set")
+        """The data set of the file `data`; else of the run's validation data, if it has any; else of its data."""
+        self.on_progress("opening the data set")
         return _open_dataset(self.run.config, self.data)
 
     @cached_property
     def batch(self) -> Any:
-        """The first samples, as the data set gives them: images are not normalised yet."""
-        config, places = self.run.config, [place % len(self.dataset) for place in range(SIZES[0])]
-        rows = rows_of(self.dataset, config.data_on_device, HERE)
-        if rows is not None:
-            return rows.gather(rows.finder(self.dataset)(np.asarray(places)))
-        return KeyedDataset(self.dataset, config.seed).whole(EvalBatch(0, places)).data
+        """The first samples of the data set; images are not normalised yet."""
+        places = [place % len(self.dataset) for place in range(BATCH_SIZES[0])]
+        [batch] = DataLoader(self.dataset, batch_sampler=[places], collate_fn=_collate_of(self.dataset))
+        return dict(batch) if isinstance(batch, Mapping) else batch
 
     def expected(self, batch: Any) -> Any:
-        """What the trained model says of a batch."""
+        """The output of the trained model for a batch."""
         with torch.no_grad(), explained("the trained model cannot be called with samples of the data"):
-            return run_model(self.run.model, _as_measured(self.run.config, batch))[0]
+            inputs, named = inputs_of(with_normalized_images(batch, self.run.config))
+            return self.run.model(*inputs, **named)
 
     def compare(self, call: Callable[..., Any], sizes: tuple[int, ...], *, is_normalized: bool = False) -> None:
-        """A PacelineError unless a loaded model says of samples what the trained one does."""
-        self.say("comparing with the trained model")
+        """Raise a PacelineError unless a loaded model gives the outputs of the trained one for batches of `sizes`."""
+        self.on_progress("comparing with the trained model")
         for size in sizes:
             batch = _first(size, self.batch)
             expected = tensors_in(self.expected(batch))
-            inputs, named = inputs_of(_as_measured(self.run.config, batch) if is_normalized else batch)
-            with torch.no_grad(), explained(f"the exported model does not take a batch of {size} samples"):
+            inputs, named = inputs_of(with_normalized_images(batch, self.run.config) if is_normalized else batch)
+            with torch.no_grad(), explained(f"the exported model does not accept a batch of {size} samples"):
                 outputs = tensors_in(call(*inputs, **named))
             if not expected:
-                raise PacelineError("the model's output holds no tensors to compare; nothing was exported")
+                raise PacelineError("the model's output contains no tensors to compare; nothing was exported")
             if len(outputs) != len(expected) or not all(map(_is_close, outputs, expected)):
                 raise PacelineError(
-                    f"the exported model does not say what the trained one does, on a batch of {size} samples; "
-                    "nothing was exported"
+                    f"the outputs of the exported model differ from those of the trained one, for a batch of {size} "
+                    "samples; nothing was exported"
                 )
         tried = ", ".join(map(str, sizes))
         self.notes.append(f"Loaded again, it gave the outputs of the trained model on batches of {tried} samples.")
 
-    def tell_of_images(self) -> None:
-        """What is left to the user of a model that was exported without it."""
+    def note_normalization(self) -> None:
+        """Note what the user of a model must do to images, because the exported model does not do it."""
         section = self.run.config.augment
         if section is not None and section.normalize is not None:
             mean, std = section.normalize.mean, section.normalize.std
@@ -95,53 +85,90 @@ class Task:
 
 
 def inputs_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with: positional and by name."""
+    """The arguments that the model is called with: positional, and by name."""
     if isinstance(batch, Mapping):
         return (), {key: value for key, value in batch.items() if key != "labels"}
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+        )
     return tuple(batch[:-1]), {}
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in an output or in inputs, in order."""
+    leaves = tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def with_normalized_images(batch: Any, config: Config) -> Any:
+    """A batch as evaluation gives it to the model."""
+    return batch if config.augment is None else with_images(batch, Augment(config.augment, config.seed).evaluate)
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """An error of torch's, or of the model's, in one sentence."""
+    """Turn an error of torch or of the model into a PacelineError of one sentence."""
     try:
         yield
     except PacelineError:
         raise
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # what torch.onnx says itself is advice, in colours
+        while cause.__cause__ is not None:  # the text of torch.onnx itself is advice, in colours
             cause = cause.__cause__
         reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__).rstrip(".")
         raise PacelineError(f"{what}: {reason}; use format safetensors") from error
 
 
 def _open_dataset(config: Config, data: Path | None) -> Any:
-    """The data set to take samples from: that of a table, what the run held out, or what it was trained on."""
+    """The data set to take samples from."""
+    key, table, arguments = "dataset_fn", config.df if config.val_df is None else config.val_df, config.dataset_args
     if data is not None:
-        given = {"df": data, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
-        config = config.model_copy(update=given)
-    missing = [each for each in (config.df, config.val_df) if isinstance(each, Missing)]
-    if missing:
-        raise ConfigError([f"{each.what} {each.why}" for each in missing])
-    seed_generators(config.seed, "data set")
-    training, validation = make_datasets(config)
-    dataset = training if validation is None else validation
-    if is_stream(dataset):
+        table = data
+    elif config.val_dataset_fn is not None:
+        key, table, arguments = "val_dataset_fn", config.val_df, {}
+    if isinstance(table, Missing):
+        raise ConfigError(f"{table.what} {table.why}")
+    dataset = config.function(key)(*(() if table is None else [_read_table(table)]), **arguments)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"dataset_fn returned a {type(dataset).__name__}, whose samples cannot be taken by number; "
+            f"{key} returned a {type(dataset).__name__}, whose samples have no index; "
             "return a map-style data set, or use format safetensors"
         )
+    if len(dataset) == 0:
+        raise DataError(f"{key} returned an empty data set")
     return dataset
 
 
-def _as_measured(config: Config, batch: Any) -> Any:
-    """A batch as evaluation gives it to the model."""
-    return batch if config.augment is None else with_images(batch, Augment(config.augment, config.seed).evaluate)
+def _read_table(table: Any) -> Any:
+    """The DataFrame, read if it is a file."""
+    import pandas as pd
+
+    if not isinstance(table, Path):
+        return table
+    if table.suffix.lower() != ".parquet":
+        return pd.read_csv(table)
+    try:
+        return pd.read_parquet(table)
+    except ImportError:
+        raise MissingExtra("pyarrow", "parquet", f"reading {table.name}") from None
+
+
+def _collate_of(dataset: Any) -> Callable[[Any], Any]:
+    """The `collate_fn` of the data set if it has one; else torch's default, unless the samples are a batch already."""
+    while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
+        dataset = dataset.dataset
+    collate: Callable[[Any], Any] = getattr(dataset, "collate_fn", _collate)
+    return collate
+
+
+def _collate(samples: Any) -> Any:
+    return samples if isinstance(samples, (tuple, Mapping)) else default_collate(samples)
 
 
 def _first(size: int, batch: Any) -> Any:
-    return map_tensors(batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[:size] if tensor.ndim else tensor, batch)
 
 
 def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A model that was traced, so that it needs no code of the user's: a program of torch.export, or an ONNX graph."""
+"""The formats torch and onnx: the model is traced, so that it can be loaded without the user's code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from typing import Any
 import torch
 
 from paceline.config import Config
-from paceline.data.augment import Augment
-from paceline.data.feed import with_images
-from paceline.data.trees import tensors_in
 from paceline.errors import MissingExtra
-from paceline.tools.export.task import SIZES, Task, explained, inputs_of
+from paceline.tools.export.task import (
+    BATCH_SIZES,
+    ExportTask,
+    explained,
+    inputs_of,
+    tensors_in,
+    with_normalized_images,
+)
 
-IN_ONE_FILE = 1 << 30  # bytes of weights; ONNX cannot hold more than twice as much
+MAX_BYTES_IN_ONE_FILE = 1 << 30  # of weights; ONNX cannot hold more than twice as much
 
 
-def write_torch(task: Task) -> str:
-    """`model.pt2`, a program of torch.export."""
+def write_torch(task: ExportTask) -> str:
+    """Write `model.pt2`, a program of torch.export."""
     path = task.folder / "model.pt2"
     program, _, sizes = _trace(task)
     with _quiet():
@@ -34,19 +38,19 @@ def write_torch(task: Task) -> str:
     return 'import torch\nmodel = torch.export.load("model.pt2").module()\noutput = model(...)  # the inputs above'
 
 
-def write_onnx(task: Task) -> str:
-    """`model.onnx`, a graph that is compared in onnxruntime."""
+def write_onnx(task: ExportTask) -> str:
+    """Write `model.onnx`, and compare it in onnxruntime."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         if find_spec(package) is None:
             raise MissingExtra(package, "onnx", "format=onnx")
     path = task.folder / "model.onnx"
     program, shapes, sizes = _trace(task)
-    task.say("translating to ONNX")
+    task.on_progress("translating to ONNX")
     size = sum(tensor.nbytes for tensor in tensors_in(task.run.model.state_dict()))
     with _quiet(), explained("torch.onnx.export cannot translate this model"):
         torch.onnx.export(
             program, f=path, dynamo=True, dynamic_shapes=shapes, output_names=_names_of(task.expected(task.batch)),
-            external_data=size > IN_ONE_FILE, verbose=False,
+            external_data=size > MAX_BYTES_IN_ONE_FILE, verbose=False,
         )  # fmt: skip
     with explained("onnxruntime cannot run this model"):
         session = _in_onnxruntime(path)
@@ -57,57 +61,57 @@ def write_onnx(task: Task) -> str:
     )
 
 
-def _trace(task: Task) -> tuple[torch.export.ExportedProgram, Any, tuple[int, ...]]:
-    """The model as a program, its dynamic shapes, and the sizes of batches that it takes, as far as they are tried."""
-    model = _normalizing(task.run.load_model(), task.run.config)
+def _trace(task: ExportTask) -> tuple[torch.export.ExportedProgram, Any, tuple[int, ...]]:
+    """The model as a program, its dynamic shapes, and which of BATCH_SIZES it accepts."""
+    model = _with_normalization(task.run.load_model(), task.run.config)
     inputs, named = inputs_of(task.batch)
-    task.expected(task.batch)  # what fails here is an error of the model's own
+    task.expected(task.batch)  # an error here is not caused by tracing
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tensors_in([*inputs, *named.values()]):
-        if tensor.ndim and len(tensor) == SIZES[0]:
+        if tensor.ndim and len(tensor) == BATCH_SIZES[0]:
             shapes[tensor] = {0: torch.export.Dim("batch")}
-    task.say("tracing the model")
-    sizes: tuple[int, ...] = SIZES
+    task.on_progress("tracing the model")
+    sizes: tuple[int, ...] = BATCH_SIZES
     with torch.no_grad(), _quiet():
         try:
             dynamic = shapes.dynamic_shapes(model, inputs, named)  # type: ignore[no-untyped-call]
             program = torch.export.export(model, inputs, named, dynamic_shapes=dynamic)
-        except Exception:  # noqa: BLE001 - what is wrong with the model itself is said below
-            dynamic, sizes = None, SIZES[:1]
+        except Exception:  # noqa: BLE001 - an error that is not about the batch size is raised again below
+            dynamic, sizes = None, BATCH_SIZES[:1]
             with explained("torch.export cannot follow this model"):
                 program = torch.export.export(model, inputs, named)
     _describe_inputs(task, program, sizes)
     return program, dynamic, sizes
 
 
-def _normalizing(model: torch.nn.Module, config: Config) -> torch.nn.Module:
-    """The model, made to normalise its images by itself where the run does that for it."""
-    if config.augment is None:
-        return model
-    augment = Augment(config.augment, config.seed)
+def _with_normalization(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """The model, changed to normalise its images itself if the run did that before calling it."""
 
     def normalize(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if named:
-            return inputs, with_images(named, augment.evaluate)
-        return with_images((*inputs, None), augment.evaluate)[:-1], named
+            return inputs, with_normalized_images(named, config)
+        return with_normalized_images((*inputs, None), config)[:-1], named
 
-    model.register_forward_pre_hook(normalize, with_kwargs=True)  # a wrapper would lose the names of the inputs
+    if config.augment is not None:  # a hook, because a wrapper would lose the names of the inputs
+        model.register_forward_pre_hook(normalize, with_kwargs=True)
     return model
 
 
-def _describe_inputs(task: Task, program: torch.export.ExportedProgram, sizes: tuple[int, ...]) -> None:
+def _describe_inputs(task: ExportTask, program: torch.export.ExportedProgram, sizes: tuple[int, ...]) -> None:
+    """Note names, types and shapes of the inputs for the card."""
     inputs, named = inputs_of(task.batch)
-    batch = "batch" if sizes == SIZES else str(SIZES[0])
+    batch = "batch" if sizes == BATCH_SIZES else str(BATCH_SIZES[0])
     for name, tensor in zip(program.graph_signature.user_inputs, tensors_in([*inputs, *named.values()]), strict=False):
         shape = ", ".join([batch, *map(str, tensor.shape[1:])] if tensor.ndim else [])
         task.notes.append(f"Input `{name}`: {str(tensor.dtype).removeprefix('torch.')}, shape ({shape}).")
-    if sizes != SIZES:
-        task.notes.append(f"It takes batches of exactly {SIZES[0]} samples: the model fixes their number.")
+    if sizes != BATCH_SIZES:
+        task.notes.append(f"It takes batches of exactly {BATCH_SIZES[0]} samples: the model fixes their number.")
     if task.run.config.augment is not None:
-        task.notes.append("It normalises images by itself: give them as the data set of the run does.")
+        task.notes.append("It normalises images by itself: pass them as the data set of the run returns them.")
 
 
 def _in_onnxruntime(path: Path) -> Callable[..., Any]:
+    """A function that runs the model of a file, with and to tensors."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -121,6 +125,7 @@ def _in_onnxruntime(path: Path) -> Callable[..., Any]:
 
 
 def _names_of(outputs: Any) -> list[str]:
+    """A name for each tensor of the outputs: the keys of a dict, else numbered."""
     if isinstance(outputs, Mapping) and len(outputs) == len(tensors_in(outputs)):
         return list(outputs)
     count = len(tensors_in(outputs))
@@ -129,7 +134,7 @@ def _names_of(outputs: Any) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch says about its own insides; what comes out of it is compared."""
+    """Hide warnings and messages of torch about its own code; the exported model is compared anyway."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
