@@ -16,6 +16,7 @@ import yaml
 
 from paceline.checkpoint.store import MANIFEST, Damaged, Store, read_manifest
 from paceline.config import Config, to_plain
+from paceline.data.trees import leaves_in
 from paceline.errors import ConfigError
 from paceline.run.folder import RunFolder
 
@@ -170,8 +171,7 @@ def _with_text_keys(tree: Any) -> Any:
     return [_with_text_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested mappings by their dotted keys."""
+    leaves = leaves_in(tree, is_leaf=lambda node: not isinstance(node, Mapping))
+    return {".".join(map(str, path)): leaf for path, leaf in leaves}

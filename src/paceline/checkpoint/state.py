@@ -15,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from paceline.data.trees import TreePath, map_leaves
 from paceline.engine.ema import Ema
 from paceline.engine.sharding import Sharding, Transfer, dealt
 from paceline.errors import ConfigError
@@ -69,14 +70,14 @@ def capture(
     weights, aliases = unshared(model.state_dict())
     kept: dict[str, Any] = {"aliases": aliases, "counters": counters}
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
-    kept["weights"] = _take_out(weights, "", groups["weights"])
+    kept["weights"] = _take_out(weights, groups["weights"])
     of_optimizer = optimizer.state_dict() if sharding is None else sharding.state_dict()
-    kept["optimizer"] = _take_out(_with_plain_rates(of_optimizer), "", groups["optimizer"])
+    kept["optimizer"] = _take_out(_with_plain_rates(of_optimizer), groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
     if loss:
         groups["loss"] = {}
-        kept["loss"] = _take_out(loss, "", groups["loss"])
+        kept["loss"] = _take_out(loss, groups["loss"])
     return State(groups, kept, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
 
 
@@ -324,32 +325,33 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _take_out(tree: Any, path: str, tensors: Tensors) -> Any:
-    """The tree with a mark where each tensor was; the tensors go to `tensors` under their path."""
-    if isinstance(tree, torch.Tensor):
-        if not tensor_files.can_hold(tree):
-            return tree.detach().cpu().clone()
-        while path in tensors:  # {"a": {"b": x}, "a.b": y}
-            path += "'"
-        tensors[path] = tree
-        return {TENSOR: path}
-    if isinstance(tree, Mapping):
-        return {key: _take_out(value, f"{path}.{key}".lstrip("."), tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        parts = [_take_out(value, f"{path}.{place}".lstrip("."), tensors) for place, value in enumerate(tree)]
-        return tuple(parts) if isinstance(tree, tuple) else parts
-    return tree
+def _take_out(tree: Any, tensors: Tensors) -> Any:
+    """The tree with a mark in place of each tensor; the tensors are added to `tensors` under their path."""
+
+    def take(path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not tensor_files.can_hold(leaf):
+            return leaf.detach().cpu().clone()
+        name = ".".join(f"{key}" for key in path).lstrip(".")
+        while name in tensors:  # {"a": {"b": x}, "a.b": y}
+            name += "'"
+        tensors[name] = leaf
+        return {TENSOR: name}
+
+    return map_leaves(tree, take, is_plain=True)
 
 
 def _put_back(tree: Any, tensors: Tensors) -> Any:
-    if isinstance(tree, Mapping):
-        if tree.keys() == {TENSOR}:
-            return tensors[tree[TENSOR]]
-        return {key: _put_back(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        parts = [_put_back(value, tensors) for value in tree]
-        return tuple(parts) if isinstance(tree, tuple) else parts
-    return tree
+    """The tree with the tensors in place of their marks."""
+
+    def is_mark(node: Any) -> bool:
+        return isinstance(node, Mapping) and node.keys() == {TENSOR}
+
+    def put(_: TreePath, leaf: Any) -> Any:
+        return tensors[leaf[TENSOR]] if is_mark(leaf) else leaf
+
+    return map_leaves(tree, put, is_leaf=is_mark, is_plain=True)
 
 
 def _tensors_in(state: State, shards: Sequence[Shard]) -> list[tuple[str, str, torch.Tensor]]:
