@@ -143,7 +143,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 MAY_READ_THE_ENVIRONMENT = {
     "launch", "launch.environment", "launch.fork_server", "launch.local", "launch.network", "launch.processes",
-    "launch.ray", "launch.torchrun", "system.home", "tools.tune.shares", "world",
+    "launch.ray", "launch.torchrun", "system.cores", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

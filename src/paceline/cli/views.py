@@ -41,9 +41,9 @@ def report(
 
     The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
-    from paceline.run.atomic_files import write_text
+    from paceline.run.folder import write_text
+    from paceline.tools.report.facts import facts_of_all
     from paceline.tools.report.page import page_of
-    from paceline.tools.report.read import facts_of_all
 
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")

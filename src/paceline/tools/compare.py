@@ -15,12 +15,10 @@ import torch
 from paceline.config import Config, read_yaml
 from paceline.data.batches import lanes_of
 from paceline.engine.replica import make_model
-from paceline.launch.environment import chosen_threads
 from paceline.observe.events import read
 from paceline.results.result import Result
-from paceline.run.atomic_files import write_json
-from paceline.run.layout import RunFolder
-from paceline.run.lifecycle import new_folder
+from paceline.run.folder import RunFolder, new_folder, write_json
+from paceline.system.cores import chosen_threads
 from paceline.trainer import Trainer
 
 PLAIN = "plain"

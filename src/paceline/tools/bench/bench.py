@@ -22,7 +22,7 @@ import torch
 
 import paceline
 from paceline.errors import ConfigError, PacelineError
-from paceline.launch.environment import chosen_threads, usable_cores
+from paceline.system.cores import chosen_threads, usable_cores
 from paceline.tools.bench.contenders import CONTENDERS
 from paceline.tools.bench.models import WORKLOADS
 from paceline.tools.bench.worker import Job

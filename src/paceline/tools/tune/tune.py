@@ -11,14 +11,10 @@ from typing import Any
 
 from optuna.pruners import BasePruner
 
-from paceline.checkpoint.resume import EXECUTION_KEYS
-from paceline.config import Config, dump_yaml, override
+from paceline.config import EXECUTION_KEYS, Config, build, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
-from paceline.launch.environment import which_cores
-from paceline.run.atomic_files import write_text
-from paceline.run.layout import RunFolder
-from paceline.run.lifecycle import new_folder
-from paceline.run.lock import locked
+from paceline.run.folder import RunFolder, new_folder, write_text
+from paceline.system.cores import which_cores
 from paceline.tools.tune import report
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.goal import Goal, pick_goal
