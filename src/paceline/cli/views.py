@@ -27,7 +27,7 @@ def board(
     """
     from paceline.tools.board import serve
 
-    serve(runs or [Path("runs")], port, say=typer.echo)
+    serve(runs or [Path("runs")], port, log=typer.echo)
 
 
 def report(

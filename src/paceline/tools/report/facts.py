@@ -117,11 +117,7 @@ def _thinned_marks(marks: Sequence[TimelineMark]) -> list[TimelineMark]:
 
 def _state_without_ending(folder: RunFolder, history: RunHistory) -> str:
     """The state of a run whose events do not report an end."""
-    try:
-        is_running = folder.is_locked()
-    except OSError:  # the lock file belongs to another user
-        is_running = False
-    return "running" if is_running else "ended early" if history.attempts else "not started"
+    return "running" if folder.is_locked() else "ended early" if history.attempts else "not started"
 
 
 def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:
