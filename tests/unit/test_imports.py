@@ -6,7 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -137,6 +137,68 @@ def test_modules_that_begin_with_an_underscore_stay_in_their_room() -> None:
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph = {module: imported(module, is_loaded=True) for module in MODULES}
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # CycleError names the circle
+
+
+# --- the tools ----------------------------------------------------------------------------------------------
+
+# What users have: the public names, and the modules that read a config, a run folder, its events and its results.
+FOR_TOOLS = {
+    "paceline", "config", "errors", "formatting", "observe.event_types", "observe.events", "results", "run", "system",
+}  # fmt: skip
+
+# Imports of tools that need more, each with its reason.
+INSIDE_TOOLS = {
+    # Starts the process that imports torch for the ranks before this one imports it, and reads the `.env` file.
+    "tools.tune.worker": {"launch"},
+    # Follows events.jsonl while a trial writes it; a trial that is resumed replaces the file.
+    "tools.tune.trial": {"observe.tail"},
+    # The first signal is a request to stop, as in a launcher; and a cluster of Ray is found as for a run.
+    "tools.tune.search": {"launch.local"},
+    "tools.tune.ray": {"launch.local", "launch.ray"},
+    # The doctor checks the launchers and rehearses a run inside ranks of its own.
+    "tools.doctor.bandwidth": {"launch", "observe.progress", "world"},
+    "tools.doctor.doctor": {
+        "data.batches", "launch", "launch.cluster.coordinator", "launch.machines", "launch.network",
+        "observe.sinks.trackers", "worker.main", "world",
+    },
+    "tools.doctor.facts": {"launch.network"},
+    "tools.doctor.rehearsal": {
+        "checkpoint.store", "data.sources", "engine.replica", "launch", "observe.progress", "worker.main", "world",
+    },
+    # The profiler measures the parts of a step inside ranks of its own.
+    "tools.profile.advice": {"observe.pace"},
+    "tools.profile.profile": {"launch", "launch.environment", "world"},
+    "tools.profile.task": {
+        "checkpoint.saver", "checkpoint.store", "data.loader", "data.rows", "data.scaler", "data.sources",
+        "engine.precision", "engine.step", "launch.environment", "observe.clock", "observe.progress", "worker.loop",
+        "worker.main", "world",
+    },
+    "tools.profile.trace": {"observe.clock"},
+    # An export writes weights as a checkpoint does, and compares its model on samples as training reads them.
+    "tools.export.export": {"engine.digest"},
+    "tools.export.task": {
+        "data.augment", "data.feed", "data.loader", "data.rows", "data.seeding", "data.sources", "data.trees",
+        "engine.replica", "world",
+    },
+    "tools.export.traced": {"data.augment", "data.feed", "data.trees"},
+    "tools.export.weights": {"checkpoint.state", "checkpoint.weights", "engine.digest"},
+}  # fmt: skip
+
+
+def is_within(module: str, names: Collection[str]) -> bool:
+    """Whether a module is one of these, or in a package that is one of these."""
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.parametrize("module", sorted(module for module in MODULES if module.startswith("tools.")))
+def test_tools_use_only_what_users_have(module: str) -> None:
+    own = ".".join(module.split(".")[:2])
+    inside = {other for other in imported(module) if not is_within(other, {*FOR_TOOLS, own})}
+    assert inside == INSIDE_TOOLS.get(module, set())  # equal, so that no exception is left over
+
+
+def test_every_tool_with_an_exception_exists() -> None:
+    assert set(INSIDE_TOOLS) <= set(MODULES)
 
 
 # --- the environment ----------------------------------------------------------------------------------------
