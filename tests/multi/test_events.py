@@ -15,7 +15,7 @@ from exactness_cases import Images, conv_net
 from faults import Disturbed, events, send, send_self, start, stop_step
 
 from paceline.observe.events import read
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools.report.facts import facts_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"

@@ -31,7 +31,7 @@ def bench(
 
     Times small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed.
     """
-    from paceline.run.folder import write_json
+    from paceline.run.atomic_files import write_json
     from paceline.tools.bench.bench import BenchPlan
     from paceline.tools.bench.bench import bench as run_bench
 

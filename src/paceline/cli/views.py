@@ -41,7 +41,7 @@ def report(
 
     The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
-    from paceline.run.folder import write_text
+    from paceline.run.atomic_files import write_text
     from paceline.tools.report.facts import facts_of_all
     from paceline.tools.report.page import page_of
 

@@ -31,7 +31,6 @@ __all__ = [
     "Schedule",
     "Settings",
     "build",
-    "describe",
     "dotted_items",
     "dump_yaml",
     "override",

@@ -13,7 +13,7 @@ from paceline.config.functions import Missing
 from paceline.data.sources import columns_of
 from paceline.errors import ConfigError, RankFailed
 from paceline.launch.environment import is_main_process
-from paceline.run.folder import new_folder
+from paceline.run.lifecycle import new_folder
 from paceline.system.cores import chosen_threads
 from paceline.worker import predict as tasks
 

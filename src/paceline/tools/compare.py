@@ -17,7 +17,9 @@ from paceline import Result, Trainer
 from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
 from paceline.observe.events import read
-from paceline.run.folder import RunFolder, new_folder, write_json
+from paceline.run.atomic_files import write_json
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
 from paceline.system.cores import chosen_threads
 
 PLAIN = "plain"

@@ -173,14 +173,14 @@ def _progress(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _ending(folder: RunFolder, last: Event) -> str:
-    if (outcome := folder.outcome()) is not None:
+    if (outcome := result_text(folder)) is not None:
         return f"finished: {outcome}"
-    if folder.is_locked():
+    if is_locked(folder):
         return "running"
     if last["event"] == "run_failed":
         return f"failed: {last['text']}"
     stopped = f", stopped by {complete(last)['reason']}" if last["event"] == "run_stopped" else ""
-    return f"not running{stopped}; {folder.how_to_go_on()}"
+    return f"not running{stopped}; {resume_hint(folder)}"
 
 
 def _end_of_log(folder: RunFolder) -> list[str]:

@@ -17,7 +17,8 @@ import paceline
 from paceline import cli
 from paceline.errors import ConfigError
 from paceline.observe.events import VERSION
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import locked
 from paceline.tools.report.facts import facts_of, facts_of_all
 from paceline.tools.report.page import as_script, page_of
 from paceline.tools.report.phases import Phases, PhaseSums
@@ -201,7 +202,7 @@ def test_the_state_of_a_run_is_how_it_ended(tmp_path: Path, last: dict[str, Any]
 def test_a_run_that_was_stopped_and_resumed_is_running(tmp_path: Path) -> None:
     stopped = {"event": "run_stopped", "step": 10, "reason": "SIGTERM", "is_saved": True}
     folder = write_run(tmp_path / "r", STARTED, step(10), stopped, STARTED)
-    with folder.locked():
+    with locked(folder):
         assert facts_of(folder, "r").state == "running"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
 from paceline.tools import submit
 from paceline.tools.submit import JobRequest, describe, job_of, script
 
@@ -21,10 +21,10 @@ def test_a_run_is_described_by_its_events(tmp_path: Path) -> None:
     with closing(Events(folder.events)) as events:
         events.write("run_started", name="lab", world_size=2)
         events.write("step", step=10, steps=None, epoch=1, loss=None)  # no sample of it was finite
-    assert describe(folder)[1:] == ["step 10 of ?, epoch 1, loss -", "not running; --resume auto goes on with it"]
+    assert describe(folder)[1:] == ["step 10 of ?, epoch 1, loss -", "not running; resume it with --resume auto"]
     with closing(Events(folder.events)) as events:
         events.write("run_stopped", step=10)  # by another version, or damaged
-    assert describe(folder)[-1] == "not running, stopped by ?; --resume auto goes on with it"
+    assert describe(folder)[-1] == "not running, stopped by ?; resume it with --resume auto"
     with closing(Events(folder.events)) as events:
         events.write("epoch", epoch=1, step=12, train_loss=0.5, accuracy=0.75)
         events.write("restarted", text="rank 1 failed")
@@ -62,7 +62,7 @@ def test_the_status_of_your_own_loop_does_not_offer_to_resume(tmp_path: Path) ->
         events.write("run_started", name="lab", world_size=2)
     assert (
         describe(folder)[-1]
-        == "not running; its loop is your own (train_fn); --resume auto starts it from the beginning"
+        == "not running; it has its own loop (train_fn); --resume auto starts it from the beginning"
     )
 
 

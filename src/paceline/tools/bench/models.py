@@ -27,7 +27,7 @@ class Workload:
     steps: dict[str, int]  # to measure by default, for each type of device
 
 
-class ResidualBlock(nn.Module):
+class ShortcutBlock(nn.Module):
     """A convolution with BatchNorm and ReLU beside a shortcut."""
 
     def __init__(self, channels: int) -> None:
@@ -50,7 +50,7 @@ def residual_network(channels: int = 32, blocks: int = 10) -> nn.Module:
         nn.Conv2d(3, channels, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        *(ResidualBlock(channels) for _ in range(blocks)),
+        *(ShortcutBlock(channels) for _ in range(blocks)),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(channels * 8 * 8, channels),

@@ -13,7 +13,8 @@ from typing import Any
 from paceline.config import dotted_items, read_yaml
 from paceline.formatting import ranks_text
 from paceline.observe.events import damage_text, read
-from paceline.run.folder import RunFolder
+from paceline.run.layout import RunFolder
+from paceline.run.lock import is_locked
 from paceline.run.result_file import ResultFile, read_result
 from paceline.tools.report.history import Attempt, RunHistory, TimelineMark
 from paceline.tools.report.phases import Phases
@@ -117,7 +118,7 @@ def _thinned_marks(marks: Sequence[TimelineMark]) -> list[TimelineMark]:
 
 def _state_without_ending(folder: RunFolder, history: RunHistory) -> str:
     """The state of a run whose events do not report an end."""
-    return "running" if folder.is_locked() else "ended early" if history.attempts else "not started"
+    return "running" if is_locked(folder) else "ended early" if history.attempts else "not started"
 
 
 def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:

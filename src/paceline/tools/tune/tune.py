@@ -11,9 +11,12 @@ from typing import Any
 
 from optuna.pruners import BasePruner
 
-from paceline.config import EXECUTION_KEYS, Config, build, dump_yaml, override
+from paceline.config import EXECUTION_KEYS, Config, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
-from paceline.run.folder import RunFolder, new_folder, write_text
+from paceline.run.atomic_files import write_text
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import new_folder
+from paceline.run.lock import locked
 from paceline.system.cores import which_cores
 from paceline.tools.tune import report
 from paceline.tools.tune.folder import StudyFolder
@@ -25,6 +28,7 @@ from paceline.tools.tune.shares import shares_of, visible_gpus
 from paceline.tools.tune.space import Space, examples_of, words_of
 from paceline.tools.tune.study import Candidate, Study, make_pruner
 from paceline.tools.tune.trial import TrialProcess, TrialRun
+from paceline.trainer import build_config
 
 ENGINES = ("optuna", "ray")
 
@@ -73,7 +77,7 @@ def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str]
     name = plan.study or config.name
     folder = StudyFolder(new_folder(plan.run_dir or Path("runs") / f"{name}-tune", Path()))
     is_managed = config.train_fn is None
-    with RunFolder(folder.path).locked(), ExitStack() as stack:
+    with locked(RunFolder(folder.path)), ExitStack() as stack:
         pruner = make_pruner(plan.pruner, config.num_epochs) if isinstance(plan.pruner, str) else plan.pruner
         study = Study(
             name, plan.storage or f"sqlite:///{folder.database}", plan.space, goal, home=folder.name(),

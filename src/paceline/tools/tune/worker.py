@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import Trainer
-from paceline.config import build, read_yaml
+from paceline.config import read_yaml
 from paceline.errors import PacelineError, Stopped
 from paceline.observe.events import read
 from paceline.run.atomic_files import write_json
@@ -25,6 +24,7 @@ from paceline.system.parent import die_with_parent
 from paceline.system.signals import TIME_IS_UP, describe
 from paceline.tools.tune.goal import RETURNED
 from paceline.tools.tune.shares import pin_to
+from paceline.trainer import Trainer, build_config
 
 if TYPE_CHECKING:
     from paceline import Result  # imports torch, which must wait for `launch.prepare`
