@@ -156,12 +156,12 @@ INSIDE_TOOLS = {
         # Follows events.jsonl while a trial writes it; a trial that is resumed replaces the file.
         "observe.tail",
     },
-    # The doctor checks the launchers, and rehearses a run in ranks of its own.
-    "tools.doctor": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
+    # The doctor checks lanes, machines, trackers and devices as a launcher does.
+    "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.trackers", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
     # An export writes weights as a checkpoint does, and compares its model on samples as training reads them.
-    "tools.export": {"checkpoint", "data", "engine", "world"},
+    "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},
 }
 
 
