@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import signal
 import time
@@ -73,7 +72,7 @@ class StudySearcher(Searcher):  # type: ignore[misc]
         if trial is None:
             return
         number, seconds = trial.candidate.number, time.monotonic() - trial.began
-        outcome = read_outcome(self.folder, number)
+        outcome = TrialOutcome.read(self.folder.outcome(number))
         if outcome is None and self.is_stopping and not trial.is_pruned:
             self.ledger.leave(trial, seconds)
             return
@@ -151,12 +150,6 @@ def share_of(config: Config, resources: Cluster) -> dict[str, float]:
     ranks = most_ranks(config)
     share: dict[str, float] = {"CPU": max(1, min(ranks, resources.cpus // resources.nodes))}
     return {**share, "GPU": ranks} if resources.gpus else share
-
-
-def read_outcome(folder: StudyFolder, number: int) -> TrialOutcome | None:
-    """How a trial ended; None if it has not written it."""
-    path = folder.outcome(number)
-    return TrialOutcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def train_trial(given: dict[str, Any], *, folder: str, metric: str, threads: int) -> None:

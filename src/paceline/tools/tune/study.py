@@ -37,7 +37,6 @@ class Candidate:
     number: int
     values: dict[str, Any]
     handle: optuna.Trial
-    is_resumed: bool = False
 
     @property
     def reported_epochs(self) -> set[int]:
@@ -172,7 +171,7 @@ class Study:
 
     def _candidate(self, trial: FrozenTrial) -> Candidate:
         handle = optuna.Trial(self._study, trial._trial_id)
-        return Candidate(trial.number, self._values(trial.params), handle, is_resumed=True)
+        return Candidate(trial.number, self._values(trial.params), handle)
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The values behind Optuna's parameters, in the order of the space."""

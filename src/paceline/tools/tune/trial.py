@@ -113,14 +113,12 @@ class TrialRun:
     def outcome(self) -> TrialOutcome | None:
         """How it ended; None while it runs."""
         code = self._process.exit_code  # before the file, which a process that has ended has written by now
-        if self._outcome.exists():
-            return TrialOutcome(**json.loads(self._outcome.read_text(encoding="utf-8")))
-        if code is None:
-            return None
+        if (written := TrialOutcome.read(self._outcome)) is not None or code is None:
+            return written
         if self._is_stopping and code == -signal.SIGTERM:  # it had not started to train
             return TrialOutcome("stopped")
         if code < 0:
             return TrialOutcome("failed", f"its process was ended by signal {-code}; see {self._log}")
-        written = self._log.read_text(encoding="utf-8", errors="replace").split("\n") if self._log.exists() else []
-        last = next((f": {line}" for line in reversed(written) if line.strip()), "")
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n") if self._log.exists() else []
+        last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
         return TrialOutcome("failed", f"its process ended with exit code {code}{last}\nsee {self._log}")

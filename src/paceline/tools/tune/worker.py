@@ -51,6 +51,11 @@ class TrialOutcome:
     reason: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)  # the measured metrics, a row for each epoch
 
+    @classmethod
+    def read(cls, path: Path) -> TrialOutcome | None:
+        """The outcome in a file; None if there is no file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
 
 def main() -> None:
     """Train the job of each line of the input, and write its outcome. A process that is killed writes none."""
