@@ -44,8 +44,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_c
 
 from paceline import Trainer, linear_cross_entropy
 from paceline.system.parent import die_with_parent
-from paceline.tools.bench.bench import version_of, window_of
-from paceline.tools.bench.contenders import Clock
+from paceline.tools.bench.bench import version_of
+from paceline.tools.bench.processes import window_of
+from paceline.tools.bench.setup import WindowTimer
 
 WARM_UP = 2  # windows that are not counted
 LIMIT_S = 900.0  # for one contender
@@ -193,7 +194,7 @@ class Setting:
     workers: int
     chunk: int
     device: torch.device
-    clock: Clock
+    timer: WindowTimer
 
     @property
     def samples(self) -> int:
@@ -239,7 +240,7 @@ def by_hand(setting: Setting, *, compiled: bool, has_logits: bool = True) -> int
         loss.backward()
         optimizer.step()
         total += loss.detach()
-        if setting.clock.tick():
+        if setting.timer.tick():
             break
     return _size(model)
 
@@ -270,7 +271,7 @@ def lightning(setting: Setting) -> int:
 
     class Ticks(lightning.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
-            setting.clock.tick()
+            setting.timer.tick()
 
     is_cuda = setting.device.type == "cuda"
     module = Module()
@@ -291,7 +292,7 @@ def transformers(setting: Setting) -> int:
 
     class Ticks(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            setting.clock.tick()
+            setting.timer.tick()
 
     class OurLoader(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -334,8 +335,8 @@ def paceline(setting: Setting, *, has_logits: bool = True, **options: Any) -> in
         if event["event"] == "warning":
             print(f"warning: {event['text']}", flush=True)
     told = [event for event in events if event["event"] == "pace"]
-    setting.clock.seconds = [setting.samples / event["samples_per_s"] for event in told]
-    setting.clock.since = told[-1]["time"]
+    setting.timer.seconds = [setting.samples / event["samples_per_s"] for event in told]
+    setting.timer.since = told[-1]["time"]
     return _size(result.load_model())
 
 
@@ -385,12 +386,12 @@ def matrix_rate(device: torch.device) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     side, dtype, times = (8192, torch.bfloat16, 50) if is_cuda else (512, torch.float32, 5)
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    clock = Clock(5 * times, times, device)
+    timer = WindowTimer(5 * times, times, device)
     for _ in range(5 * times):
         torch.mm(left, right)
-        clock.tick()
+        timer.tick()
     gpu = torch.cuda.get_device_name(device) if is_cuda else None
-    return {"flops_per_s": 2 * side**3 * times / statistics.median(clock.seconds[1:]), "gpu": gpu}
+    return {"flops_per_s": 2 * side**3 * times / statistics.median(timer.seconds[1:]), "gpu": gpu}
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -401,12 +402,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     work = WORKLOADS[job["model"]](job["tiny"], job["batch"])
     window = window_of(job["steps"], job["steps"])
     steps = WARM_UP * window + job["steps"] // window * window
-    clock, began = Clock(steps, window, device), time.time()
-    setting = Setting(work, steps, window, job["workers"], job["chunk"], device, clock)
+    timer, began = WindowTimer(steps, window, device), time.time()
+    setting = Setting(work, steps, window, job["workers"], job["chunk"], device, timer)
     parameters = CONTENDERS[job["contender"]].loop(setting)
-    timed = clock.seconds[WARM_UP:]
+    timed = timer.seconds[WARM_UP:]
     is_paceline = job["contender"].startswith("paceline")
-    first = clock.since - sum(timed) if is_paceline else began + sum(clock.seconds[:WARM_UP])
+    first = timer.since - sum(timed) if is_paceline else began + sum(timer.seconds[:WARM_UP])
     s_per_step = statistics.median(timed) / window
     per_s = work.batch * work.units_per_sample / s_per_step
     memory = torch.cuda.memory_stats() if device.type == "cuda" else {}

@@ -42,13 +42,13 @@ def fetch(address: str, body: dict[str, Any] | None = None) -> str:
         return str(answer.read().decode())
 
 
-def look_at(told: str, home: Path) -> None:
-    address = re.search(r"http://127\.0\.0\.1:\d+/", told)
-    assert address is not None, told
+def check_page(line: str, home: Path) -> None:
+    address = re.search(r"http://127\.0\.0\.1:\d+/", line)
+    assert address is not None, line
     assert "<title>TensorBoard</title>" in fetch(address[0])
     names = {"lr-0.5/tensorboard", f"{home}/lr-0.25/tensorboard".strip("/")}
     tags: dict[str, Any] = {}
-    while tags.keys() != names:  # it reads the files after it has begun to listen
+    while tags.keys() != names:  # it reads the files after it has started to listen
         tags = json.loads(fetch(f"{address[0]}data/plugin/scalars/tags"))
     wanted = {"loss", "accuracy", "grad_norm", "step_ms/rank-1", "memory_mb/rank-0"}
     assert all(wanted <= of_run.keys() for of_run in tags.values())
@@ -59,7 +59,7 @@ def look_at(told: str, home: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_it_shows_runs_with_their_numbers_and_hyper_parameters_until_ctrl_c(tmp_path: Path) -> None:
+def test_board_shows_runs_with_their_numbers_and_hyperparameters_until_ctrl_c(tmp_path: Path) -> None:
     for lr in (0.5, 0.25):
         write_run(tmp_path / f"lr-{lr}", lr)
     command = [str(PACELINE), "board", "lr-0.5", str(tmp_path / "lr-0.25"), "--port", "0"]
@@ -67,7 +67,7 @@ def test_it_shows_runs_with_their_numbers_and_hyper_parameters_until_ctrl_c(tmp_
         assert server.stdout is not None
         assert server.stderr is not None
         try:
-            look_at(server.stdout.readline(), tmp_path)
+            check_page(server.stdout.readline(), tmp_path)
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0

@@ -42,7 +42,7 @@ def test_exact_false_is_named_as_the_reason(run) -> None:
     assert "exact: false adds up in whatever order is fastest" in ended.stdout, ended.stderr
 
 
-def test_a_generator_of_the_models_own_is_suspected(run, tmp_path: Path) -> None:
+def test_a_random_generator_of_the_model_is_named_as_the_likely_reason(run, tmp_path: Path) -> None:
     (tmp_path / "noisy_lab.py").write_text(
         textwrap.dedent("""
         import torch
@@ -69,18 +69,18 @@ def test_a_generator_of_the_models_own_is_suspected(run, tmp_path: Path) -> None
     assert "ddp-2 differs first in weight, at step 1" in ended.stdout
 
 
-def test_wrong_numbers_of_processes_are_said(run) -> None:
-    for numbers, said in (
+def test_wrong_numbers_of_processes_are_reported(run) -> None:
+    for numbers, message in (
         ("1,two", "not a list of numbers"),
         ("0,1", "must be 1 or more"),
-        ("3,4", "lanes=4 cannot be ridden by 3"),
+        ("3,4", "lanes=4 cannot be split over 3 ranks; set lanes to a multiple of 3"),
     ):
         ended = run("paceline", "compare", "digits", "--procs", numbers)
         assert ended.returncode == 2
-        assert said in ended.stderr
+        assert message in ended.stderr
 
 
-def test_an_own_loop_is_compared_by_time_and_told_about_its_bits(run, tmp_path: Path) -> None:
+def test_an_own_loop_is_compared_by_time_and_its_difference_explained(run, tmp_path: Path) -> None:
     assert run("paceline", "init", "mylab").returncode == 0
     ended = run("paceline", "compare", "mylab", "num_epochs=1", "--procs", "1,2", timeout_s=200)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""`paceline report` in a real browser: the page loads without an error, and what it shows is what the events say."""
+"""`paceline report` in a real browser: the page loads without an error, and it shows the numbers of the events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 WEIGHTS = "0123456789abcdef" * 4
 
-# What a person does with the mouse; what is seen then goes where the test can read it.
+# Mouse actions of a user; what the page shows after them is written into the page for the test to read.
 ACTS = """
 const seen = {};
 const charts = () => [...document.querySelectorAll(".u-over")];
@@ -56,8 +56,8 @@ setTimeout(act, 100);
 """
 
 
-def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]:
-    """A run of 3 ranks with 50 steps told, the last of which rank 2 is late at; its events."""
+def write_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]:
+    """Write a run of 3 ranks with 50 step events, in the last of which rank 2 is late; returns its events."""
     started = {"name": "lab <b>", "seed": 0, "world_size": 3, "lanes": 3, "device": "cpu", "backend": "gloo"}
     events: list[dict[str, Any]] = [{"event": "run_started", **started}]
     for number in range(1, 51):
@@ -93,7 +93,7 @@ def leave_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
 
 
 def browse(page: Path, *, width: int = 1200) -> tuple[str, dict[str, Any]]:
-    """The text of the page, and what is seen on a copy in which somebody moves the mouse; no error in its console."""
+    """The HTML of the page, and what it shows after the mouse actions; fails on an error in the console."""
     assert CHROMIUM is not None
     copy = page.with_suffix(".acts.html")
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{ACTS}</script></body>"))
@@ -116,8 +116,8 @@ def number(text: str) -> float:
 
 
 @needs_browser
-def test_the_page_of_a_run_shows_its_numbers_and_answers_the_mouse(run, tmp_path: Path) -> None:
-    events = leave_run(tmp_path / "one", lr=0.5)
+def test_the_page_of_a_run_shows_its_numbers_and_reacts_to_the_mouse(run, tmp_path: Path) -> None:
+    events = write_run(tmp_path / "one", lr=0.5)
     ended = run("paceline", "report", "one", "--out", "page.html")
     assert ended.returncode == 0, ended.stderr
     dom, seen = browse(tmp_path / "page.html", width=400)
@@ -158,12 +158,15 @@ def test_the_page_of_a_run_shows_its_numbers_and_answers_the_mouse(run, tmp_path
 
 @needs_browser
 def test_several_runs_are_compared_in_a_table_and_in_one_chart(run, tmp_path: Path) -> None:
-    told = {"a": leave_run(tmp_path / "runs" / "a", lr=0.5), "b": leave_run(tmp_path / "runs" / "b", lr=0.25, every=7)}
+    written = {
+        "a": write_run(tmp_path / "runs" / "a", lr=0.5),
+        "b": write_run(tmp_path / "runs" / "b", lr=0.25, every=7),
+    }
     ended = run("paceline", "report", "runs/a", "runs/b")
     assert ended.returncode == 0, ended.stderr
     dom, seen = browse(tmp_path / "report.html")
     assert set(seen["hovered"][0]) == {"step", "a loss", "b loss", "a val_loss", "b val_loss"}
-    for name, events in told.items():  # their steps differ; each shows a number of its own, one near the mouse
+    for name, events in written.items():  # their steps differ; each shows a number of its own, one near the mouse
         near = [
             e["loss"]
             for e in events
@@ -174,7 +177,7 @@ def test_several_runs_are_compared_in_a_table_and_in_one_chart(run, tmp_path: Pa
     assert re.search(r"optimizer\.lr</code></td><td[^>]*>0\.5</td><td[^>]*>0\.25", dom)
 
 
-def test_what_is_not_a_run_is_said(run, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_named(run, tmp_path: Path) -> None:
     tmp_path.joinpath("empty").mkdir()
     ended = run("paceline", "report", "empty")
     assert ended.returncode == 2

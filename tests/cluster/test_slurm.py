@@ -101,12 +101,12 @@ def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm, monkeypatch: py
 
 def test_the_status_of_a_job_that_fails_before_its_run_begins_shows_the_cause(slurm: Slurm) -> None:
     job = submit("--sbatch=--hold")
-    assert paceline("status", "run").splitlines()[-1] == "the run has not begun yet"
+    assert paceline("status", "run").splitlines()[-1] == "the run has not started yet"
     Path("config.yaml").unlink()
     slurm.ask("scontrol", "release", job)
     wait_for(slurm, job, "FAILED")
     shown = paceline("status", "run")
-    assert "the run did not begin; the end of" in shown
+    assert "the run did not start; the end of" in shown
     assert "config.yaml is neither a file nor a recipe" in shown
 
 

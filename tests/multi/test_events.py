@@ -16,7 +16,7 @@ from faults import Disturbed, events, send, send_self, start, stop_step
 
 from paceline.observe.events import read
 from paceline.run.layout import RunFolder
-from paceline.tools.report.read import facts_of
+from paceline.tools.report.facts import facts_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 OPTIONAL = {"warning": {"step"}}
@@ -57,8 +57,8 @@ def test_a_run_that_was_stopped_and_had_a_failure_writes_what_is_documented_and_
     assert (facts.step, facts.weights_sha256) == (result.step, result.weights_sha256)
     assert facts.curves["val_loss"].value == [row["val_loss"] for row in result.history]
     assert facts.curves["loss"].step == sorted(set(facts.curves["loss"].step))
-    assert len(facts.lives) == 3
-    assert facts.lives[1].step == stopped_at
+    assert len(facts.attempts) == 3
+    assert facts.attempts[1].step == stopped_at
     assert [mark.kind for mark in facts.marks if mark.kind in ("stopped", "restarted", "finished")] == [
         "stopped",
         "restarted",

@@ -1,4 +1,4 @@
-"""`paceline tune` with real runs on two ranks: pruned, killed, side by side, and after a kill of the search itself."""
+"""`paceline tune` with real runs on two ranks: pruned, killed, side by side, and after the search was killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ optuna = pytest.importorskip("optuna")
 from paceline.config import build, override, read_yaml  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.tools.tune.space import parse  # noqa: E402
-from paceline.tools.tune.tune import Plan, tune  # noqa: E402
+from paceline.tools.tune.tune import TunePlan, tune  # noqa: E402
 
 PACELINE = str(Path(sys.executable).parent / "paceline")
 STUDY = Path("runs/lab-tune")
@@ -31,7 +31,7 @@ RANGE = "optimizer.lr=log:1e-3:1e-1"
 
 @pytest.fixture(autouse=True)
 def lab(tmp_path: Path) -> Path:
-    """A config with its module, in the working folder. Its data is slow while a file `slow` is there."""
+    """A config with its module, in the working folder. Its data is slow while a file `slow` exists."""
     sys.modules.pop("lab_tune", None)  # of the test before
     (tmp_path / "lab_tune.py").write_text(
         textwrap.dedent("""
@@ -89,7 +89,7 @@ def wait_for(condition, what: str) -> None:
         time.sleep(0.05)
 
 
-def test_trials_side_by_side_one_of_them_killed_end_with_the_best_config(run, lab: Path) -> None:
+def test_trials_side_by_side_with_one_killed_give_the_best_config(run, lab: Path) -> None:
     ended = run(
         "paceline", "tune", "config.yaml", "--parallel", "2", "--trials", "3", "--sampler", "random", "--seed", "1",
         RANGE, "model_args.killed_rank=null", "model_args.killed_rank=1",
@@ -116,38 +116,38 @@ def test_trials_side_by_side_one_of_them_killed_end_with_the_best_config(run, la
 
 
 def search_here(lab: Path, *words: str, **options: Any) -> list[str]:
-    """A search in this process; gives its lines."""
+    """Search in this process; returns the logged lines."""
     space, fixed = parse(words)
     raw = read_yaml(lab / "config.yaml")
     override(raw, fixed)
-    said: list[str] = []
-    tune(Plan(raw, lab, space, **options), say=said.append, show=lambda text: None)
-    return said
+    logged: list[str] = []
+    tune(TunePlan(raw, lab, space, **options), log=logged.append, show_status=lambda text: None)
+    return logged
 
 
 def test_a_pruned_trial_ends_on_both_ranks_at_one_step(lab: Path) -> None:
-    hopeless = optuna.pruners.ThresholdPruner(upper=0.0)
-    before = psutil.Process().children(recursive=True)  # a nursery, if an earlier test has left one
-    with pytest.raises(PacelineError, match="no trial was trained to its end"):
-        search_here(lab, RANGE, "num_epochs=100000", trials=1, pruner=hopeless)
+    prune_all = optuna.pruners.ThresholdPruner(upper=0.0)
+    before = psutil.Process().children(recursive=True)  # a fork server, if an earlier test has left one
+    with pytest.raises(PacelineError, match="no trial finished"):
+        search_here(lab, RANGE, "num_epochs=100000", trials=1, pruner=prune_all)
     assert [row["state"] for row in table()] == ["pruned"]
     [stopped] = events(0, "run_stopped")
     assert stopped["reason"] == "SIGTERM"
-    assert stopped["is_saved"]  # which takes both ranks, at the same step
+    assert stopped["is_saved"]  # both ranks save at the same step
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_killed_search_goes_on_with_its_trial_and_keeps_the_total(lab: Path) -> None:
+def test_a_killed_search_is_resumed_with_its_trial_and_keeps_the_total(lab: Path) -> None:
     words = (RANGE, "checkpoint.every_steps=1")
     (lab / "slow").touch()
     with subprocess.Popen([PACELINE, "tune", "config.yaml", "--trials", "2", *words], stderr=subprocess.PIPE) as search:
         log = STUDY / "trial-0000" / "events.jsonl"
         wait_for(lambda: log.exists() and events(0, "checkpoint"), "no checkpoint")
         family = psutil.Process(search.pid).children(recursive=True)
-        assert len(family) >= 4  # a worker, its nursery, two ranks
+        assert len(family) >= 4  # a trial process, its fork server, two ranks
         os.kill(search.pid, signal.SIGKILL)
     wait_for(lambda: not any(each.is_running() for each in family), "processes outlive the search")
-    assert not (STUDY / "trial-0000" / "result.json").exists()  # else they have trained to the end without it
+    assert not (STUDY / "trial-0000" / "result.json").exists()  # else they have finished without it
     before = yaml.safe_load((STUDY / "trial-0000.yaml").read_text())
     (lab / "slow").unlink()
     search_here(lab, *words, trials=2)

@@ -6,7 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -139,11 +139,58 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # CycleError names the circle
 
 
+# --- the tools ----------------------------------------------------------------------------------------------
+
+# What users have: the public names, and the modules that build a config, read a run folder, its events and its results.
+FOR_TOOLS = {
+    "paceline", "callbacks", "config", "errors", "formatting", "observe.event_types", "observe.events", "results",
+    "run", "system", "trainer",
+}  # fmt: skip
+
+# Rooms and modules that a tool needs besides, each with its reason.
+INSIDE_TOOLS = {
+    "tools.tune": {
+        # A trial process starts the process that imports torch for its ranks before it does so itself, a search takes
+        # signals as a launcher does, and a Ray cluster is found as for a run.
+        "launch",
+        # Follows events.jsonl while a trial writes it; a trial that is resumed replaces the file.
+        "observe.tail",
+    },
+    # The doctor checks lanes, machines, trackers and devices as a launcher does.
+    "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.trackers", "world"},
+    # The profiler measures the parts of a step in ranks of its own.
+    "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
+    # An export writes weights as a checkpoint does, and compares its model on samples as training reads them.
+    "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},
+}
+
+
+def is_within(module: str, names: Collection[str]) -> bool:
+    """Whether a module is one of these, or in a package that is one of these."""
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+def imported_by_tool(tool: str) -> set[str]:
+    """The modules outside a tool, and beyond those for all tools, that the modules of the tool import."""
+    modules = [module for module in MODULES if is_within(module, [tool])]
+    return {other for module in modules for other in imported(module) if not is_within(other, {*FOR_TOOLS, tool})}
+
+
+@pytest.mark.parametrize("tool", sorted({".".join(name.split(".")[:2]) for name in MODULES if name[:6] == "tools."}))
+def test_tools_use_only_what_users_have(tool: str) -> None:
+    assert [other for other in imported_by_tool(tool) if not is_within(other, INSIDE_TOOLS.get(tool, ()))] == []
+
+
+def test_no_exception_of_a_tool_is_left_over() -> None:
+    for tool, names in INSIDE_TOOLS.items():
+        assert [name for name in names if not any(is_within(other, [name]) for other in imported_by_tool(tool))] == []
+
+
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
     "launch", "launch.environment", "launch.fork_server", "launch.local", "launch.network", "launch.processes",
-    "launch.ray", "launch.torchrun", "system.home", "tools.tune.shares", "world",
+    "launch.ray", "launch.torchrun", "system.cores", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

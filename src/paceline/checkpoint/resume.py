@@ -16,18 +16,13 @@ import yaml
 
 from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, read_manifest
 from paceline.config import Config, to_plain
+from paceline.config.schema import EXECUTION_KEYS
 from paceline.data.trees import leaves_in
 from paceline.engine.precision import resolve
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
 
-# Keys that do not affect the results of a run, only how and where it is executed.
-EXECUTION_KEYS = {
-    "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
-    "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
-    "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
-}  # fmt: skip
 # What gives the step number its meaning. Other values may change in the middle of a run; the changes are reported.
 FIXED_VALUES = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")
 

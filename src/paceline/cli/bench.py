@@ -32,15 +32,15 @@ def bench(
     Times small models in a hand-written DDP loop, in Paceline, and in other libraries that are installed.
     """
     from paceline.run.atomic_files import write_json
-    from paceline.tools.bench.bench import Plan
+    from paceline.tools.bench.bench import BenchPlan
     from paceline.tools.bench.bench import bench as run_bench
 
-    plan = Plan(
+    plan = BenchPlan(
         models=_names(models), contenders=_names(only), procs=procs,
         scaling=parse_numbers("scaling", scaling) if scaling else (), steps=steps, rounds=rounds, workers=workers,
         device=device,
     )  # fmt: skip
-    report = run_bench(plan, say=lambda text: typer.echo(text, err=True))
+    report = run_bench(plan, log=lambda text: typer.echo(text, err=True))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, report)

@@ -26,7 +26,7 @@ def compare(
     built, home = build_config(target, overrides, run_dir=run_dir)
     from paceline.tools.compare import compare as run_comparison
 
-    comparison = run_comparison(built, numbers, home, say=lambda text: typer.echo(text, err=True))
+    comparison = run_comparison(built, numbers, home, log=lambda text: typer.echo(text, err=True))
     names = list(comparison.rows[0].metrics)
     table = Table("run", "seconds", "samples/s", "speed-up", "efficiency", "loss", *names, "weights", box=None)
     for row in comparison.rows:

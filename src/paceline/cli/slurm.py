@@ -39,7 +39,7 @@ def submit(
     from paceline import config
     from paceline.run.layout import RunFolder
     from paceline.run.lifecycle import new_folder
-    from paceline.tools.submit import Plan, script
+    from paceline.tools.submit import JobRequest, script
     from paceline.tools.submit import submit as submit_script
     from paceline.trainer import build_config
 
@@ -47,16 +47,16 @@ def submit(
     raw = config.read_yaml(path)
     config.override(raw, overrides or [])
     built = build_config(raw, path.parent.resolve())
-    plan = Plan(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
+    request = JobRequest(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir
     shown = wanted or Path("runs") / built.name / "DATE-TIME"
-    text = script(plan, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is made
+    text = script(request, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is made
     if dry_run:
         typer.echo(text, nl=False)
         return
     folder = RunFolder(new_folder(wanted, Path("runs") / built.name))
-    job = submit_script(script(plan, built.name, words, folder), folder)
+    job = submit_script(script(request, built.name, words, folder), folder)
     typer.echo(f"submitted: job {job}, run folder {folder.path}")
     typer.echo("try next:")
     for command in ("status", "logs", "cancel"):

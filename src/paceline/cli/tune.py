@@ -18,7 +18,7 @@ from paceline.cli.output import show_table
 from paceline.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from paceline.tools.tune.tune import Found
+    from paceline.tools.tune.tune import TuneResult
 
 TRIALS_SHOWN = 20
 
@@ -73,10 +73,10 @@ def tune(
     config.override(raw, fixed)
     if procs is not None:
         raw["procs"] = procs
-    from paceline.tools.tune.tune import Plan
+    from paceline.tools.tune.tune import TunePlan
     from paceline.tools.tune.tune import tune as run_search
 
-    plan = Plan(
+    plan = TunePlan(
         raw, path.parent.resolve(), searched, trials=trials, parallel=parallel, metric=metric, mode=mode, study=study,
         storage=storage, sampler=sampler, pruner=pruner, seed=seed, engine=engine, run_dir=run_dir,
     )  # fmt: skip
@@ -84,13 +84,13 @@ def tune(
     with console.status("starting") if console.is_terminal else nullcontext() as status:
         found = run_search(
             plan,
-            say=lambda text: console.print(text, markup=False),
-            show=lambda text: status.update(escape(text)) if status is not None else None,
+            log=lambda text: console.print(text, markup=False),
+            show_status=lambda text: status.update(escape(text)) if status is not None else None,
         )
     _show(found)
 
 
-def _show(found: Found) -> None:
+def _show(found: TuneResult) -> None:
     from paceline.tools.tune.report import shown
 
     table = Table("trial", "state", found.goal.metric, "epochs", "seconds", *found.best.values, box=None)

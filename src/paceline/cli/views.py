@@ -27,7 +27,7 @@ def board(
     """
     from paceline.tools.board import serve
 
-    serve(runs or [Path("runs")], port, say=typer.echo)
+    serve(runs or [Path("runs")], port, log=typer.echo)
 
 
 def report(
@@ -42,8 +42,8 @@ def report(
     The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
     from paceline.run.atomic_files import write_text
+    from paceline.tools.report.facts import facts_of_all
     from paceline.tools.report.page import page_of
-    from paceline.tools.report.read import facts_of_all
 
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")

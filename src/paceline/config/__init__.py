@@ -7,6 +7,7 @@ from paceline.config.build import build, override, resolve_tables
 from paceline.config.messages import problems_of
 from paceline.config.resolved import Settings
 from paceline.config.schema import (
+    EXECUTION_KEYS,
     FUNCTION_KEYS,
     Augmentation,
     Best,
@@ -16,9 +17,10 @@ from paceline.config.schema import (
     Pacing,
     Schedule,
 )
-from paceline.config.yaml import dump_yaml, read_yaml, to_plain
+from paceline.config.yaml import dotted_items, dump_yaml, read_yaml, to_plain
 
 __all__ = [
+    "EXECUTION_KEYS",
     "FUNCTION_KEYS",
     "Augmentation",
     "Best",
@@ -29,6 +31,7 @@ __all__ = [
     "Schedule",
     "Settings",
     "build",
+    "dotted_items",
     "dump_yaml",
     "override",
     "problems_of",

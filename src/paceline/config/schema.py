@@ -21,6 +21,12 @@ MANAGED_KEYS = (
     "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
+# Keys that do not affect the results of a run, only how and where it is executed.
+EXECUTION_KEYS = {
+    "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
+    "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
+    "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
+}  # fmt: skip
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
 

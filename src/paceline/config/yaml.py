@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return name_of(value) if callable(value) else f"<{type(value).__name__}>"
+
+
+def dotted_items(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """The keys that are set, such as `optimizer.lr`, with simple values: a list becomes JSON text."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from dotted_items(value, f"{prefix}{key}.")
+        elif isinstance(value, (bool, int, float, str)):
+            yield f"{prefix}{key}", value
+        elif value:
+            yield f"{prefix}{key}", json.dumps(value, default=str, skipkeys=True)
 
 
 class _Loader(yaml.SafeLoader):

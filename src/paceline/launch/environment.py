@@ -51,26 +51,6 @@ def shares_cores(ddp: Any, procs: Any) -> bool:
     return bool(ddp) and str(procs) not in ("None", "1")
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(which_cores())
-
-
-def which_cores() -> set[int]:
-    """The cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def chosen_threads(shares: int, *, injected: str | None = None) -> int:
-    """Threads for one of `shares` equal shares of this machine: OMP_NUM_THREADS, or cores ÷ shares.
-
-    `injected` is a value of OMP_NUM_THREADS that is not the user's: torchrun sets 1.
-    """
-    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    is_number = chosen.isdecimal() and int(chosen) > 0
-    return int(chosen) if is_number and chosen != injected else max(1, usable_cores() // shares)
-
-
 def ranks_here() -> int:
     """How many ranks of a world that others have started run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)

@@ -16,7 +16,6 @@ from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed, Stopped
-from paceline.launch.environment import chosen_threads
 from paceline.launch.fork_server import LOOK_S, RankSpec
 from paceline.launch.machines import LocalMachine, Machines, RankGroup, Rendezvous
 from paceline.launch.relocation import FolderWatcher, loss_of
@@ -33,6 +32,7 @@ from paceline.run.job import Job, Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import clear_last_attempt, keep_hang_report, open_run
 from paceline.run.outcome import Outcome, collect
+from paceline.system.cores import chosen_threads
 from paceline.system.signals import SIGNALS, handled, heeded
 from paceline.worker.main import train
 from paceline.world import pick_backend, pick_device

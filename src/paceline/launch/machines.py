@@ -16,8 +16,9 @@ import torch.distributed as dist
 from paceline.config import Config
 from paceline.launch import network
 from paceline.launch import processes as processes
-from paceline.launch.environment import shares_cores, usable_cores
+from paceline.launch.environment import shares_cores
 from paceline.launch.fork_server import RankSpec
+from paceline.system.cores import usable_cores
 
 
 class RankGroup(Protocol):

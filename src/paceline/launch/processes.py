@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
-from paceline.launch.environment import which_cores
 from paceline.launch.fork_server import RankSpec
 from paceline.system.child import command_of
+from paceline.system.cores import which_cores
 
 # What libraries read while they are loaded: a nursery that was started with other values is of no use.
 READ_AT_LOAD = (

@@ -32,7 +32,6 @@ from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, Interrupted, RankFailed
 from paceline.launch import network, ray_worker
-from paceline.launch.environment import chosen_threads
 from paceline.launch.fork_server import LOOK_S
 from paceline.launch.local import BEFORE, StopRequest, failure_told, hearing, laid_out, limit_of
 from paceline.launch.machines import fitting, room_among, serve_store, variables_of
@@ -46,6 +45,7 @@ from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
 from paceline.run.outcome import Outcome, collect
+from paceline.system.cores import chosen_threads
 from paceline.worker.main import train as training
 
 LOOPBACK = "127.0.0.1"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed
-from paceline.launch.environment import chosen_threads, is_restarted, ranks_here
+from paceline.launch.environment import is_restarted, ranks_here
 from paceline.launch.relocation import FolderWatcher
 from paceline.observe import failures
 from paceline.observe.follow import Follower
@@ -24,6 +24,7 @@ from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import clear_last_attempt, open_run
 from paceline.run.outcome import Outcome, collect
+from paceline.system.cores import chosen_threads
 from paceline.world import join, use_threads
 
 PATIENCE_S = 60.0  # with a rank 0 that writes the result

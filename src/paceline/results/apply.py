@@ -12,8 +12,9 @@ from paceline.config import Config, resolve_tables, to_plain
 from paceline.config.functions import Missing
 from paceline.data.sources import columns_of
 from paceline.errors import ConfigError, RankFailed
-from paceline.launch.environment import chosen_threads, is_main_process
+from paceline.launch.environment import is_main_process
 from paceline.run.lifecycle import new_folder
+from paceline.system.cores import chosen_threads
 from paceline.worker import predict as tasks
 
 if TYPE_CHECKING:

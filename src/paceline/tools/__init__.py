@@ -1,4 +1,4 @@
-"""Commands around a run: compare, doctor, profile, report, bench, tune, export, submit.
+"""The commands around a run: compare, doctor, profile, report, bench, tune, export, submit and board.
 
-Nothing below imports a tool, and a run works without any of them.
+They use the public names, run folders and events. No lower room imports a tool, and a run works without them.
 """

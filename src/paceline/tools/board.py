@@ -1,4 +1,4 @@
-"""`paceline board`: the TensorBoard that is installed, on this machine's own address alone."""
+"""`paceline board`: starts the installed TensorBoard on the loopback address, which only this machine reaches."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.errors import ConfigError
 HOST = "127.0.0.1"
 
 
-def serve(runs: Sequence[Path], port: int | None, say: Callable[[str], None]) -> None:
-    """Show runs until Ctrl-C; `say` takes the address. Without a port, the first free one from 6006 on."""
+def serve(runs: Sequence[Path], port: int | None, log: Callable[[str], None]) -> None:
+    """Show runs until Ctrl-C; `log` takes the address. Without a port, it is the first free one from 6006 on."""
     arguments = ["--host", HOST, *_folders(runs), *([] if port is None else ["--port", str(port)])]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what TensorBoard does with its own libraries
+        warnings.simplefilter("ignore")  # TensorBoard triggers warnings of its own libraries
         address = _launch(arguments)
     with suppress(KeyboardInterrupt):
-        say(f"TensorBoard shows {', '.join(map(str, runs))} at {address} (Ctrl-C ends it)")
+        log(f"TensorBoard shows {', '.join(map(str, runs))} at {address} (Ctrl-C ends it)")
         while True:
             signal.pause()
 
 
 def _launch(arguments: Sequence[str]) -> str:
-    """Start the server in a thread; its address."""
+    """Start the server in a thread; returns its address."""
     try:
         from tensorboard.program import TensorBoard, TensorBoardServerException
     except ImportError as error:
@@ -40,7 +40,7 @@ def _launch(arguments: Sequence[str]) -> str:
 
 
 def _folders(runs: Sequence[Path]) -> list[str]:
-    """TensorBoard's option for one folder, or for several by name."""
+    """TensorBoard's option for one folder, or for several with names."""
     for run in runs:
         if not run.is_dir():
             raise ConfigError(f"{run} is not a folder; give run folders such as runs/NAME/DATE-TIME")
@@ -49,5 +49,5 @@ def _folders(runs: Sequence[Path]) -> list[str]:
     for run in runs:
         if set(str(run)) & set(",:"):
             raise ConfigError(f"{run} has a comma or a colon in its name; show it by itself, or the folder above it")
-    # A name must not begin with a slash, or it would be taken for the path.
+    # A name must not start with a slash, or TensorBoard takes it for the path.
     return ["--logdir_spec", ",".join(f"{str(run).strip('/')}:{run}" for run in runs)]

@@ -1,6 +1,7 @@
-"""Plain training against DDP: the same config without DDP and on several numbers of processes, side by side.
+"""Plain training against DDP: trains a config without DDP and on several numbers of processes, and compares them.
 
-Where the bits differ, the two runs are trained once more with a digest of every parameter at every step, to say where.
+Where the weights differ, both runs are trained again with a digest of every parameter at every step, which shows the
+first parameter and step that differ.
 """
 
 from __future__ import annotations
@@ -12,22 +13,20 @@ from pathlib import Path
 
 import torch
 
+from paceline import Result, Trainer
 from paceline.config import Config, read_yaml
-from paceline.data.batches import lanes_of
-from paceline.engine.replica import make_model
-from paceline.launch.environment import chosen_threads
+from paceline.errors import ConfigError
 from paceline.observe.events import read
-from paceline.results.result import Result
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import new_folder
-from paceline.trainer import Trainer
+from paceline.system.cores import chosen_threads
 
 PLAIN = "plain"
 
 
 @dataclass
-class Row:
+class ComparedRun:
     """One run of the comparison."""
 
     name: str
@@ -44,41 +43,57 @@ class Row:
 
 @dataclass
 class Comparison:
-    """All runs, and what they show, in words."""
+    """All runs, whether their weights are equal, and an explanation in a sentence."""
 
-    rows: list[Row]
+    rows: list[ComparedRun]
     is_equal: bool
     verdict: str
     folder: str
 
 
-def compare(config: Config, procs: Sequence[int], home: Path, say: Callable[[str], None]) -> Comparison:
+def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str], None]) -> Comparison:
     """Train without DDP and on each number of processes; writes `compare.json` and `compare.html`.
 
-    `home` is the config's folder.
+    `home` is the config's folder. `log` takes a line before each run.
     """
-    if config.train_fn is None:
-        lanes = config.lanes or math.lcm(*procs)
-        for number in procs:
-            lanes_of(0, number, lanes)
-        config = config.model_copy(update={"lanes": lanes})
-    else:  # as many threads in each process, or the speed-up would compare threads; lanes settle them otherwise
-        config = config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
+    config = _with_fixed_sums(config, procs)
     folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
-    rows: list[Row] = []
+    results: list[Result] = []
+    rows: list[ComparedRun] = []
     for name, number in ((PLAIN, 1), *((f"ddp-{number}", number) for number in procs)):
-        say(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP, processes: {number}'}")
-        rows.append(_row(name, number, _train(config, home, name, number, folder), rows))
+        log(f"{len(rows) + 1}/{len(procs) + 1}: {'plain, no DDP' if name == PLAIN else f'DDP, processes: {number}'}")
+        results.append(_train(config, home, name, number, folder))
+        rows.append(_row(name, number, results[-1], rows))
     differing = [row for row in rows if row.weights_sha256 != rows[0].weights_sha256]
     if not differing:
         verdict = f"the same weights to the last bit in all {len(rows)} runs: {rows[0].weights_sha256[:12]}"
     else:
-        verdict = _explain(config, home, rows[0], differing, folder, say)
+        names = ", ".join(row.name for row in differing)
+        reason = _likely_reason(config, results[0], rows[0], differing[0])
+        verdict = f"the weights of {names} differ from {rows[0].name}: {reason}"
+        if config.train_fn is None:
+            log("the weights differ; training both runs again to find the first difference")
+            verdict += f"; {_first_difference(config, home, results[0], (rows[0], differing[0]), folder)}"
     comparison = Comparison(rows, not differing, verdict, str(folder))
     write_json(folder / "compare.json", asdict(comparison))
     curves = {row.name: _losses(Path(row.run_dir)) for row in rows}
     (folder / "compare.html").write_text(_page(config.name, comparison, curves), encoding="utf-8")
     return comparison
+
+
+def _with_fixed_sums(config: Config, procs: Sequence[int]) -> Config:
+    """The config with the lanes of all runs, or with the threads of all runs if the loop is the user's own."""
+    if config.train_fn is not None:  # with more threads in a process, the speed-up would compare threads
+        return config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
+    lanes = config.lanes or math.lcm(*procs)
+    problems = [
+        f"lanes={lanes} cannot be split over {number} ranks; set lanes to a multiple of {number}, or change --procs"
+        for number in procs
+        if lanes % number
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config.model_copy(update={"lanes": lanes})
 
 
 def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
@@ -87,10 +102,10 @@ def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> R
     return Trainer.from_config(config.model_copy(update=changes), home).start()
 
 
-def _row(name: str, procs: int, result: Result, rows: list[Row]) -> Row:
+def _row(name: str, procs: int, result: Result, rows: list[ComparedRun]) -> ComparedRun:
     speed = result.samples / max(result.seconds, 1e-9)
     speed_up = speed / rows[0].samples_per_s if rows and rows[0].samples_per_s else 1.0
-    return Row(
+    return ComparedRun(
         name=name,
         procs=procs,
         seconds=round(result.seconds, 3),
@@ -104,40 +119,36 @@ def _row(name: str, procs: int, result: Result, rows: list[Row]) -> Row:
     )
 
 
-def _explain(
-    config: Config, home: Path, first: Row, differing: list[Row], folder: Path, say: Callable[[str], None]
-) -> str:
-    names = ", ".join(row.name for row in differing)
-    text = f"the weights of {names} differ from {first.name}: {_likely_reason(config, first, differing[0])}"
-    if config.train_fn is not None:
-        return text
-    say("the bits differ; training both once more to find where")
-    log = config.log.model_copy(update={"every_steps": 1, "digests": True})
-    traces = []
-    for row in (first, differing[0]):
-        again = config.model_copy(update={"log": log})
-        traces.append(_digests(_train(again, home, row.name, row.procs, folder / "traced").run_dir))
-    parameters = [name for name, _ in make_model(config).named_parameters()]
-    for step in sorted(traces[0].keys() & traces[1].keys()):
-        for name, left, right in zip(parameters, traces[0][step], traces[1][step], strict=True):
-            if left != right:
-                return f"{text}; {differing[0].name} differs first in {name}, at step {step}"
-    return f"{text}; the parameters are equal at every step, so it is a buffer that differs"
-
-
-def _likely_reason(config: Config, first: Row, other: Row) -> str:
+def _likely_reason(config: Config, result: Result, first: ComparedRun, other: ComparedRun) -> str:
+    """Why the weights of two runs probably differ; `result` is that of the first."""
     if config.train_fn is not None:
         return "your own loop averages over what each process sees, so its numbers depend on how many there are"
     if not config.exact:
         return "exact: false adds up in whatever order is fastest"
     if other.procs & (other.procs - 1):
         return f"{other.procs} is not a power of two, so the sums have another order"
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in make_model(config).modules()):
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in result.model.modules()):
         return "SyncBatchNorm averages over what the processes see at once"
     threads = [read_yaml(RunFolder(Path(row.run_dir)).config).get("threads") for row in (first, other)]
     if threads[0] != threads[1]:
         return f"they used {threads[0]} and {threads[1]} threads; set threads"
     return "most likely the model or the data draws from a random generator of its own, or reads something else"
+
+
+def _first_difference(
+    config: Config, home: Path, result: Result, rows: tuple[ComparedRun, ComparedRun], folder: Path
+) -> str:
+    """Train both runs again with digests, and name the first parameter and step that differ."""
+    log = config.log.model_copy(update={"every_steps": 1, "digests": True})
+    traced = config.model_copy(update={"log": log})
+    runs = [_train(traced, home, row.name, row.procs, folder / "traced") for row in rows]
+    left, right = (_digests(run.run_dir) for run in runs)
+    parameters = [name for name, _ in result.model.named_parameters()]
+    for step in sorted(left.keys() & right.keys()):
+        for name, one, other in zip(parameters, left[step], right[step], strict=True):
+            if one != other:
+                return f"{rows[1].name} differs first in {name}, at step {step}"
+    return "the parameters are equal at every step, so it is a buffer that differs"
 
 
 def _losses(run_dir: Path) -> list[tuple[int, float]]:
@@ -182,7 +193,7 @@ def _page(name: str, comparison: Comparison, curves: dict[str, list[tuple[int, f
     )
 
 
-def _bars(rows: list[Row]) -> str:
+def _bars(rows: list[ComparedRun]) -> str:
     fastest = max(row.samples_per_s for row in rows) or 1.0
     parts = []
     for place, row in enumerate(rows):
@@ -198,7 +209,7 @@ def _bars(rows: list[Row]) -> str:
 def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     if not points:
-        return "<p>Your own loop keeps its losses to itself.</p>"
+        return "<p>Your own loop (train_fn) writes no losses.</p>"
     last, low, high = max(step for step, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
     parts = [
         f'<text x="0" y="16" fill="currentColor" font-size="12">{high:.3g}</text>'
@@ -206,7 +217,7 @@ def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
         f'<text x="690" y="250" fill="currentColor" font-size="12" text-anchor="end">step {last}</text>'
     ]
     for place, (name, curve) in enumerate(curves.items()):
-        # Equal curves lie on each other; each is thinner than the one below it, so that all can be seen.
+        # Equal curves cover each other; each is thinner than the one below it, so that all stay visible.
         path = " ".join(
             f"{70 + 620 * s / last:.1f},{230 - 218 * (y - low) / ((high - low) or 1):.1f}" for s, y in curve
         )

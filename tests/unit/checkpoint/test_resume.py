@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.checkpoint.resume import (
-    EXECUTION_KEYS,
     RestorePoint,
     check_compatible,
     find_restore_point,
@@ -19,7 +18,7 @@ from paceline.checkpoint.resume import (
     named_checkpoint,
 )
 from paceline.checkpoint.store import Store
-from paceline.config import Config
+from paceline.config import EXECUTION_KEYS, Config
 from paceline.errors import ConfigError
 from paceline.run import tensor_files
 from paceline.run.layout import RunFolder

@@ -8,23 +8,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
-from paceline.launch import environment, stopped_error
-from paceline.launch.environment import chosen_threads, load_dotenv
+from paceline.launch import stopped_error
+from paceline.launch.environment import load_dotenv
 from paceline.launch.local import failure_told
 from paceline.observe.events import read
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome
-
-
-@pytest.mark.parametrize(
-    ("chosen", "threads"), [("", 4), ("3", 3), ("3,2", 3), ("many", 4), ("0", 4), ("1", 4)]  # 1 is torchrun's
-)  # fmt: skip
-def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(
-    chosen: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
-    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    assert chosen_threads(2, injected="1") == threads
 
 
 def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(

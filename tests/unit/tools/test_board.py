@@ -1,4 +1,4 @@
-"""What `paceline board` says when it cannot show anything."""
+"""The errors of `paceline board`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.tools.board import serve
 
 
-def test_a_folder_that_is_not_there_is_named() -> None:
+def test_a_missing_folder_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^runs is not a folder; give run folders such as runs/NAME/DATE-TIME$"):
         serve([Path("runs")], None, print)
 
@@ -25,7 +25,7 @@ def test_a_missing_tensorboard_is_named_with_its_install_command(
         serve([tmp_path], None, print)
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^TensorBoard cannot start: .*{port}.*; choose another --port"):
@@ -33,7 +33,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a,b", "a:b"])
-def test_several_runs_cannot_have_names_that_tensorboard_takes_apart(name: str, tmp_path: Path) -> None:
+def test_several_runs_cannot_have_names_with_the_separators_of_tensorboard(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match="has a comma or a colon in its name; show it by itself"):
         serve([tmp_path, tmp_path / name], None, print)

@@ -1,4 +1,4 @@
-"""The search space, the goal, the shares of a machine and the words of a report: everything that needs no run."""
+"""The search space, the goal, the shares of a machine and the report, none of which needs a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.config import build, override, read_yaml
 from paceline.errors import ConfigError
 from paceline.tools.tune import report
 from paceline.tools.tune.goal import Goal, pick_goal
-from paceline.tools.tune.report import Row
-from paceline.tools.tune.shares import Share, shares_of
+from paceline.tools.tune.report import TrialRow
+from paceline.tools.tune.shares import MachineShare, shares_of
 from paceline.tools.tune.space import Choices, Range, examples_of, parse, words_of
 
 # --- the space ---------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ from paceline.tools.tune.space import Choices, Range, examples_of, parse, words_
         (["int:64:512:64"], Range(64, 512, is_int=True, step=64)),
         (["logint:16:1e3"], Range(16, 1000, is_log=True, is_int=True)),
         (["{32,64,128}"], Choices((32, 64, 128))),
-        (["32", "64", "128"], Choices((32, 64, 128))),  # what bash makes of the line above
+        (["32", "64", "128"], Choices((32, 64, 128))),  # how bash expands the line above
         (["{1e-3, 1e-2}"], Choices((1e-3, 1e-2))),
         (["{adamw,sgd}"], Choices(("adamw", "sgd"))),
         (["{true,null}"], Choices((True, None))),
@@ -60,28 +60,28 @@ def test_a_key_with_one_value_is_set_and_not_searched(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "problem"),
     [
-        (["lr=log(0,1)"], "lr=log(0,1) begins at 0; the ends of a logarithmic range must be above 0"),
-        (["lr=log(1,0.1)"], "lr=log(1,0.1) ends before it begins; give the smaller number first"),
+        (["lr=log(0,1)"], "lr=log(0,1) starts at 0; the ends of a logarithmic range must be above 0"),
+        (["lr=log(1,0.1)"], "lr=log(1,0.1) ends below its start; give the smaller number first"),
         (["lr=log(1)"], "lr=log(1) needs two numbers; write log(low,high)"),
         (["lr=log:1:2:3"], "lr=log:1:2:3 needs two numbers; write log(low,high)"),
         (["lr=log(a,b)"], "lr=log(a,b) is not a range of numbers; write for instance log(1,10)"),
-        (["lr=lin(1,2)"], "lr=lin(1,2) is not a range that is known; use uniform, log, int, logint"),
+        (["lr=lin(1,2)"], "lr=lin(1,2) is not a known kind of range; use uniform, log, int, logint"),
         (["n=int(1,2.5)"], "n=int(1,2.5) needs whole numbers; use uniform for others"),
         (["n=int:1:4:9"], "n=int:1:4:9 has the step 9; give one above 0 that fits between the ends"),
         (["n=int(1,4)", "n=8"], "n=int(1,4) 8 is a range beside other values; give one range, or values alone"),
         (
             ["name={2024-01-01,b}"],
-            "name={2024-01-01,b} has values that are no numbers or text; YAML reads dates so, put them in quotes",
+            "name={2024-01-01,b} has values that are not numbers or text; put dates in quotes",
         ),
         (["n={1,1}"], "n={1,1} is not a set of values; write {a, b, c}, each once"),
     ],
 )
-def test_what_is_wrong_with_a_range_is_said_in_a_sentence(words: list[str], said: str) -> None:
+def test_a_wrong_range_is_refused_with_a_reason(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(words)
-    assert error.value.problems == [said]
+    assert error.value.problems == [problem]
 
 
 def test_all_wrong_ranges_are_reported_together() -> None:
@@ -94,7 +94,7 @@ def test_examples_show_both_ends_and_each_choice() -> None:
     space, _ = parse(["n=int:1:5", "size={1,2,3}"])
     assert examples_of(space) == [{"n": 1, "size": 1}, {"n": 5, "size": 2}, {"n": 1, "size": 3}]
     fraction = examples_of(parse(["lr=uniform:1:2"])[0])[-1]["lr"]
-    assert 1 < fraction < 2  # where only whole numbers will do, this one does not
+    assert 1 < fraction < 2  # a key that takes whole numbers refuses it
     assert examples_of({}) == [{}]
 
 
@@ -128,15 +128,15 @@ def test_the_goal_comes_from_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "mode", "said"),
+    ("metric", "mode", "problem"),
     [
         ("f1", None, "--metric f1 is not measured; use val_loss, train_loss, score, or add it to metrics"),
-        ("score", None, "--metric score may be better small or large; say --mode min or --mode max"),
-        ("score", "up", "--mode up is not known; say --mode min or --mode max"),
+        ("score", None, "--metric score may be better small or large; use --mode min or --mode max"),
+        ("score", "up", "--mode up is not known; use --mode min or --mode max"),
     ],
 )
-def test_a_goal_that_nobody_knows_is_refused(metric: str, mode: str | None, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_unknown_metric_or_mode_is_refused(metric: str, mode: str | None, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         pick_goal(config(metrics={"score": max}), metric, mode)
 
 
@@ -155,16 +155,21 @@ def test_the_last_epoch_counts_or_the_best_one_where_its_weights_are_kept() -> N
 @pytest.mark.parametrize(
     ("parallel", "gpus", "cores", "shares"),
     [
-        (1, ["0", "1"], [0, 1], [Share(None, None)]),
-        (2, [], [0, 1, 2], [Share(None, [0]), Share(None, [1])]),
-        (2, ["0", "1", "2", "3"], [4, 5, 6, 7], [Share(["0", "1"], [4, 5]), Share(["2", "3"], [6, 7])]),
-        (2, ["5", "7", "9"], [0, 1], [Share(["5"], [0]), Share(["7"], [1])]),
-        (3, ["GPU-a"], [0, 1], [Share(["GPU-a"], [0]), Share(["GPU-a"], [1]), Share(["GPU-a"], [0])]),
-        (3, ["0", "1"], [0, 1, 2], [Share(["0"], [0]), Share(["1"], [1]), Share(["0"], [2])]),
+        (1, ["0", "1"], [0, 1], [MachineShare(None, None)]),
+        (2, [], [0, 1, 2], [MachineShare(None, [0]), MachineShare(None, [1])]),
+        (2, ["0", "1", "2", "3"], [4, 5, 6, 7], [MachineShare(["0", "1"], [4, 5]), MachineShare(["2", "3"], [6, 7])]),
+        (2, ["5", "7", "9"], [0, 1], [MachineShare(["5"], [0]), MachineShare(["7"], [1])]),
+        (
+            3,
+            ["GPU-a"],
+            [0, 1],
+            [MachineShare(["GPU-a"], [0]), MachineShare(["GPU-a"], [1]), MachineShare(["GPU-a"], [0])],
+        ),
+        (3, ["0", "1"], [0, 1, 2], [MachineShare(["0"], [0]), MachineShare(["1"], [1]), MachineShare(["0"], [2])]),
     ],
 )
 def test_trials_side_by_side_get_equal_shares(
-    parallel: int, gpus: list[str], cores: list[int], shares: list[Share]
+    parallel: int, gpus: list[str], cores: list[int], shares: list[MachineShare]
 ) -> None:
     assert shares_of(parallel, gpus, cores) == shares
 
@@ -172,14 +177,14 @@ def test_trials_side_by_side_get_equal_shares(
 # --- the report --------------------------------------------------------------------------------------------------
 
 
-def row(number: int, value: float | None, state: str = "done", epochs: int = 3, reason: str = "") -> Row:
-    return Row(number, {"lr": 0.1 * (number + 1)}, value, state, epochs, 1.0, f"runs/{number}", reason)
+def row(number: int, value: float | None, state: str = "done", epochs: int = 3, reason: str = "") -> TrialRow:
+    return TrialRow(number, {"lr": 0.1 * (number + 1)}, value, state, epochs, 1.0, f"runs/{number}", reason)
 
 
 ROWS = [row(0, 0.5), row(1, None, "failed", 0, "rank 0 failed\n  OOM\n  more"), row(2, 0.1, "pruned", 1), row(3, 0.2)]
 
 
-def test_the_best_trial_is_one_that_was_trained_to_its_end() -> None:
+def test_the_best_trial_is_one_that_finished() -> None:
     assert [each.number for each in report.ranking(ROWS, Goal("val_loss", "min"))] == [3, 0, 2, 1]
     assert [each.number for each in report.ranking(ROWS, Goal("accuracy", "max"))] == [0, 3, 2, 1]
     for mode, number in (("min", 3), ("max", 0)):
@@ -189,7 +194,7 @@ def test_the_best_trial_is_one_that_was_trained_to_its_end() -> None:
     assert report.best_of(ROWS[1:3], Goal("m", "min")) is None
 
 
-def test_a_trial_is_told_in_one_line_with_the_reason_of_its_failure() -> None:
+def test_a_trial_is_described_in_one_line_with_the_reason_of_its_failure() -> None:
     assert ROWS[3].describe(Goal("val_loss", "min")) == "trial 3  done  val_loss 0.2  1.0 s  lr 0.4"
     assert ROWS[1].describe(Goal("val_loss", "min")) == "trial 1  failed  1.0 s  lr 0.2: rank 0 failed OOM"
 

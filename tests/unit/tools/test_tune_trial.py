@@ -1,4 +1,4 @@
-"""A trial from outside and inside, without a process: its config, what it leaves, and what is made of it."""
+"""A trial without a process: its config, its run as the search sees it, and the outcome that it writes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.goal import Goal
 from paceline.tools.tune.space import parse
 from paceline.tools.tune.trial import TrialRun
-from paceline.tools.tune.tune import Plan
-from paceline.tools.tune.worker import Outcome
+from paceline.tools.tune.tune import TunePlan
+from paceline.tools.tune.worker import TrialOutcome
 
 
-class Hands:
-    """Stands for the process of a place."""
+class FakeProcess:
+    """Stands for the process that trains trials."""
 
-    code: int | None = None
+    exit_code: int | None = None
 
     def __init__(self) -> None:
         self.jobs: list[Any] = []
         self.signals: list[int] = []
 
-    def give(self, job: Any) -> None:
+    def train(self, job: Any) -> None:
         self.jobs.append(job)
 
     def signal(self, number: int) -> None:
@@ -48,12 +48,12 @@ def folder(tmp_path: Path) -> StudyFolder:
     return StudyFolder(tmp_path)
 
 
-def trial(folder: StudyFolder, hands: Any) -> TrialRun:
+def trial(folder: StudyFolder, process: Any) -> TrialRun:
     folder.run(3).mkdir()
-    return TrialRun(folder, 3, {"run_dir": str(folder.run(3)), "optimizer": {"lr": 1e-5}}, hands)
+    return TrialRun(folder, 3, {"run_dir": str(folder.run(3)), "optimizer": {"lr": 1e-5}}, process)
 
 
-def test_a_folder_has_a_name_of_its_own_that_moves_with_it(folder: StudyFolder, tmp_path: Path) -> None:
+def test_a_folder_has_a_unique_name_that_it_keeps_when_it_is_moved(folder: StudyFolder, tmp_path: Path) -> None:
     for letter in "ab":
         (tmp_path / letter).mkdir()
     name = StudyFolder(tmp_path / "a").name()
@@ -62,20 +62,20 @@ def test_a_folder_has_a_name_of_its_own_that_moves_with_it(folder: StudyFolder, 
     assert StudyFolder(tmp_path / "c").name() == name
 
 
-# --- from outside ------------------------------------------------------------------------------------------------
+# --- in the search ------------------------------------------------------------------------------------------------
 
 
-def test_a_trial_is_given_as_a_config_that_can_be_read_and_forgets_its_earlier_end(folder: StudyFolder) -> None:
+def test_a_trial_starts_with_its_config_in_a_file_and_without_an_earlier_outcome(folder: StudyFolder) -> None:
     folder.outcome(3).write_text("{}")
-    hands = Hands()
-    run = trial(folder, hands)
+    process = FakeProcess()
+    run = trial(folder, process)
     assert read_yaml(folder.config(3))["optimizer"] == {"lr": 1e-5}
-    assert [job.config for job in hands.jobs] == [str(folder.config(3))]
+    assert [job.config for job in process.jobs] == [str(folder.config(3))]
     assert run.outcome() is None
 
 
-def test_its_epochs_come_as_they_are_written(folder: StudyFolder) -> None:
-    run = trial(folder, Hands())
+def test_epochs_are_read_once_as_they_are_written(folder: StudyFolder) -> None:
+    run = trial(folder, FakeProcess())
     assert list(run.epochs()) == []
     events = folder.run(3) / "events.jsonl"
     events.write_text(
@@ -85,41 +85,41 @@ def test_its_epochs_come_as_they_are_written(folder: StudyFolder) -> None:
     assert list(run.epochs()) == []
 
 
-def test_it_is_asked_to_stop_once(folder: StudyFolder) -> None:
-    hands = Hands()
-    run = trial(folder, hands)
+def test_a_trial_gets_one_signal_to_stop(folder: StudyFolder) -> None:
+    process = FakeProcess()
+    run = trial(folder, process)
     run.stop()
     run.stop()
-    assert hands.signals == [signal.SIGTERM]
+    assert process.signals == [signal.SIGTERM]
 
 
-def test_what_it_has_left_counts_even_if_its_process_has_died_since(folder: StudyFolder) -> None:
-    hands = Hands()
-    run = trial(folder, hands)
-    hands.code = -9
+def test_a_written_outcome_counts_even_if_the_process_has_died_since(folder: StudyFolder) -> None:
+    process = FakeProcess()
+    run = trial(folder, process)
+    process.exit_code = -9
     folder.outcome(3).write_text(json.dumps({"state": "done", "reason": "", "history": [{"val_loss": 1.0}]}))
-    assert run.outcome() == Outcome("done", "", [{"val_loss": 1.0}])
+    assert run.outcome() == TrialOutcome("done", "", [{"val_loss": 1.0}])
 
 
-def test_a_process_that_dies_without_a_word_is_a_failure_unless_it_was_asked_to_stop(folder: StudyFolder) -> None:
-    hands = Hands()
-    run = trial(folder, hands)
-    hands.code = 1
+def test_a_process_that_dies_without_an_outcome_has_failed_unless_it_was_asked_to_stop(folder: StudyFolder) -> None:
+    process = FakeProcess()
+    run = trial(folder, process)
+    process.exit_code = 1
     folder.log(3).write_text("Traceback\nMemoryError: too much\n\n")
     failed = run.outcome()
     assert failed is not None
     assert failed.reason.startswith("its process ended with exit code 1: MemoryError: too much\nsee ")
-    hands.code = -signal.SIGTERM
-    assert run.outcome() == Outcome("failed", f"its process was ended by signal 15; see {folder.log(3)}")
+    process.exit_code = -signal.SIGTERM
+    assert run.outcome() == TrialOutcome("failed", f"its process was ended by signal 15; see {folder.log(3)}")
     run.stop()
-    assert run.outcome() == Outcome("stopped")
+    assert run.outcome() == TrialOutcome("stopped")
 
 
-# --- from inside -------------------------------------------------------------------------------------------------
+# --- in the process -------------------------------------------------------------------------------------------------
 
 
-def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> Outcome:
-    """A trial whose run ends with a result or an error."""
+def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> TrialOutcome:
+    """The outcome of a trial whose run ends with a result or an error."""
 
     def start() -> Any:
         if isinstance(end, BaseException):
@@ -148,68 +148,72 @@ def train(folder: StudyFolder, monkeypatch: pytest.MonkeyPatch, end: Any) -> Out
         ([], None, []),
     ],
 )
-def test_what_a_run_has_measured(folder, monkeypatch, history: list[Any], value: Any, measured: list[Any]) -> None:
-    assert train(folder, monkeypatch, SimpleNamespace(history=history, value=value)) == Outcome("done", "", measured)
+def test_the_history_is_that_of_the_epochs_or_the_returned_numbers(
+    folder, monkeypatch, history: list[Any], value: Any, measured: list[Any]
+) -> None:
+    assert train(folder, monkeypatch, SimpleNamespace(history=history, value=value)) == TrialOutcome(
+        "done", "", measured
+    )
 
 
-def test_a_run_that_is_out_of_time_counts_with_what_it_has_measured(folder, monkeypatch) -> None:
+def test_a_run_at_its_time_limit_counts_with_what_it_has_measured(folder, monkeypatch) -> None:
     outcome = train(folder, monkeypatch, Stopped("stopped by the time limit at step 7; everything is saved"))
     assert outcome.state == "done"
     assert Goal("val_loss", "min").value_of(outcome.history) == 2.0
 
 
-def test_a_run_that_is_stopped_or_fails_says_so(folder, monkeypatch) -> None:
+def test_a_run_that_is_stopped_or_fails_has_this_outcome(folder, monkeypatch) -> None:
     assert train(folder, monkeypatch, Stopped("stopped by SIGTERM at step 7")).state == "stopped"
     for path in folder.run(0).iterdir():
         path.unlink()
     folder.run(0).rmdir()
-    assert train(folder, monkeypatch, RankFailed("rank 1 failed")) == Outcome("failed", "rank 1 failed")
+    assert train(folder, monkeypatch, RankFailed("rank 1 failed")) == TrialOutcome("failed", "rank 1 failed")
 
 
-def test_a_run_that_is_stopped_before_it_has_a_folder_says_so(folder, monkeypatch) -> None:
+def test_a_run_that_is_stopped_before_it_has_a_folder_is_stopped(folder, monkeypatch) -> None:
     monkeypatch.setattr(worker, "read", lambda path: pytest.fail("there is nothing to read"))
     outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it began"))
-    assert outcome == Outcome("stopped", "stopped by SIGTERM before it began")
+    assert outcome == TrialOutcome("stopped", "stopped by SIGTERM before it began")
 
 
 # --- the configs of trials ---------------------------------------------------------------------------------------
 
 
-def test_a_trial_goes_on_in_its_folder_and_a_loop_of_your_own_begins_another(folder: StudyFolder) -> None:
+def test_a_trial_resumes_in_its_folder_and_your_own_loop_starts_in_a_new_one(folder: StudyFolder) -> None:
     assert tune._run_dir(folder, 1, is_managed=False) == folder.run(1)
     folder.run(1).mkdir()
     assert tune._run_dir(folder, 1, is_managed=True) == folder.run(1)
     assert tune._run_dir(folder, 1, is_managed=False).name == "trial-0001-2"
 
 
-def test_a_trials_config_is_for_this_machine_and_is_not_tried_again() -> None:
-    raw = tune._raw_of({"launcher": "auto", "run_dir": "x", "resume": "never"}, Path("t"), is_managed=True)
+def test_the_config_of_a_trial_is_for_one_machine_and_without_restarts() -> None:
+    raw = tune._trial_config({"launcher": "auto", "run_dir": "x", "resume": "never"}, Path("t"), is_managed=True)
     settled = {"max_restarts": 0, "launcher": "local", "run_dir": "t", "resume": "auto"}
     assert raw == {**settled, "nodes": None, "rendezvous": None}
-    assert tune._raw_of({"max_restarts": 2}, Path("t"), is_managed=False)["max_restarts"] == 2
-    assert "resume" not in tune._raw_of({}, Path("t"), is_managed=False)
+    assert tune._trial_config({"max_restarts": 2}, Path("t"), is_managed=False)["max_restarts"] == 2
+    assert "resume" not in tune._trial_config({}, Path("t"), is_managed=False)
 
 
-def test_a_folder_without_a_value_is_that_of_the_config(tmp_path: Path) -> None:
-    assert Plan({"folder": None}, tmp_path, {}).config_of({})["folder"] == str(tmp_path.resolve())
+def test_without_a_folder_key_the_folder_is_that_of_the_config(tmp_path: Path) -> None:
+    assert TunePlan({"folder": None}, tmp_path, {}).config_of({})["folder"] == str(tmp_path.resolve())
 
 
-def test_mistakes_of_any_value_are_reported_before_anything_starts(tmp_path: Path) -> None:
+def test_mistakes_of_any_value_are_reported_before_a_trial_starts(tmp_path: Path) -> None:
     raw = {"model_fn": dict, "dataset_fn": dict, "loss_fn": "mse_loss"}
     words = ["optimizer.lr=uniform:0:1", "num_epochs=uniform:1:3", "optimizer.name={sgd,adamm}", "bach_size={1,2}"]
     space, _ = parse(words)
     with pytest.raises(ConfigError) as error:
-        tune.tune(Plan(raw, tmp_path, space), say=print, show=print)
-    told = "\n".join(error.value.problems)
-    for said in ("optimizer.lr=0.0", "num_epochs=1.7", "optimizer.name='adamm'", "bach_size is not a known key"):
-        assert told.count(said) == 1, told
+        tune.tune(TunePlan(raw, tmp_path, space), log=print, show_status=print)
+    reported = "\n".join(error.value.problems)
+    for problem in ("optimizer.lr=0.0", "num_epochs=1.7", "optimizer.name='adamm'", "bach_size is not a known key"):
+        assert reported.count(problem) == 1, reported
     assert not Path("runs").exists()
 
 
-def test_there_must_be_something_to_search_and_some_trials(tmp_path: Path) -> None:
+def test_an_empty_space_and_no_trials_are_refused(tmp_path: Path) -> None:
     raw = {"model_fn": dict, "dataset_fn": dict, "loss_fn": "mse_loss"}
     with pytest.raises(ConfigError) as error:
-        tune.tune(Plan(raw, tmp_path, {}, trials=0), say=print, show=print)
+        tune.tune(TunePlan(raw, tmp_path, {}, trials=0), log=print, show_status=print)
     assert error.value.problems == [
         "nothing is searched; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1",
         "--trials 0 and --parallel 1 must be 1 or more",
@@ -219,10 +223,10 @@ def test_there_must_be_something_to_search_and_some_trials(tmp_path: Path) -> No
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def test_the_command_reads_ranges_as_a_shell_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[Plan] = []
+def test_the_command_reads_choices_as_a_shell_expands_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[TunePlan] = []
 
-    def stop_here(plan: Plan, **outputs: Any) -> None:
+    def stop_here(plan: TunePlan, **outputs: Any) -> None:
         plans.append(plan)
         raise ConfigError("enough")
 

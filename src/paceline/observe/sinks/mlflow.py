@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+from paceline.config import dotted_items
 from paceline.observe.event_types import Event
-from paceline.observe.sinks.sink import hparams_in
 from paceline.observe.sinks.tracker import Ending, Tracker
 
 STATUSES: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -31,7 +31,7 @@ class MlflowRun(Tracker):
             known = str(self._client.create_run(where, run_name=self.folder.path.name).info.run_id)
         self._run = known
         self._client.update_run(known, status="RUNNING")
-        self._log_params(dict(hparams_in(config)))
+        self._log_params(dict(dotted_items(config)))
         return known
 
     def log(self, event: Event, numbers: dict[str, float]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.observe.event_types import Event, Parser
 from paceline.observe.tail import Tail
@@ -61,14 +60,3 @@ def numbers_in(event: Event) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/rank-{rank}", of_rank) for rank, of_rank in enumerate(value))
         elif isinstance(value, (int, float)) and name not in NOT_PLOTTED:
             yield name, value
-
-
-def hparams_in(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    """The keys of a config that are set, with dots, and their values as simple ones."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from hparams_in(value, f"{prefix}{key}.")
-        elif isinstance(value, (bool, int, float, str)):
-            yield f"{prefix}{key}", value
-        elif value:
-            yield f"{prefix}{key}", json.dumps(value, default=str, skipkeys=True)

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.config import dotted_items
 from paceline.observe.event_types import Event
-from paceline.observe.sinks.sink import PLOTTED, hparams_in, numbers_in
+from paceline.observe.sinks.sink import PLOTTED, numbers_in
 
 
 class Board:
@@ -72,7 +73,7 @@ class Board:
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
         start = SessionStartInfo()
-        for name, value in hparams_in(finished["config"]):
+        for name, value in dotted_items(finished["config"]):
             if isinstance(value, bool):
                 start.hparams[name].bool_value = value
             elif isinstance(value, (int, float)):

@@ -1,1 +1,1 @@
-"""`paceline bench`: small models through Paceline, a hand-written loop and other libraries, side by side."""
+"""`paceline bench`: the time of a step of small models in Paceline, a hand-written loop and other libraries."""

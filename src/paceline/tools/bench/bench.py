@@ -1,57 +1,44 @@
-"""Starts the contenders in turn, each in fresh processes, several rounds of them, and compares the medians."""
+"""The benchmark: measures every loop in several rounds, and compares the medians."""
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import paceline
 from paceline.errors import ConfigError, PacelineError
-from paceline.launch.environment import chosen_threads, usable_cores
+from paceline.system.cores import usable_cores
 from paceline.tools.bench.contenders import CONTENDERS
 from paceline.tools.bench.models import WORKLOADS
-from paceline.tools.bench.worker import Job
-from paceline.world import pick_device
+from paceline.tools.bench.processes import LEAST_WINDOWS, jobs_of, run_jobs
+from paceline.tools.bench.worker import BenchJob
 
 DEVICES = ("auto", "cpu", "cuda")
 BASE = "hand-written"
 SCALED = (BASE, "paceline")
-LONGEST_WINDOW = 400  # steps
-LEAST_WINDOWS = 5
-LIMIT_S = 900.0  # for one contender in one round
-POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to compare, on how many processes, how often."""
+class BenchPlan:
+    """Which models and loops to measure, on how many processes, in how many rounds."""
 
     models: Sequence[str] = tuple(WORKLOADS)
-    contenders: Sequence[str] = ()  # all
+    contenders: Sequence[str] = ()  # empty for all
     procs: int = 1
-    scaling: Sequence[int] = ()
-    steps: int | None = None  # as many as the model says
+    scaling: Sequence[int] = ()  # further numbers of processes, for the loops in SCALED
+    steps: int | None = None  # None for the default of the model
     rounds: int = 3
     workers: int = 0
     device: str = "auto"
 
     def check(self) -> None:
-        """Raises one ConfigError with every mistake."""
+        """Raise one ConfigError with every mistake."""
         problems = [
             f"--{flag} {name} is not known; use {', '.join(known)}"
             for flag, names, known in (
@@ -71,16 +58,20 @@ class Plan:
 
 
 class Cell(NamedTuple):
-    """What one measurement is of."""
+    """One combination to measure."""
 
     model: str
     contender: str
     procs: int
 
+    def __str__(self) -> str:
+        processes = "process" if self.procs == 1 else "processes"
+        return f"{CONTENDERS[self.contender].title}, {self.procs} {processes}"
+
 
 @dataclass
-class Measured:
-    """What the rounds gave for one cell."""
+class Measurements:
+    """The step times of one cell."""
 
     us_per_step: list[float]  # of each round
     has_ddp: bool = True
@@ -88,34 +79,40 @@ class Measured:
 
     @property
     def median(self) -> float | None:
-        """The figure that counts; None if there is none."""
+        """The median of the rounds; None after an error."""
         return statistics.median(self.us_per_step) if self.us_per_step and not self.error else None
 
+    def add(self, outcome: Mapping[str, Any]) -> None:
+        """Add the outcome of a round."""
+        self.error = outcome.get("error", "")
+        if not self.error:
+            self.us_per_step.append(outcome["us_per_step"])
+            self.has_ddp = outcome["has_ddp"]
 
-def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all that the plan names, and give it as plain values; `say` takes a line after each measurement."""
+    @property
+    def latest(self) -> str:
+        """The outcome of the last round as text."""
+        return self.error or f"{self.us_per_step[-1]:,.0f} µs a step"
+
+
+def bench(
+    plan: BenchPlan,
+    log: Callable[[str], None],
+    run: Callable[[Sequence[BenchJob]], Mapping[str, Any]] = run_jobs,
+) -> dict[str, Any]:
+    """Measure everything in the plan, and return the figures as plain values; `log` takes a line after each."""
     plan.check()
-    device = pick_device(plan.device, 0).type
-    versions = {name: version_of(CONTENDERS[name].package) for name in plan.contenders or CONTENDERS}
-    lacks = {name: [p for p in CONTENDERS[name].packages if version_of(p) is None] for name in versions}
-    missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
-    for package in missing:
-        say(f"not installed: {package} (pip install {package})")
-    present = [name for name in versions if not lacks[name]]
-    if device != "cuda" or plan.procs > 1:
-        for name in [name for name in present if CONTENDERS[name].wants_one_gpu]:
-            present.remove(name)
-            if name in plan.contenders:
-                say(f"{CONTENDERS[name].title} needs one GPU and one process; it is left out")
-    cells = list(dict.fromkeys(cells_of(plan, present)))
-    measured = {cell: Measured([]) for cell in cells}
-    turns = [cell for _ in range(plan.rounds) for cell in cells]
+    device = device_type(plan.device)
+    present, missing = _choose_contenders(plan, device, log)
+    measured = {cell: Measurements([]) for cell in cells_of(plan, present)}
+    turns = [cell for _ in range(plan.rounds) for cell in measured]  # rounds spread the noise over all cells
     for turn, cell in enumerate(turns, 1):
         if not measured[cell].error:
-            _measure(cell, plan, device, measured[cell])
-            say(f"{turn}/{len(turns)} {cell.model}  {describe(cell)}: {_news(measured[cell])}")
+            with jobs_of(*cell, plan.steps, plan.workers, device) as jobs:
+                measured[cell].add(run(jobs))
+            log(f"{turn}/{len(turns)} {cell.model}  {cell}: {measured[cell].latest}")
     if not any(found.us_per_step for found in measured.values()):
-        errors = [f"{describe(cell)}: {found.error}" for cell, found in measured.items()]
+        errors = [f"{cell}: {found.error}" for cell, found in measured.items()]
         raise PacelineError("\n".join(["nothing could be measured", *errors]))
     return {
         "machine": machine(device),
@@ -127,7 +124,7 @@ def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
                 "model": model,
                 "title": WORKLOADS[model].title,
                 "procs": plan.procs,
-                "rows": ratio_rows(measured, model, plan.procs, present, versions),
+                "rows": ratio_rows(measured, model, plan.procs, present),
                 "scaling": scaling_rows(measured, model, plan.scaling, WORKLOADS[model].batch_size),
             }
             for model in plan.models
@@ -135,10 +132,34 @@ def bench(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def cells_of(plan: Plan, present: Sequence[str]) -> list[Cell]:
-    """Everything to measure in one round, in order; a cell may be there twice (pure)."""
+def _choose_contenders(plan: BenchPlan, device: str, log: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """The loops that can run here, and the packages that others lack."""
+    names = plan.contenders or list(CONTENDERS)
+    lacks = {name: [p for p in CONTENDERS[name].packages if version_of(p) is None] for name in names}
+    missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
+    for package in missing:
+        log(f"not installed: {package} (pip install {package})")
+    present = [name for name in lacks if not lacks[name]]
+    if device != "cuda" or plan.procs > 1:
+        for name in [name for name in present if CONTENDERS[name].needs_one_gpu]:
+            present.remove(name)
+            if name in plan.contenders:
+                log(f"{CONTENDERS[name].title} needs one GPU and one process; it is left out")
+    return present, missing
+
+
+def device_type(wanted: str) -> str:
+    """cpu or cuda; `auto` is cuda where torch finds a GPU."""
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda but torch finds no GPU; use --device cpu, or check `nvidia-smi`")
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
+
+
+def cells_of(plan: BenchPlan, present: Sequence[str]) -> list[Cell]:
+    """The cells to measure in one round, in order, each once (pure)."""
     scaled = [name for name in SCALED if name in present]
-    return [
+    cells = [
         cell
         for model in plan.models
         for cell in (
@@ -146,13 +167,14 @@ def cells_of(plan: Plan, present: Sequence[str]) -> list[Cell]:
             *(Cell(model, name, procs) for procs in plan.scaling for name in scaled),
         )
     ]
+    return list(dict.fromkeys(cells))
 
 
 def ratio_rows(
-    measured: Mapping[Cell, Measured], model: str, procs: int, names: Sequence[str], versions: Mapping[str, str | None]
+    measured: Mapping[Cell, Measurements], model: str, procs: int, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The contenders of one model against the hand-written loop (pure)."""
-    base = measured.get(Cell(model, BASE, procs), Measured([])).median
+    """The step times of one model in each loop, as ratios to the hand-written loop."""
+    base = measured.get(Cell(model, BASE, procs), Measurements([])).median
     rows = []
     for name in names:
         found = measured[Cell(model, name, procs)]
@@ -161,7 +183,7 @@ def ratio_rows(
                 "contender": name,
                 "title": CONTENDERS[name].title,
                 "package": CONTENDERS[name].package,
-                "version": versions[name],
+                "version": version_of(CONTENDERS[name].package),
                 "us_per_step": found.median,
                 "ratio": found.median / base if found.median and base else None,
                 "has_ddp": found.has_ddp,
@@ -173,9 +195,9 @@ def ratio_rows(
 
 
 def scaling_rows(
-    measured: Mapping[Cell, Measured], model: str, numbers: Sequence[int], batch_size: int
+    measured: Mapping[Cell, Measurements], model: str, numbers: Sequence[int], batch_size: int
 ) -> list[dict[str, Any]]:
-    """Speed by the number of ranks, against the same loop on the fewest ranks (pure)."""
+    """The speed on each number of ranks, relative to the same loop on the fewest ranks (pure)."""
     rows = []
     for name in SCALED:
         base: tuple[int, float] | None = None
@@ -199,7 +221,7 @@ def scaling_rows(
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where the figures come from."""
+    """The machine and the versions that the figures were measured with."""
     return {
         "cores": usable_cores(),
         "architecture": platform.machine(),
@@ -212,107 +234,10 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; this one may run without being installed."""
+    """The version of a package, or None if it is not installed; Paceline itself may run without being installed."""
     if package == "paceline":
         return paceline.__version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def describe(cell: Cell) -> str:
-    """A cell in words."""
-    return f"{CONTENDERS[cell.contender].title}, {cell.procs} {'process' if cell.procs == 1 else 'processes'}"
-
-
-def window_of(steps: int, per_epoch: int) -> int:
-    """The steps of one window (pure): an epoch is a whole number of them, because its end cuts a window short."""
-    longest = min(LONGEST_WINDOW, steps // LEAST_WINDOWS)
-    return max((length for length in range(1, longest + 1) if per_epoch % length == 0), default=1)
-
-
-# --- one measurement ------------------------------------------------------------------------------------------------
-
-
-def _measure(cell: Cell, plan: Plan, device: str, found: Measured) -> None:
-    """Run one contender once, in processes and a folder of its own, and add what it gave to `found`."""
-    workload = WORKLOADS[cell.model]
-    steps = plan.steps or workload.steps[device]
-    window = window_of(steps, -(-workload.samples // (workload.batch_size * cell.procs)))
-    threads = chosen_threads(cell.procs)
-    ranks = 1 if CONTENDERS[cell.contender].starts_ranks else cell.procs
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
-        jobs = [
-            Job(
-                contender=cell.contender, model=cell.model, procs=cell.procs, rank=rank, device=device,
-                threads=threads, workers=plan.workers, steps=steps, window=window, folder=folder,
-                parent=os.getpid(),
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        outcome = _run(jobs)
-    found.error = outcome.get("error", "")
-    if not found.error:
-        found.us_per_step.append(outcome["us_per_step"])
-        found.has_ddp = outcome["has_ddp"]
-
-
-def _run(jobs: Sequence[Job]) -> dict[str, Any]:
-    """The outcome of rank 0, or of the first rank that fails."""
-    with (Path(jobs[0].folder) / "log.txt").open("wb") as log:
-        processes = [_start(job, log) for job in jobs]
-        try:
-            first = _wait(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if first is None:
-        return {"error": f"not done after {LIMIT_S:.0f} s"}
-    with suppress(OSError):
-        outcome: dict[str, Any] = json.loads(jobs[first].outcome.read_text(encoding="utf-8"))
-        return outcome
-    return {"error": f"rank {first} ended with exit code {processes[first].returncode}"}
-
-
-def _start(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "paceline.tools.bench.worker", job.to_json()]
-    variables = [f"{name}={value}" for name, value in _environment(job).items()]
-    # In a folder of its own: Python would look for modules where the user is, and find a folder such as `datasets`.
-    return subprocess.Popen(
-        ["env", *variables, *command], cwd=job.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-    )
-
-
-def _environment(job: Job) -> dict[str, object]:
-    """What torchrun would tell a rank, and the same threads for all (launch/local.py)."""
-    same: dict[str, object] = {"OMP_NUM_THREADS": job.threads}
-    if job.procs > 1:
-        same["OMP_WAIT_POLICY"] = "passive"
-    if CONTENDERS[job.contender].starts_ranks:
-        return same
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    return same | {
-        "RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.procs, "LOCAL_WORLD_SIZE": job.procs,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,  # never used: the group is there already
-        "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback,
-    }  # fmt: skip
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that fails, or 0 when all are done; None when it takes too long."""
-    ends = time.monotonic() + LIMIT_S
-    while time.monotonic() < ends:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank
-        if None not in codes:
-            return 0
-        time.sleep(POLL_S)
-    return None
-
-
-def _news(found: Measured) -> str:
-    return found.error or f"{found.us_per_step[-1]:,.0f} µs a step"

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: two small models, and data of the right shapes that is made up on the spot."""
+"""The workloads of a benchmark: two small models, and random data of the right shapes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-# Whole numbers of batches on 1, 2, 4 or 8 ranks; of CIFAR-10's images it is a quarter, to spare memory.
+# Whole numbers of batches on 1, 2, 4 or 8 ranks. A quarter of CIFAR-10's images, to save memory.
 MNIST_SAMPLES, CIFAR_SAMPLES = 51_200, 12_800
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its data, and how it is trained: with Adam, in fp32, on cross entropy."""
+    """A model, its data and its settings. It is trained with Adam on cross entropy."""
 
     title: str
     model_fn: Callable[[], nn.Module]
     dataset_fn: Callable[[], TensorDataset]
-    samples: int  # that it gives
+    samples: int  # in the data set
     batch_size: int
     lr: float
-    steps: dict[str, int]  # measured by default, by the type of the device
+    steps: dict[str, int]  # to measure by default, for each type of device
 
 
-class Block(nn.Module):
+class ShortcutBlock(nn.Module):
     """A convolution with BatchNorm and ReLU beside a shortcut."""
 
     def __init__(self, channels: int) -> None:
@@ -40,17 +40,17 @@ class Block(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    """784-256-10."""
+    """A perceptron with the layers 784-256-10."""
     return nn.Sequential(nn.Linear(28 * 28, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def residual_network(channels: int = 32, blocks: int = 10) -> nn.Module:
-    """A residual network without bottlenecks, at 16 × 16 pixels for most of its way."""
+    """A residual network without bottlenecks, at 16 × 16 pixels in most of its layers."""
     return nn.Sequential(
         nn.Conv2d(3, channels, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        *(Block(channels) for _ in range(blocks)),
+        *(ShortcutBlock(channels) for _ in range(blocks)),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(channels * 8 * 8, channels),
@@ -76,7 +76,7 @@ def _noise(size: int, *shape: int) -> TensorDataset:
 
 
 class OneByOne(Dataset[Any]):
-    """The same samples behind `__getitem__` alone, as a data set that reads files has them."""
+    """The same samples with `__getitem__` only, as in a data set that reads files."""
 
     def __init__(self, samples: TensorDataset) -> None:
         self.tensors = samples.tensors

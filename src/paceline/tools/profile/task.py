@@ -25,12 +25,13 @@ from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
 from paceline.engine.precision import resolve
 from paceline.engine.step import Stepper
-from paceline.launch.environment import ranks_here, usable_cores
+from paceline.launch.environment import ranks_here
 from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
+from paceline.system.cores import usable_cores
 from paceline.system.signals import Stop
 from paceline.tools.profile import trace
 from paceline.tools.profile.facts import Operator, Profile, Setting

@@ -1,1 +1,1 @@
-"""A page about runs, for when they are over: `paceline report`. It reads the run folder and starts nothing."""
+"""`paceline report`: an HTML page about one or more runs. It reads run folders and starts no process."""

@@ -1,4 +1,4 @@
-"""Facts as one HTML file that needs nothing else: style, script, plotting library and data are inside."""
+"""The report page: one HTML file that contains its style, script, plotting library and data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from paceline.tools.report.read import Facts
+from paceline.tools.report.facts import RunFacts
 
 ASSETS = Path(__file__).parent / "assets"
 
 
-def page_of(runs: Sequence[Facts]) -> str:
-    """The page of one run, or of several side by side."""
+def page_of(runs: Sequence[RunFacts]) -> str:
+    """The HTML of a page about one run, or about several that are compared."""
     names = sorted({run.name for run in runs})
     title = f"{names[0]} {runs[0].label}" if len(runs) == 1 else f"{', '.join(names)}: {len(runs)} runs"
     return Template(_asset("template.html")).substitute(
@@ -30,12 +30,12 @@ def page_of(runs: Sequence[Facts]) -> str:
 
 
 def as_script(data: Any) -> str:
-    """JSON that can stand inside a script element, whatever the strings in it are."""
+    """JSON that is safe inside a script element, whatever strings it contains."""
     return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _finite(data: Any) -> Any:
-    """The same with None for what JSON has no number for."""
+    """The same data with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -1,32 +1,32 @@
-"""Where the time of a step goes, on each rank: the mean over a run."""
+"""The phases of a step on each rank: the mean time of each over a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-REST = "device"  # what a GPU does, as long as no step was timed there
+REST = "device"  # the rest of a step on a GPU, where the phases of no step were timed
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Milliseconds of a step: for each phase, those of each rank."""
+    """Milliseconds of a step: for each phase, one number for each rank."""
 
     names: list[str]
     ms: list[list[float]]
 
 
 class PhaseSums:
-    """Adds up the phases of `step` events, as long as the ranks stay the same."""
+    """Adds up the phases of `pace` events, and starts again when the number of ranks or the phases change."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._sums: dict[str, list[float]] = {}
 
-    def take(self, steps: int, step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> None:
-        """The means of some steps."""
+    def add(self, steps: int, step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> None:
+        """Add the mean times of `steps` steps."""
         known = dict(phase_ms)
-        if set(known) == {"data"}:  # no step was timed on the GPU yet, or not since the ranks were started again
+        if set(known) == {"data"}:  # no step was timed on the GPU yet, or not since the ranks were restarted
             if REST not in self._sums and len(self._sums.get("data", ())) == len(known["data"]):
                 return
             known[REST] = [max(0.0, all_ - data) for all_, data in zip(step_ms, known["data"], strict=True)]
@@ -37,7 +37,7 @@ class PhaseSums:
             self._sums[name] = [total + steps * each for total, each in zip(self._sums[name], ms, strict=True)]
 
     def mean(self) -> Phases | None:
-        """Over all steps with the last ranks, or None if nobody has told."""
+        """The means over all steps since the ranks last changed; None if no phases were measured."""
         if not self._steps:
             return None
         return Phases(
@@ -46,6 +46,6 @@ class PhaseSums:
 
 
 def own_ms(step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> list[float]:
-    """What each rank took for itself: waiting for others is left out, where that is known."""
+    """The step time of each rank, without the time in which it waited for other ranks, where that is known."""
     waited = phase_ms.get("reduction", [0.0] * len(step_ms))
     return [round(all_ - waits, 3) for all_, waits in zip(step_ms, waited, strict=True)]

@@ -1,4 +1,4 @@
-"""Long runs made short enough to draw: what stays is always a number that was measured (pure)."""
+"""Reduces the points of a long run to as many as a page can draw. Every kept value was measured (pure)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple, TypeVar
 
-STRAGGLES = 1.25  # so many times the median of all ranks
+STRAGGLER_RATIO = 1.25  # of a step time to the median of all ranks
 
 T = TypeVar("T")
 
 
 class Point(NamedTuple):
-    """A number, and when it was measured."""
+    """A number, and the step and time at which it was measured."""
 
     step: int
     seconds: float  # since the run began
     value: float
 
 
-class Times(NamedTuple):
-    """What a step took on each rank, without waiting for others where that is known."""
+class StepTimes(NamedTuple):
+    """The time of a step on each rank, without the time in which it waited for other ranks, where that is known."""
 
     step: int
     ms: Sequence[float]
@@ -29,13 +29,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Heat:
-    """Step times as a picture: a column for some steps, a row for a rank."""
+    """Step times as a heat map, with a column for some steps and a row for each rank."""
 
     steps: list[int]  # the last step of each column
-    columns: list[list[float]]  # of each rank, the longest time
-    stragglers: list[list[int]]  # the ranks that were much slower than the others
-    points: int  # how often times were measured
-    slow_points: dict[int, int]  # how often a rank was a straggler, if it ever was
+    columns: list[list[float]]  # the longest time of each rank
+    stragglers: list[list[int]]  # the stragglers of each column
+    points: int  # the number of measurements
+    slow_points: dict[int, int]  # for each straggler, the number of measurements in which it was one
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
@@ -51,14 +51,14 @@ def thinned(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def stretches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """The items in order, in at most `count` parts that are as equal as can be."""
+    """The items in order, in at most `count` parts of nearly equal length."""
     count = min(count, len(items))
     for part in range(count):
         yield items[part * len(items) // count : (part + 1) * len(items) // count]
 
 
-def heat_of(times: Sequence[Times], limit: int) -> Heat:
-    """Step times in at most `limit` columns; stragglers are found before anything is left out."""
+def heat_of(times: Sequence[StepTimes], limit: int) -> Heat:
+    """Step times in at most `limit` columns. Stragglers are found before times are left out."""
     slow = [stragglers_in(point.ms) for point in times]
     parts = list(stretches(list(zip(times, slow, strict=True)), limit))
     counts: dict[int, int] = {}
@@ -74,11 +74,11 @@ def heat_of(times: Sequence[Times], limit: int) -> Heat:
 
 
 def stragglers_in(times: Sequence[float]) -> list[int]:
-    """The ranks that took much longer than most."""
+    """The ranks whose time is more than STRAGGLER_RATIO times the median of all."""
     usual = median_low(times) if times else 0.0
-    return [rank for rank, ms in enumerate(times) if ms > STRAGGLES * usual]
+    return [rank for rank, ms in enumerate(times) if ms > STRAGGLER_RATIO * usual]
 
 
 def _longest(rows: Sequence[Sequence[float]]) -> list[float]:
-    ranks = max(map(len, rows))  # the number of ranks may change when a run goes on
+    ranks = max(map(len, rows))  # a run may be resumed on another number of ranks
     return [max(row[rank] for row in rows if rank < len(row)) for rank in range(ranks)]

@@ -1,1 +1,1 @@
-"""The search for good values of a config's keys: many runs, one study."""
+"""`paceline tune`: a search for good values of config keys. Each trial is a run of its own."""

@@ -1,4 +1,4 @@
-"""The folder of a study: this file owns the name of everything in it."""
+"""The folder of a study: the names of all files in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.run.atomic_files import write_text
 
 
 class StudyFolder:
-    """What a search leaves: a run folder and three files for each trial, and the files of the whole."""
+    """The files of a study: a run folder and three files for each trial, and the files of the whole study."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,7 +20,7 @@ class StudyFolder:
         self._name = path / ".name"
 
     def name(self) -> str:
-        """What no other folder is called, on any machine, wherever this one is moved to."""
+        """A unique name of this folder, which it keeps when it is moved."""
         if not self._name.exists():
             write_text(self._name, uuid.uuid4().hex)
         return self._name.read_text(encoding="utf-8")
@@ -34,9 +34,9 @@ class StudyFolder:
         return self.path / f"trial-{number:04}.yaml"
 
     def log(self, number: int) -> Path:
-        """What the command of a trial would have shown on the screen."""
+        """The output of a trial, as `paceline train` would print it."""
         return self.path / f"trial-{number:04}.log"
 
     def outcome(self, number: int) -> Path:
-        """How a trial has ended."""
+        """How a trial ended."""
         return self.path / f"trial-{number:04}.json"

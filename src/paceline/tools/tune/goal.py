@@ -1,4 +1,4 @@
-"""What a search wants: which metric, small or large, and of which epoch."""
+"""The goal of a search: the metric, whether it should be small or large, and the epoch that counts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ RETURNED = "value"  # the metric of a train_fn that returns a number
 
 @dataclass(frozen=True)
 class Goal:
-    """The metric to make small or large."""
+    """The metric to minimize or maximize."""
 
     metric: str
     mode: str  # min or max
     keeps_best: bool = False  # the run keeps its best checkpoint by this metric, so its best epoch counts
 
+    def cost(self, value: float) -> float:
+        """A number that is smaller for better values."""
+        return value if self.mode == "min" else -value
+
     def value_of(self, history: Sequence[Mapping[str, Any]]) -> float | None:
-        """What a run has reached, by its epochs; None if that was not measured, NaN if it is not a number."""
+        """The value of a run with these epochs; None if the metric was not measured, NaN if it is not a number."""
         values = [float(row[self.metric]) for row in history if row.get(self.metric) is not None]
         finite = [value for value in values if math.isfinite(value)]
         if self.keeps_best and finite:
-            return min(finite) if self.mode == "min" else max(finite)
+            return min(finite, key=self.cost)
         return values[-1] if values else None
-
-    def is_better(self, value: float, other: float) -> bool:
-        """Whether a value is better than another one."""
-        return value < other if self.mode == "min" else value > other
 
 
 def pick_goal(config: Config, metric: str | None, mode: str | None) -> Goal:
-    """The goal that is asked for, else that of `checkpoint.best`, else the loss on the validation data."""
+    """The goal of the command line, else that of `checkpoint.best`, else the loss on the validation data."""
     best = config.checkpoint.best
     measured = _measured(config)
     if metric is None:
@@ -47,12 +47,13 @@ def pick_goal(config: Config, metric: str | None, mode: str | None) -> Goal:
     if mode is None:
         mode = best.mode if best is not None and is_kept else KNOWN_MODES.get(metric)
     if mode not in ("min", "max"):
-        wrong = f"--mode {mode} is not known" if mode else f"--metric {metric} may be better small or large"
-        raise ConfigError(f"{wrong}; say --mode min or --mode max")
+        problem = f"--mode {mode} is not known" if mode else f"--metric {metric} may be better small or large"
+        raise ConfigError(f"{problem}; use --mode min or --mode max")
     return Goal(metric, mode, keeps_best=is_kept and best is not None and best.mode == mode)
 
 
 def _measured(config: Config) -> list[str]:
+    """The metrics that a run of this config measures, the default first."""
     if config.train_fn is not None:
         return [RETURNED]
     is_held_out = config.val_fraction > 0 or config.val_df is not None or config.val_dataset_fn is not None

@@ -1,4 +1,4 @@
-"""What a search has found: a row for each trial, the best config, plots."""
+"""The report of a search: a row for each trial, their ranking, a table and plots."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paceline.tools.tune.goal import Goal
 if TYPE_CHECKING:
     import optuna
 
-ENOUGH = 5  # trials that say something about which keys matter
+LEAST_FOR_IMPORTANCE = 5  # different values, without which the importance of keys means nothing
 
 
 @dataclass(frozen=True)
-class Row:
-    """One trial."""
+class TrialRow:
+    """One trial, as a row of the table."""
 
     number: int
     values: dict[str, Any]
-    value: float | None  # of the goal's metric; of a pruned trial, the last one
+    value: float | None  # of the goal's metric; the last one if the trial was pruned
     state: str  # done, pruned, failed or running
     epochs: int
     seconds: float
@@ -42,40 +42,35 @@ class Row:
 
 
 def shown(value: Any) -> str:
-    """A value as people like to read it."""
+    """A value as text, with four digits if it is a fraction."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def first_words(reason: str, limit: int = 160) -> str:
-    """The beginning of a reason, on one line: who failed, and of what."""
+    """The first two lines of a reason as one line, which name the rank and the error."""
     text = " ".join(line.strip() for line in reason.splitlines()[:2])
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
-    """The best trial that was trained to its end."""
-    best: Row | None = None
-    for row in rows:
-        if row.state == "done" and row.value is not None:
-            is_better = best is None or best.value is None or goal.is_better(row.value, best.value)
-            best = row if is_better else best
-    return best
+def best_of(rows: Sequence[TrialRow], goal: Goal) -> TrialRow | None:
+    """The best trial that finished; None if there is none."""
+    best = next(iter(ranking(rows, goal)), None)
+    return best if best is not None and best.state == "done" else None
 
 
-def ranking(rows: Sequence[Row], goal: Goal) -> list[Row]:
-    """The trials, best first: those that were trained to their end, then others by how far they came."""
-    sign = 1 if goal.mode == "min" else -1
+def ranking(rows: Sequence[TrialRow], goal: Goal) -> list[TrialRow]:
+    """The trials, best first: those that finished, then the others by their number of epochs."""
     order = ("done", "pruned", "running", "failed")
 
-    def place(row: Row) -> tuple[float, ...]:
-        worth = sign * row.value if row.value is not None else 0.0
-        return (order.index(row.state), worth if row.state == "done" else -row.epochs, worth, row.number)
+    def key(row: TrialRow) -> tuple[float, ...]:
+        cost = goal.cost(row.value) if row.value is not None else 0.0
+        return (order.index(row.state), cost if row.state == "done" else -row.epochs, cost, row.number)
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=key)
 
 
-def write_table(path: Path, rows: Sequence[Row], goal: Goal) -> None:
-    """All trials as CSV."""
+def write_table(path: Path, rows: Sequence[TrialRow], goal: Goal) -> None:
+    """Write all trials as CSV."""
     text = io.StringIO()
     keys = list(rows[0].values) if rows else []
     table = csv.writer(text)
@@ -87,22 +82,22 @@ def write_table(path: Path, rows: Sequence[Row], goal: Goal) -> None:
 
 
 def write_plots(path: Path, study: optuna.Study, metric: str) -> str | None:
-    """Optuna's plots on one page, which needs no network; a reason if there are none."""
+    """Write Optuna's plots to one page, which needs no network; returns a reason if it cannot."""
     if find_spec("plotly") is None:
-        return "no plots, which need plotly: pip install 'paceline[tune]'"
-    from optuna import visualization as show
-    from optuna.importance import PedAnovaImportanceEvaluator  # the one that needs no other package
+        return "no plots, because they need plotly: pip install 'paceline[tune]'"
+    from optuna import visualization as plots
+    from optuna.importance import PedAnovaImportanceEvaluator  # the only one that needs no other package
 
     figures = [
-        show.plot_optimization_history(study, target_name=metric),
-        show.plot_parallel_coordinate(study, target_name=metric),
-        show.plot_slice(study, target_name=metric),
+        plots.plot_optimization_history(study, target_name=metric),
+        plots.plot_parallel_coordinate(study, target_name=metric),
+        plots.plot_slice(study, target_name=metric),
     ]
     if any(trial.intermediate_values for trial in study.trials):
-        figures.insert(1, show.plot_intermediate_values(study))
-    if len({trial.value for trial in study.trials if trial.state.name == "COMPLETE"}) >= ENOUGH:
+        figures.insert(1, plots.plot_intermediate_values(study))
+    if len({trial.value for trial in study.trials if trial.state.name == "COMPLETE"}) >= LEAST_FOR_IMPORTANCE:
         evaluator = PedAnovaImportanceEvaluator()
-        figures.append(show.plot_param_importances(study, evaluator=evaluator, target_name=metric))
+        figures.append(plots.plot_param_importances(study, evaluator=evaluator, target_name=metric))
     pages = [figure.to_html(full_html=False, include_plotlyjs=n == 0) for n, figure in enumerate(figures)]
     name = html.escape(study.study_name)
     title = f"<title>{name}</title><h1>{name}</h1>"

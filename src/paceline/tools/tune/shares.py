@@ -1,4 +1,4 @@
-"""Which part of this machine a trial gets when several run side by side."""
+"""The GPUs and cores of each trial, when several trials run side by side."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Share(NamedTuple):
-    """The GPUs and cores of one trial; None for all there are."""
+class MachineShare(NamedTuple):
+    """The GPUs and cores of one trial; None for all of the machine."""
 
-    gpus: list[str] | None  # as CUDA_VISIBLE_DEVICES names them
+    gpus: list[str] | None  # as in CUDA_VISIBLE_DEVICES
     cores: list[int] | None
 
 
-def shares_of(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
-    """Equal shares for so many trials: parts of their own while there are enough, else parts that several use.
+def shares_of(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[MachineShare]:
+    """Equal shares for `parallel` trials, which overlap only if there are fewer GPUs or cores than trials.
 
-    All shares have one size, so that a trial computes the same in each of them; what is left over stays idle.
+    All shares have one size, so that a trial computes the same in each of them; a remainder stays idle.
     """
     if parallel == 1:
-        return [Share(None, None)]
+        return [MachineShare(None, None)]
     parts = zip(_parts(gpus, parallel), _parts(cores, parallel), strict=True)
-    return [Share(mine or None, own or None) for mine, own in parts]
+    return [MachineShare(own_gpus or None, own_cores or None) for own_gpus, own_cores in parts]
 
 
-def _parts(things: Sequence[T], number: int) -> list[list[T]]:
-    if not things:
+def _parts(items: Sequence[T], number: int) -> list[list[T]]:
+    if not items:
         return [[] for _ in range(number)]
-    size = max(1, len(things) // number)
-    places = max(1, len(things) // size)
-    return [list(things[size * (n % places) : size * (n % places + 1)]) for n in range(number)]
+    size = max(1, len(items) // number)
+    parts = max(1, len(items) // size)
+    return [list(items[size * (n % parts) : size * (n % parts + 1)]) for n in range(number)]
 
 
-def gpus_here(device: str) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+def visible_gpus(device: str) -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; none if the device is the CPU."""
     if device == "cpu":
         return []
     import torch
@@ -46,7 +46,7 @@ def gpus_here(device: str) -> list[str]:
     return named.split(",")[:count] if named else [str(n) for n in range(count)]
 
 
-def keep_to(cores: Sequence[int] | None) -> None:
-    """Use these cores only, in this process and those it will start."""
+def pin_to(cores: Sequence[int] | None) -> None:
+    """Restrict this process, and those it starts, to these cores; None for no restriction."""
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""The search space: which keys of a config are searched, and among which values (pure)."""
+"""The search space: the config keys that are searched, and the values of each (pure)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Range:
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """Values to check a config with: one that is not whole shows where only whole numbers will do."""
+        """Values to check a config with. One of them is a fraction, which fails for keys that take whole numbers."""
         between = self.low + 0.3819 * (self.high - self.low)
         return (self.low, self.high) if self.is_int or self.step else (self.low, self.high, between)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A few values, each as good as any other at first."""
+    """A few values without an order."""
 
     values: tuple[Any, ...]
 
@@ -60,7 +60,7 @@ Space = dict[str, Range | Choices]
 def parse(words: Iterable[str]) -> tuple[Space, list[str]]:
     """The keys to search among KEY=VALUE words, and the words that set a key to one value.
 
-    A key that is given several times is searched among its values: that is what a shell makes of `key={1,2,3}`.
+    A key that is given several times is searched among its values, because a shell expands `key={1,2,3}` that way.
     """
     given: dict[str, list[str]] = {}
     fixed, problems = [], []
@@ -69,7 +69,7 @@ def parse(words: Iterable[str]) -> tuple[Space, list[str]]:
         if separator:
             given.setdefault(key, []).append(text)
         else:
-            fixed.append(word)  # what is wrong with it is said where all such words are read
+            fixed.append(word)  # `override` reports what is wrong with it
     space: Space = {}
     for key, texts in given.items():
         try:
@@ -87,7 +87,7 @@ def parse(words: Iterable[str]) -> tuple[Space, list[str]]:
 
 
 def examples_of(space: Space) -> list[dict[str, Any]]:
-    """Values for all keys, a few times, so that both ends of each range and each choice occur."""
+    """A few sets of values, in which both ends of each range and every choice occur."""
     number = max((len(domain.examples) for domain in space.values()), default=1)
     return [{key: domain.examples[n % len(domain.examples)] for key, domain in space.items()} for n in range(number)]
 
@@ -98,7 +98,7 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _domain(texts: list[str]) -> Range | Choices | None:
-    """What the values of one key mean together; None for a single value. A ValueError says what is wrong."""
+    """The range or choices of one key; None for a single value. Raises ValueError with what is wrong."""
     ranges = [found for text in texts if (found := _range(text)) is not None]
     if ranges and len(texts) > 1:
         raise ValueError("is a range beside other values; give one range, or values alone")
@@ -108,11 +108,11 @@ def _domain(texts: list[str]) -> Range | Choices | None:
     for text in texts:
         values += _values(text)
     try:
-        unlike = {json.dumps(value): value for value in values}
+        distinct = {json.dumps(value): value for value in values}
     except TypeError:
-        raise ValueError("has values that are no numbers or text; YAML reads dates so, put them in quotes") from None
-    is_one = len(unlike) == 1 and not _is_set(_read(texts[0]))
-    return None if is_one else Choices(tuple(unlike.values()))
+        raise ValueError("has values that are not numbers or text; put dates in quotes") from None
+    is_one = len(distinct) == 1 and not _is_set(_read(texts[0]))
+    return None if is_one else Choices(tuple(distinct.values()))
 
 
 def _values(text: str) -> list[Any]:
@@ -131,7 +131,7 @@ def _read(text: str) -> Any:
 
 
 def _is_set(value: Any) -> bool:
-    """YAML reads {32, 64} as keys without values."""
+    """Whether this is a set such as {32, 64}, which YAML reads as keys without values."""
     return isinstance(value, dict) and bool(value) and all(inner is None for inner in value.values())
 
 
@@ -143,7 +143,7 @@ def _range(text: str) -> Range | None:
     if match is None or (match[1] not in KINDS and not LOOKS_LIKE_NUMBERS.fullmatch(match[2])):
         return None
     if match[1] and match[1] not in KINDS:
-        raise ValueError(f"is not a range that is known; use {', '.join(KINDS)}")
+        raise ValueError(f"is not a known kind of range; use {', '.join(KINDS)}")
     if not LOOKS_LIKE_NUMBERS.fullmatch(match[2]):
         raise ValueError(f"is not a range of numbers; write for instance {match[1]}(1,10)")
     return _checked(match[1] or "uniform", match[2].split(","))
@@ -162,9 +162,9 @@ def _checked(kind: str, texts: list[str]) -> Range:
     assert low is not None
     assert high is not None
     if low >= high:
-        raise ValueError("ends before it begins; give the smaller number first")
+        raise ValueError("ends below its start; give the smaller number first")
     if is_log and low <= 0:
-        raise ValueError(f"begins at {low:g}; the ends of a logarithmic range must be above 0")
+        raise ValueError(f"starts at {low:g}; the ends of a logarithmic range must be above 0")
     if step is not None and not 0 < step <= high - low:
         raise ValueError(f"has the step {step:g}; give one above 0 that fits between the ends")
     return Range(low, high, is_log=is_log, is_int=is_int, step=step)

@@ -1,6 +1,7 @@
-"""The Optuna study: which values to try next, which trials are hopeless, and what is known of all of them.
+"""The Optuna study: which values to try next, which trials to prune, and the results of all trials.
 
-It knows nothing of runs and processes.
+It knows nothing of runs and processes. Samplers, pruners and storage are Optuna's own. Its retry of failed trials is
+not used: it needs `optimize()` and starts a new trial, where `unfinished` (3 lines) resumes the same one.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ from optuna.trial import FrozenTrial, TrialState
 
 from paceline.errors import ConfigError
 from paceline.tools.tune.goal import Goal
-from paceline.tools.tune.report import Row
+from paceline.tools.tune.report import TrialRow
 from paceline.tools.tune.space import Choices, Range, Space
 
 PRUNERS = ("median", "hyperband", "none")
 SAMPLERS = ("tpe", "random")
-UNDER_WAY = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+ASKED = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-# Attributes of a trial and of the study.
+# User attributes of a trial, and IDENTITY of the study.
 HOME, RUN_DIR, SECONDS, REASON, IDENTITY = "home", "run_dir", "seconds", "reason", "identity"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One trial: values to train with, and what Optuna knows it by."""
+    """One trial to train: its values, and its handle in Optuna."""
 
     number: int
     values: dict[str, Any]
     handle: optuna.Trial
-    is_continued: bool = False
 
     @property
-    def epochs_told(self) -> set[int]:
-        """The epochs whose metric is known already."""
+    def reported_epochs(self) -> set[int]:
+        """The epochs whose metric the study knows already."""
         return set(self.handle.study.trials[self.number].intermediate_values)
 
 
 class Study:
-    """A study in its storage. Several folders may share it; `home` names the one whose trials these are."""
+    """A study in its storage. Several folders may share it; `home` is the name of the one that this search uses."""
 
     def __init__(
         self,
@@ -67,97 +67,98 @@ class Study:
                 study_name=name, storage=storage, load_if_exists=True, pruner=pruner or NopPruner(),
                 direction="minimize" if goal.mode == "min" else "maximize",
             )  # fmt: skip
-        except Exception as error:  # of any database and its driver
+        except Exception as error:  # each database driver has errors of its own
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"--storage {storage} cannot be used: {why}; give a database's URL") from error
-        # The same seed would draw the same values again when the study goes on.
+        # A resumed study needs another seed, or the sampler would draw the same values again.
         self._study.sampler = make_sampler(sampler, seed + len(self._study.trials))
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Refuse to mix trials that cannot be compared: of another space, goal or config."""
+        """Raise ConfigError if the study began with another space, goal or config: its trials cannot be compared."""
         then = self._study.user_attrs.get(IDENTITY)
         if then is None:
             self._study.set_user_attr(IDENTITY, dict(identity))
             return
         problems = [
             f"{key}={identity.get(key)} but the study {self._study.study_name} began with {key}={then.get(key)}; "
-            "keep that, or begin another with --study NAME"
+            "keep that value, or start another study with --study NAME"
             for key in sorted(then.keys() | identity.keys())
             if then.get(key) != identity.get(key)
         ]
         if problems:
             raise ConfigError(problems)
 
-    # --- what to try -------------------------------------------------------------------------------------------
+    # --- trials to train ---------------------------------------------------------------------------------------
 
-    def left_behind(self) -> list[Candidate]:
-        """The trials that were running here when the search was last stopped or killed."""
+    def unfinished(self) -> list[Candidate]:
+        """The trials of this folder that were running when a search was stopped or killed."""
         trials = self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         return [self._candidate(trial) for trial in trials if trial.user_attrs.get(HOME) == self._home]
 
     def ask(self, total: int) -> Candidate | None:
-        """The next trial, or None if the study has so many already."""
-        trials = self._study.get_trials(deepcopy=False, states=UNDER_WAY)
+        """The next trial, or None if the study has `total` trials already."""
+        trials = self._study.get_trials(deepcopy=False, states=ASKED)
         if sum(trial.state.is_finished() or HOME in trial.user_attrs for trial in trials) >= total:
             return None
         asked = self._study.ask(self._distributions)
         asked.set_user_attr(HOME, self._home)
         return Candidate(asked.number, self._values(asked.params), asked)
 
-    def same_as(self, candidate: Candidate) -> Row | None:
-        """A trial that has been trained to its end with the same values."""
+    def finished_like(self, candidate: Candidate) -> TrialRow | None:
+        """A finished trial with the same values; None if there is none."""
         done = (row for row in self.rows() if row.state == "done")
         return next((row for row in done if row.values == candidate.values), None)
 
-    # --- what has come of it -----------------------------------------------------------------------------------
+    # --- results of trials -------------------------------------------------------------------------------------
 
-    def started(self, candidate: Candidate, run_dir: str) -> None:
-        """The trial is being trained."""
+    def start(self, candidate: Candidate, run_dir: str) -> None:
+        """Record the run folder of a trial that is about to be trained."""
         candidate.handle.set_user_attr(RUN_DIR, run_dir)
 
-    def measured(self, candidate: Candidate, epoch: int, value: float) -> bool:
-        """Take in the metric after an epoch; whether the trial is not worth going on with."""
+    def report(self, candidate: Candidate, epoch: int, value: float) -> bool:
+        """Report the metric after an epoch; returns whether the trial should be pruned."""
         candidate.handle.report(value, epoch)
         return candidate.handle.should_prune()
 
-    def done(self, candidate: Candidate, value: float, seconds: float) -> None:
-        """The trial has been trained to its end."""
-        self._add_seconds(candidate, seconds)
+    def finish(self, candidate: Candidate, value: float, seconds: float) -> None:
+        """Record the value of a trial that finished."""
+        self.add_seconds(candidate, seconds)
         self._study.tell(candidate.number, value)
 
-    def pruned(self, candidate: Candidate, seconds: float) -> None:
-        """The trial was given up."""
-        self._add_seconds(candidate, seconds)
+    def prune(self, candidate: Candidate, seconds: float) -> None:
+        """Record that a trial was pruned."""
+        self.add_seconds(candidate, seconds)
         self._study.tell(candidate.number, state=TrialState.PRUNED)
 
-    def failed(self, candidate: Candidate, reason: str, seconds: float) -> None:
-        """The trial has crashed, run out of memory, or measured nothing."""
-        self._add_seconds(candidate, seconds)
+    def fail(self, candidate: Candidate, reason: str, seconds: float) -> None:
+        """Record that a trial crashed, ran out of memory, or measured nothing."""
+        self.add_seconds(candidate, seconds)
         candidate.handle.set_user_attr(REASON, reason)
         self._study.tell(candidate.number, state=TrialState.FAIL)
 
-    def left(self, candidate: Candidate, seconds: float) -> None:
-        """The trial is stopped and will go on later."""
-        self._add_seconds(candidate, seconds)
+    def add_seconds(self, candidate: Candidate, seconds: float) -> None:
+        """Add to the training time of a trial; enough for one that is stopped and will be resumed."""
+        before = candidate.handle.user_attrs.get(SECONDS, 0.0)
+        candidate.handle.set_user_attr(SECONDS, round(before + seconds, 1))
 
-    # --- what is known -----------------------------------------------------------------------------------------
+    # --- all trials --------------------------------------------------------------------------------------------
 
     @property
     def optuna(self) -> optuna.Study:
-        """The study, for Optuna's own plots."""
+        """Optuna's object, for its plots."""
         return self._study
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrialRow]:
         """All trials, in the order in which they were asked for."""
-        return [self._row(trial) for trial in self._study.get_trials(deepcopy=False, states=UNDER_WAY)]
+        return [self._row(trial) for trial in self._study.get_trials(deepcopy=False, states=ASKED)]
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> TrialRow:
         """One trial."""
-        return next(row for row in self.rows() if row.number == number)
+        return self._row(self._study.get_trials(deepcopy=False)[number])
 
-    def _row(self, trial: FrozenTrial) -> Row:
+    def _row(self, trial: FrozenTrial) -> TrialRow:
         facts = trial.user_attrs
-        return Row(
+        return TrialRow(
             number=trial.number,
             values=self._values(trial.params),
             value=trial.value,
@@ -170,30 +171,26 @@ class Study:
 
     def _candidate(self, trial: FrozenTrial) -> Candidate:
         handle = optuna.Trial(self._study, trial._trial_id)
-        return Candidate(trial.number, self._values(trial.params), handle, is_continued=True)
+        return Candidate(trial.number, self._values(trial.params), handle)
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that Optuna means, in the order of the space."""
+        """The values behind Optuna's parameters, in the order of the space."""
         return {key: _from_label(self.space[key], params[key]) for key in self.space if key in params}
-
-    def _add_seconds(self, candidate: Candidate, seconds: float) -> None:
-        before = candidate.handle.user_attrs.get(SECONDS, 0.0)
-        candidate.handle.set_user_attr(SECONDS, round(before + seconds, 1))
 
 
 def make_sampler(name: str, seed: int) -> BaseSampler:
-    """Optuna's sampler of that name."""
+    """Optuna's sampler with this name."""
     if name not in SAMPLERS:
         raise ConfigError(f"--sampler {name} is not known; use {', '.join(SAMPLERS)}")
     if name == "random":
         return RandomSampler(seed=seed)
-    with warnings.catch_warnings():  # some versions call the liar an experiment
+    with warnings.catch_warnings():  # some versions warn that constant_liar is experimental
         warnings.simplefilter("ignore")
-        return TPESampler(seed=seed, constant_liar=True)  # for trials side by side: not all the same values
+        return TPESampler(seed=seed, constant_liar=True)  # so that trials side by side get different values
 
 
 def make_pruner(name: str, num_epochs: int) -> BasePruner:
-    """Optuna's pruner of that name; it counts epochs."""
+    """Optuna's pruner with this name; its steps are epochs."""
     if name not in PRUNERS:
         raise ConfigError(f"--pruner {name} is not known; use {', '.join(PRUNERS)}")
     if name == "hyperband":
@@ -210,7 +207,7 @@ def _distribution(domain: Range | Choices) -> BaseDistribution:
 
 
 def _label(value: Any) -> str | int | float | bool | None:
-    """A choice as Optuna keeps it: what is no plain value, by its text."""
+    """A choice as Optuna stores it: a list or another structure becomes text."""
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The run of one trial, seen from the search: start it, hear of its epochs, have it stop, know how it ended."""
+"""The run of one trial, as the search sees it: start it, read its epochs, stop it, and read how it ended."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
 from paceline.system.child import command_of
 from paceline.tools.tune.folder import StudyFolder
-from paceline.tools.tune.shares import Share
-from paceline.tools.tune.worker import Job, Outcome
+from paceline.tools.tune.shares import MachineShare
+from paceline.tools.tune.worker import TrialJob, TrialOutcome
 
 
-class Worker:
-    """The process of one place, which trains its trials; a new one when it has died.
+class TrialProcess:
+    """The process that trains the trials of one place. A new one is started if it has died.
 
-    It has a session of its own, so Ctrl-C reaches the search alone.
+    It has a session of its own, so that Ctrl-C reaches only the search.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: MachineShare) -> None:
         self._share = share
         self._process: subprocess.Popen[str] | None = None
 
     @property
-    def code(self) -> int | None:
-        """How it has ended; None while it lives."""
+    def exit_code(self) -> int | None:
+        """Its exit code; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
-    def give(self, job: Job) -> None:
-        """Have it train a trial."""
+    def train(self, job: TrialJob) -> None:
+        """Send it a trial to train."""
         try:
             self._write(job)
-        except BrokenPipeError:  # it was about to die
+        except BrokenPipeError:  # it died just now
             self.close()
             self._write(job)
 
@@ -52,7 +52,7 @@ class Worker:
         self._process.send_signal(number)
 
     def close(self) -> None:
-        """End it at once; its ranks go with it."""
+        """Kill it; its ranks end with it."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.kill()
@@ -61,8 +61,8 @@ class Worker:
                 self._process.stdin.close()
             self._process = None
 
-    def _write(self, job: Job) -> None:
-        if self.code is not None:
+    def _write(self, job: TrialJob) -> None:
+        if self.exit_code is not None:
             self.close()
         if self._process is None:
             self._process = self._start()
@@ -81,46 +81,44 @@ class Worker:
 
 
 class TrialRun:
-    """A `paceline train` of one trial."""
+    """The training of one trial, in a process that trains several in turn."""
 
-    def __init__(self, folder: StudyFolder, number: int, raw: Mapping[str, Any], worker: Worker) -> None:
-        self._began, self._worker = time.monotonic(), worker
+    def __init__(self, folder: StudyFolder, number: int, raw: Mapping[str, Any], process: TrialProcess) -> None:
+        self._began, self._process = time.monotonic(), process
         self._log, self._outcome = folder.log(number), folder.outcome(number)
         self._events = Tail(RunFolder(Path(raw["run_dir"])).events)
-        self._is_asked = False
+        self._is_stopping = False
         write_text(folder.config(number), dump_yaml(raw))
-        self._outcome.unlink(missing_ok=True)  # of a life that was cut short
-        worker.give(Job(str(folder.config(number)), str(self._log), str(self._outcome)))
+        self._outcome.unlink(missing_ok=True)  # of an earlier attempt
+        process.train(TrialJob(str(folder.config(number)), str(self._log), str(self._outcome)))
 
     @property
     def seconds(self) -> float:
-        """How long it has run by now."""
+        """How long it has been running."""
         return time.monotonic() - self._began
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """The epochs that have ended since this was last asked; after a restart, some may come again."""
+        """The epochs that have ended since the last call; after a restart, some may be repeated."""
         for line in self._events.lines():
             event = parse(line)
             if event is not None and event["event"] == "epoch":
                 yield event
 
     def stop(self) -> None:
-        """Have all ranks agree to save and stop."""
-        if not self._is_asked:  # a second request would end it at once
-            self._is_asked = True
-            self._worker.signal(signal.SIGTERM)
+        """Ask its ranks to save and stop at one step."""
+        if not self._is_stopping:  # a second signal would end it at once
+            self._is_stopping = True
+            self._process.signal(signal.SIGTERM)
 
-    def outcome(self) -> Outcome | None:
-        """How it has ended; None while it runs."""
-        code = self._worker.code  # before the file: what it has written by its end is there
-        if self._outcome.exists():
-            return Outcome(**json.loads(self._outcome.read_text(encoding="utf-8")))
-        if code is None:
-            return None
-        if self._is_asked and code == -signal.SIGTERM:  # it had not begun to train
-            return Outcome("stopped")
+    def outcome(self) -> TrialOutcome | None:
+        """How it ended; None while it runs."""
+        code = self._process.exit_code  # before the file, which a process that has ended has written by now
+        if (written := TrialOutcome.read(self._outcome)) is not None or code is None:
+            return written
+        if self._is_stopping and code == -signal.SIGTERM:  # it had not started to train
+            return TrialOutcome("stopped")
         if code < 0:
-            return Outcome("failed", f"its process was ended by signal {-code}; see {self._log}")
-        written = self._log.read_text(encoding="utf-8", errors="replace").split("\n") if self._log.exists() else []
-        last = next((f": {line}" for line in reversed(written) if line.strip()), "")
-        return Outcome("failed", f"its process ended with exit code {code}{last}\nsee {self._log}")
+            return TrialOutcome("failed", f"its process was ended by signal {-code}; see {self._log}")
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n") if self._log.exists() else []
+        last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
+        return TrialOutcome("failed", f"its process ended with exit code {code}{last}\nsee {self._log}")

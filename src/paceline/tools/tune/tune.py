@@ -1,4 +1,4 @@
-"""`paceline tune`: a config, a search space, many runs; the best config at the end."""
+"""`paceline tune`: checks a config and a search space, runs the trials, and writes the best config and a report."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 
 from optuna.pruners import BasePruner
 
-from paceline.checkpoint.resume import EXECUTION_KEYS
-from paceline.config import Config, dump_yaml, override
+from paceline.config import EXECUTION_KEYS, Config, dump_yaml, override
 from paceline.errors import ConfigError, PacelineError, Stopped
-from paceline.launch.environment import which_cores
 from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import new_folder
 from paceline.run.lock import locked
+from paceline.system.cores import which_cores
 from paceline.tools.tune import report
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.goal import Goal, pick_goal
-from paceline.tools.tune.report import Row
+from paceline.tools.tune.ledger import TrialLedger
+from paceline.tools.tune.report import TrialRow
 from paceline.tools.tune.search import Search
-from paceline.tools.tune.shares import gpus_here, shares_of
+from paceline.tools.tune.shares import shares_of, visible_gpus
 from paceline.tools.tune.space import Space, examples_of, words_of
 from paceline.tools.tune.study import Candidate, Study, make_pruner
-from paceline.tools.tune.trial import TrialRun, Worker
+from paceline.tools.tune.trial import TrialProcess, TrialRun
 from paceline.trainer import build_config
 
 ENGINES = ("optuna", "ray")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is searched, and how."""
+class TunePlan:
+    """What to search, and how."""
 
-    raw: dict[str, Any]  # the config as written, with what holds for all trials
+    raw: dict[str, Any]  # the config as written, with the values that all trials share
     folder: Path  # of the config
     space: Space
     trials: int = 20
@@ -53,69 +53,62 @@ class Plan:
     run_dir: Path | None = None
 
     def config_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with a trial's values; it finds its functions from anywhere."""
+        """The config with the values of a trial, and an absolute `folder`, so that any other folder may hold it."""
         raw = {**self.raw, "folder": str((self.folder / (self.raw.get("folder") or "")).resolve())}
         override(raw, words_of(values))
         return raw
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found."""
+class TuneResult:
+    """The result of a search that has finished."""
 
-    rows: list[Row]  # best first
+    rows: list[TrialRow]  # best first
     goal: Goal
-    best: Row
+    best: TrialRow
     folder: StudyFolder
     notes: list[str]
 
 
-def tune(plan: Plan, say: Callable[[str], None], show: Callable[[str], None]) -> Found:
-    """Search, or go on with a search; `say` takes lines that stay, `show` what goes on now."""
+def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str], None]) -> TuneResult:
+    """Search, or resume a search. `log` takes lines to keep, `show_status` a line that replaces the last one."""
     config = _checked(plan)
     goal = pick_goal(config, plan.metric, plan.mode)
     name = plan.study or config.name
     folder = StudyFolder(new_folder(plan.run_dir or Path("runs") / f"{name}-tune", Path()))
     is_managed = config.train_fn is None
-    shares = shares_of(plan.parallel, gpus_here(config.device), sorted(which_cores()))
     with locked(RunFolder(folder.path)), ExitStack() as stack:
-        workers = [stack.enter_context(closing(Worker(share))) for share in shares]
         pruner = make_pruner(plan.pruner, config.num_epochs) if isinstance(plan.pruner, str) else plan.pruner
         study = Study(
             name, plan.storage or f"sqlite:///{folder.database}", plan.space, goal, home=folder.name(),
             sampler=plan.sampler, pruner=pruner, seed=config.seed if plan.seed is None else plan.seed,
         )  # fmt: skip
         study.check_identity(_identity(plan, goal))
+        ledger = TrialLedger(study, plan.trials, log, may_copy=is_managed)
+
+        def config_of(candidate: Candidate) -> dict[str, Any]:
+            run_dir = _run_dir(folder, candidate.number, is_managed)
+            return _trial_config(plan.config_of(candidate.values), run_dir, is_managed)
 
         def start(candidate: Candidate, place: int) -> TrialRun:
-            run_dir = _run_dir(folder, candidate.number, is_managed)
-            study.started(candidate, str(run_dir))
-            raw = _raw_of(plan.config_of(candidate.values), run_dir, is_managed)
-            return TrialRun(folder, candidate.number, raw, workers[place])
+            raw = config_of(candidate)
+            study.start(candidate, raw["run_dir"])
+            return TrialRun(folder, candidate.number, raw, processes[place])
 
-        say(f"study {name}: {folder.path}, {goal.metric} {goal.mode}")
+        log(f"study {name}: {folder.path}, {goal.metric} {goal.mode}")
         if plan.engine == "ray":
-            is_whole = _search_by_ray(plan, study, config, folder, say)
+            from paceline.tools.tune import ray
+
+            is_whole = ray.search(ray.StudySearcher(ledger, folder, config_of), config, plan.parallel)
         else:
-            is_whole = Search(study, plan.trials, plan.parallel, start, say, show, may_copy=is_managed).run()
+            shares = shares_of(plan.parallel, visible_gpus(config.device), sorted(which_cores()))
+            processes = [stack.enter_context(closing(TrialProcess(share))) for share in shares]
+            is_whole = Search(ledger, plan.parallel, start, show_status).run()
         return _report(plan, study, folder, is_whole=is_whole)
 
 
-def _search_by_ray(plan: Plan, study: Study, config: Config, folder: StudyFolder, say: Callable[[str], None]) -> bool:
-    """The same search on a cluster of Ray's."""
-    from paceline.tools.tune import ray
-
-    is_managed = config.train_fn is None
-
-    def config_of(candidate: Candidate) -> dict[str, Any]:
-        return _raw_of(plan.config_of(candidate.values), _run_dir(folder, candidate.number, is_managed), is_managed)
-
-    ahead = ray.Ahead(study, plan.trials, folder, config_of, say, may_copy=is_managed)
-    return ray.search(ahead, config, plan.parallel)
-
-
-def _checked(plan: Plan) -> Config:
-    """The config with some values of the space; all mistakes that any of them shows."""
+def _checked(plan: TunePlan) -> Config:
+    """The config with values of the space. Raises ConfigError with the mistakes of all examples of the space."""
     problems: dict[str, None] = {}
     if not plan.space:
         problems["nothing is searched; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1"] = None
@@ -133,8 +126,8 @@ def _checked(plan: Plan) -> Config:
     return config
 
 
-def _identity(plan: Plan, goal: Goal) -> dict[str, Any]:
-    """All that must stay while a study goes on: the space, the goal, and what decides what a run computes."""
+def _identity(plan: TunePlan, goal: Goal) -> dict[str, Any]:
+    """What must not change when a study is resumed: the space, the goal, and the keys that decide the numbers."""
     raw = {key: value for key, value in plan.raw.items() if key not in EXECUTION_KEYS}
     space = {key: str(domain) for key, domain in plan.space.items()}
     identity: dict[str, Any] = json.loads(
@@ -144,7 +137,7 @@ def _identity(plan: Plan, goal: Goal) -> dict[str, Any]:
 
 
 def _run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
-    """The run folder of a trial. A loop of the user's own has no checkpoint to go on from, so it begins another one."""
+    """The run folder of a trial; a new one for each attempt of the user's own loop, which cannot be resumed."""
     run_dir = first = folder.run(number)
     attempt = 1
     while not is_managed and run_dir.exists():
@@ -153,18 +146,18 @@ def _run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
     return run_dir
 
 
-def _raw_of(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, Any]:
-    """The config of one trial: on this machine, from its last checkpoint if there is one, and not tried again."""
+def _trial_config(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, Any]:
+    """The config of one trial: on one machine, resumed from its last checkpoint, and not restarted after a failure."""
     launcher = raw.get("launcher") or "auto"
     changes = {"run_dir": str(run_dir), "launcher": "local" if launcher == "auto" else launcher}
-    changes |= {"nodes": None, "rendezvous": None}  # a trial has a place on this machine
+    changes |= {"nodes": None, "rendezvous": None}
     if is_managed:
         changes["resume"] = "auto"
     return {"max_restarts": 0, **raw, **changes}
 
 
-def _report(plan: Plan, study: Study, folder: StudyFolder, *, is_whole: bool) -> Found:
-    """Write the table, the best config and the plots. Raises if there is nothing to choose from, or more to come."""
+def _report(plan: TunePlan, study: Study, folder: StudyFolder, *, is_whole: bool) -> TuneResult:
+    """Write the table, the best config and the plots. Raises if the search was stopped, or no trial finished."""
     rows, goal = study.rows(), study.goal
     report.write_table(folder.table, rows, goal)
     best = report.best_of(rows, goal)
@@ -173,9 +166,10 @@ def _report(plan: Plan, study: Study, folder: StudyFolder, *, is_whole: bool) ->
         write_text(folder.best, origin + dump_yaml(plan.config_of(best.values)))
     if not is_whole:
         done = sum(row.state != "running" for row in rows)
-        raise Stopped(f"stopped after {done} of {plan.trials} trials; the same command goes on with {folder.path}")
+        again = f"run the same command to resume {folder.path}"
+        raise Stopped(f"stopped after {done} of {plan.trials} trials; {again}")
     if best is None:
         reasons = dict.fromkeys(row.reason for row in rows if row.reason)
-        raise PacelineError("\n".join(["no trial was trained to its end", *list(reasons)[:1], f"see {folder.table}"]))
+        raise PacelineError("\n".join(["no trial finished", *list(reasons)[:1], f"see {folder.table}"]))
     note = report.write_plots(folder.plots, study.optuna, goal.metric)
-    return Found(report.ranking(rows, goal), goal, best, folder, [note] if note else [])
+    return TuneResult(report.ranking(rows, goal), goal, best, folder, [note] if note else [])

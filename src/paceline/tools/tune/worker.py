@@ -1,6 +1,6 @@
-"""A process that trains one trial after the other, and may crash without harm to the search.
+"""The process that trains one trial after another. It may crash without ending the search.
 
-It has imported torch once for all of them, as the nursery of its ranks has.
+It imports torch once for all trials, and so does the process that forks its ranks.
 """
 
 from __future__ import annotations
@@ -23,59 +23,64 @@ from paceline.run.layout import RunFolder
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import TIME_IS_UP, describe
 from paceline.tools.tune.goal import RETURNED
-from paceline.tools.tune.shares import keep_to
+from paceline.tools.tune.shares import pin_to
 from paceline.trainer import Trainer, build_config
 
 if TYPE_CHECKING:
-    from paceline.results.result import Result
+    from paceline import Result  # imports torch, which must wait for `launch.prepare`
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the process is told of a trial."""
+class TrialJob:
+    """One trial to train: a line of the input of the process."""
 
-    config: str  # the config's file, with a run_dir
-    log: str
-    outcome: str  # the file to leave
+    config: str  # the file of a config that has a run_dir
+    log: str  # the file for its output
+    outcome: str  # the file to write when it has ended
 
     def to_json(self) -> str:
-        """One line."""
+        """The job as a line."""
         return json.dumps(asdict(self)) + "\n"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a trial has ended."""
+class TrialOutcome:
+    """How a trial ended."""
 
     state: str  # done, stopped or failed
     reason: str = ""
-    history: list[dict[str, Any]] = field(default_factory=list)  # what was measured, an epoch a row
+    history: list[dict[str, Any]] = field(default_factory=list)  # the measured metrics, a row for each epoch
+
+    @classmethod
+    def read(cls, path: Path) -> TrialOutcome | None:
+        """The outcome in a file; None if there is no file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def main() -> None:
-    """Train what each line of the input says, and leave how it went. A process that is killed leaves nothing."""
+    """Train the job of each line of the input, and write its outcome. A process that is killed writes none."""
     parent, cores = json.loads(sys.argv[1])
     die_with_parent(parent)
-    keep_to(cores)
+    pin_to(cores)
     for line in sys.stdin:
-        job = Job(**json.loads(line))
-        _write_to(job.log)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it dies of a request to stop until its ranks have begun
+        job = TrialJob(**json.loads(line))
+        _write_output_to(job.log)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process, until its ranks have started
         outcome = train(Path(job.config))
-        signal.signal(signal.SIGTERM, lambda number, frame: None)  # one that comes too late is for no other trial
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # a late signal must not end the next trial
         write_json(Path(job.outcome), asdict(outcome))
 
 
-def _write_to(log: str) -> None:
-    """Output and errors go to a file from now on."""
+def _write_output_to(log: str) -> None:
+    """Redirect output and errors to a file from now on."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
 
 
-def train(path: Path) -> Outcome:
-    """Train what the config in a file describes."""
+def train(path: Path) -> TrialOutcome:
+    """Train the config in a file."""
     raw = read_yaml(path)
     folder = Path(raw["folder"])
     from paceline import launch
@@ -84,14 +89,14 @@ def train(path: Path) -> Outcome:
         launch.prepare(raw, folder)
         result = Trainer.from_config(build_config(raw, folder), folder).start()
     except Stopped as stopped:
-        # Trials may have equal times instead of equal lengths: what was measured by then counts.
+        # With a time limit, trials have equal times instead of equal lengths: what was measured by then counts.
         if not str(stopped).startswith(f"stopped by {describe(TIME_IS_UP)}"):
-            return Outcome("stopped", str(stopped))
-        return Outcome("done", str(stopped), _epochs(Path(raw["run_dir"])))
+            return TrialOutcome("stopped", str(stopped))
+        return TrialOutcome("done", str(stopped), _epochs(Path(raw["run_dir"])))
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
-        return Outcome("failed", str(error))
-    return Outcome("done", history=result.history or _returned(result))
+        return TrialOutcome("failed", str(error))
+    return TrialOutcome("done", history=result.history or _returned(result))
 
 
 def _epochs(run_dir: Path) -> list[dict[str, Any]]:
@@ -99,7 +104,7 @@ def _epochs(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _returned(result: Result) -> list[dict[str, Any]]:
-    """What a `train_fn` has returned, if it is a number or numbers by name."""
+    """The return value of a `train_fn` as one row, if it is a number or numbers by name."""
     value = result.value
     named = value if isinstance(value, Mapping) else {RETURNED: value}
     row = {}

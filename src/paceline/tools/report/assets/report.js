@@ -8,10 +8,10 @@ const TITLES = {
   lr: "learning rate", samples_per_s: "samples per second", grad_norm: "gradient norm", memory_mb: "memory of the largest rank, MB",
 };
 const LOSSES = ["loss", "train_loss", "val_loss"];
-const redraws = []; // what draws on a canvas, for another width or another colour scheme
+const redraws = []; // functions that draw on a canvas, called when its width or the colour scheme changes
 let axis = "step";
 
-// --- words and elements ---------------------------------------------------------------------------------------------
+// --- text and elements ----------------------------------------------------------------------------------------------
 
 function el(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -47,7 +47,7 @@ function table(head, rows, kind) {
   return el("div", { class: "wide" }, el("table", { class: kind ?? "" }, top, body));
 }
 
-// --- what is said first ---------------------------------------------------------------------------------------------
+// --- the head of the page -------------------------------------------------------------------------------------------
 
 function headOf(run) {
   const began = run.began === null ? [] : [new Date(run.began * 1000).toLocaleString("sv-SE")];
@@ -95,10 +95,10 @@ function sameness() {
 
 function differences() {
   const keys = union(runs.map((run) => Object.keys(run.settings)));
-  const told = keys.filter((key) => key !== "run_dir" && new Set(runs.map((run) => shownKey(run, key))).size > 1);
-  if (!told.length) return [el("p", { class: "muted" }, "The configs are equal.")];
+  const differing = keys.filter((key) => key !== "run_dir" && new Set(runs.map((run) => shownKey(run, key))).size > 1);
+  if (!differing.length) return [el("p", { class: "muted" }, "The configs are equal.")];
   const head = [{ title: "what differs" }, ...runs.map((run) => ({ title: run.label, isNumber: true }))];
-  const rows = told.map((key) => [el("code", {}, key), ...runs.map((run) => shownKey(run, key))]);
+  const rows = differing.map((key) => [el("code", {}, key), ...runs.map((run) => shownKey(run, key))]);
   return [el("h2", {}, "Config"), table(head, rows)];
 }
 
@@ -150,7 +150,7 @@ function draw(box, names, isLog) {
   return () => (plot.width === box.clientWidth ? plot.redraw() : plot.setSize({ width: box.clientWidth, height: 220 }));
 }
 
-/** A chart with its title, and a button for a logarithmic scale where that shows more. */
+/** A chart with its title, and a button for a logarithmic scale where values differ by a factor over 50. */
 function chart(title, names) {
   const box = el("div"), head = el("h3", {}, title);
   const values = linesOf(names).flatMap(({ curve }) => curve.value);
@@ -172,15 +172,15 @@ function axisOf(more, isLog = false) {
   return { stroke: () => css("--muted"), font: "12px system-ui, sans-serif", grid: line, ticks: { ...line, size: 4 }, ...more };
 }
 
-/** A fine line where a run was started again. */
+/** Draws a dashed line where the ranks of a run were started again. */
 function drawStarts(u) {
   if (areSeveral) return;
   u.ctx.save();
   u.ctx.strokeStyle = css("--warn");
   u.ctx.lineWidth = devicePixelRatio;
   u.ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
-  for (const life of runs[0].lives.slice(1)) {
-    const x = Math.round(u.valToPos(axis === "step" ? life.step : life.start, "x", true));
+  for (const attempt of runs[0].attempts.slice(1)) {
+    const x = Math.round(u.valToPos(axis === "step" ? attempt.step : attempt.start, "x", true));
     if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
     u.ctx.beginPath();
     u.ctx.moveTo(x, u.bbox.top);
@@ -192,7 +192,7 @@ function drawStarts(u) {
 
 function curves() {
   const charts = chartsToDraw();
-  if (!charts.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run has told no numbers: it had no time to, or a loop of its own kept them.")];
+  if (!charts.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
   const drawn = charts.map(([title, names]) => chart(title, names));
   const fill = () => drawn.forEach((one) => one.fill());
   redraws.push(...drawn.map((one) => one.redraw));
@@ -221,18 +221,18 @@ function ranksOf(run) {
   const output = el("output", {}, "");
   const sorted = heat.columns.flat().sort((a, b) => a - b);
   const low = sorted[Math.floor(0.02 * sorted.length)], high = sorted[Math.floor(0.98 * sorted.length)];
-  const said = `pale ${shown(low)} ms, strong ${shown(high)} ms`;
+  const scale = `pale ${shown(low)} ms, strong ${shown(high)} ms`;
   const strip = () => paint(canvas, heat, rows, height, (ms) => Math.min(1, Math.max(0, (ms - low) / (high - low || 1))));
   redraws.push(strip);
   requestAnimationFrame(strip);
-  output.textContent = said;
+  output.textContent = scale;
   canvas.onmousemove = (event) => {
     const column = Math.min(heat.steps.length - 1, Math.floor((event.offsetX / canvas.clientWidth) * heat.steps.length));
     const rank = Math.min(rows - 1, Math.floor((event.offsetY / height) * rows));
     const isSlow = heat.stragglers[column].includes(rank) ? ", a straggler" : "";
     output.textContent = `step ${shown(heat.steps[column])}, rank ${rank}: ${shown(heat.columns[column][rank])} ms${isSlow}`;
   };
-  canvas.onmouseleave = () => { output.textContent = said; };
+  canvas.onmouseleave = () => { output.textContent = scale; };
   const ranks = el("div", { class: "ranks" }, el("span", {}, "rank 0"), rows > 1 ? el("span", {}, rows > 2 ? rows - 1 : 1) : null);
   return [el("h2", {}, "Step times of the ranks"), el("div", { class: "strip" }, ranks, canvas, output), el("p", {}, ...stragglers(heat, rows))];
 }
@@ -256,7 +256,7 @@ function paint(canvas, heat, rows, height, strength) {
 }
 
 function stragglers(heat, rows) {
-  if (rows === 1) return ["One rank has nobody to wait for."];
+  if (rows === 1) return ["A single rank does not wait for others."];
   const found = Object.entries(heat.slow_points).sort((a, b) => b[1] - a[1]);
   const wait = "On a CPU these are each rank's own times, on a GPU those of whole steps, in which ranks wait for each other.";
   if (!found.length) return [`No rank took longer than 1.25 times the median of all. ${wait}`];
@@ -293,10 +293,10 @@ function phasesOf(run) {
 // --- the time line, and what ran ------------------------------------------------------------------------------------
 
 function timeLine(run) {
-  if (!run.lives.length) return [];
+  if (!run.attempts.length) return [];
   const at = (seconds) => `${(100 * seconds) / (run.seconds || 1)}%`;
-  const lives = run.lives.map((life) =>
-    el("i", { class: "life", style: `left: ${at(life.start)}; width: ${at(life.end - life.start)}`, title: `${life.ranks} ranks, from step ${life.step}` })
+  const attempts = run.attempts.map((attempt) =>
+    el("i", { class: "attempt", style: `left: ${at(attempt.start)}; width: ${at(attempt.end - attempt.start)}`, title: `${attempt.ranks} ranks, from step ${attempt.step}` })
   );
   const marks = run.marks.map((mark) =>
     el("i", { class: `mark ${mark.kind}`, style: `left: ${at(mark.seconds)}`, title: inWords(mark) })
@@ -304,10 +304,10 @@ function timeLine(run) {
   const kinds = union(run.marks.map((mark) => mark.kind)).filter((kind) => kind !== "resumed");
   const legend = kinds.map((kind) => el("span", {}, el("i", { class: `mark ${kind}` }), kind));
   const rows = run.marks.map((mark) => [duration(mark.seconds), shown(mark.step), mark.kind, mark.text]);
-  const head = [{ title: "time", isNumber: true }, { title: "step", isNumber: true }, { title: "what" }, { title: "" }];
+  const head = [{ title: "time", isNumber: true }, { title: "step", isNumber: true }, { title: "event" }, { title: "" }];
   return [
     el("h2", {}, "Time line"),
-    el("div", { class: "line" }, ...lives, ...marks),
+    el("div", { class: "line" }, ...attempts, ...marks),
     el("div", { class: "ends" }, el("span", {}, "0 s"), el("span", {}, duration(run.seconds))),
     el("div", { class: "legend" }, ...legend),
     el("details", {}, el("summary", {}, run.marks.length === 1 ? "1 event" : `${run.marks.length} events`), table(head, rows, "marks")),
@@ -333,7 +333,7 @@ const partsOf = (run) => [...ranksOf(run), ...phasesOf(run), ...timeLine(run), .
 function runsOneByOne() {
   return runs.map((run, place) => {
     const box = el("details", { class: "run" }, el("summary", {}, swatch(place), run.label), ...partsOf(run));
-    box.ontoggle = redrawAll; // its strip had no width
+    box.ontoggle = redrawAll; // a closed box has no width to draw on
     return box;
   });
 }
