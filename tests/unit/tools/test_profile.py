@@ -127,7 +127,7 @@ CASES = {
         found(reduction=[30.0, 31.0]),
         [
             "30 % of a step is reduction; twice the samples a step (batch_size=64 or lanes=4) "
-            "halve the sums, compression=bf16 with exact=false halves what is sent"
+            "halve the sums, compression=bf16 with exact=false halves the bytes sent"
         ],
     ),
     "the sums are compressed": (

@@ -82,7 +82,7 @@ def _reduction(profile: Profile) -> Iterator[str]:
     larger = (
         f"twice the samples a step (batch_size={2 * setting.batch_size} or lanes={2 * setting.lanes}) halve the sums"
     )
-    smaller = f"compression=bf16{' with exact=false' if setting.is_exact else ''} halves what is sent"
+    smaller = f"compression=bf16{' with exact=false' if setting.is_exact else ''} halves the bytes sent"
     yield f"{begin}; {larger}" + (f", {smaller}" if setting.compression == "none" else "")
 
 
