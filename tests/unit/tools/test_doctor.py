@@ -197,6 +197,13 @@ def test_a_run_that_could_not_start_has_no_plan(make_config: Callable[..., Confi
         plan_of(make_config(device="cpu", lanes=6, procs=4))
 
 
+def test_the_interface_towards_the_rendezvous_is_named() -> None:
+    assert trials.check_rendezvous("127.0.0.1:29400", GOOD).text == "127.0.0.1:29400 is reached over lo"
+    failure = trials.check_rendezvous("no-such-host.invalid:29400", GOOD)
+    assert failure.state == "failure"
+    assert failure.text.startswith("no-such-host.invalid:29400 cannot be reached: ")
+
+
 @pytest.mark.parametrize(
     ("error", "is_kept", "words"),
     [
