@@ -15,7 +15,7 @@ import torch
 from paceline.config import Config, build
 from paceline.data.sources import make_datasets
 from paceline.errors import ConfigError, DataError, RankFailed
-from paceline.tools.doctor import checks, doctor, facts, rehearsal
+from paceline.tools.doctor import checks, doctor, facts, rehearsal, trials
 from paceline.tools.doctor.checks import Finding, RehearsalResult
 from paceline.tools.doctor.facts import Gpu, Interface, MachineFacts
 from paceline.tools.doctor.plan import RankPlan, plan_of
@@ -197,6 +197,13 @@ def test_a_run_that_could_not_start_has_no_plan(make_config: Callable[..., Confi
         plan_of(make_config(device="cpu", lanes=6, procs=4))
 
 
+def test_the_interface_towards_the_rendezvous_is_named() -> None:
+    assert trials.check_rendezvous("127.0.0.1:29400", GOOD).text == "127.0.0.1:29400 is reached over lo"
+    failure = trials.check_rendezvous("no-such-host.invalid:29400", GOOD)
+    assert failure.state == "failure"
+    assert failure.text.startswith("no-such-host.invalid:29400 cannot be reached: ")
+
+
 @pytest.mark.parametrize(
     ("error", "is_kept", "words"),
     [
@@ -208,18 +215,18 @@ def test_a_run_that_could_not_start_has_no_plan(make_config: Callable[..., Confi
 def test_the_temporary_run_folder_is_kept_only_for_the_log_of_a_rank_that_failed(
     tmp_path: Path, error: BaseException, is_kept: bool, words: str
 ) -> None:
-    with pytest.raises(type(error)) as raised, doctor._temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
+    with pytest.raises(type(error)) as raised, trials.temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
         raise error
     assert str(raised.value) == words
     assert folder.exists() == is_kept
-    with doctor._temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
+    with trials.temporary_run_folder(replace(GOOD, folder=tmp_path)) as folder:
         assert folder.parent == tmp_path
     assert not folder.exists()
 
 
 def test_a_temporary_run_folder_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     machine = replace(GOOD, folder=tmp_path / "gone")
-    with pytest.raises(ConfigError, match="cannot be created: No such file"), doctor._temporary_run_folder(machine):
+    with pytest.raises(ConfigError, match="cannot be created: No such file"), trials.temporary_run_folder(machine):
         pass
 
 

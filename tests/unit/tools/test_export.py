@@ -25,11 +25,12 @@ from paceline.engine.digest import sha256_of
 from paceline.engine.ema import Ema
 from paceline.engine.replica import make_model
 from paceline.errors import ConfigError, DataError, MissingExtra, PacelineError
-from paceline.run.layout import RunFolder
 from paceline.tools.export import traced
 from paceline.tools.export.card import loading_weights
 from paceline.tools.export.task import ExportTask
 from paceline.worker.result import write_result
+
+from ..run_folders import create_run
 
 LAB = '''
 import json
@@ -143,7 +144,7 @@ def make_run(tmp_path: Path) -> Callable[..., Any]:
     def make(model: str = "get_model", *, has_average: bool = False, **keys: Any) -> Any:
         raw = {**KEYS, "model_fn": f"pl_export:{model}", "run_dir": tmp_path / "run", **keys}
         config = build(raw, folder=lab)
-        folder, trained = RunFolder.create(config), config.function("model_fn")(**config.model_args)
+        folder, trained = create_run(config), config.function("model_fn")(**config.model_args)
         for buffer in trained.buffers():
             if buffer.is_floating_point():
                 nn.init.uniform_(buffer, 1.0, 2.0)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what a trace tells, and the advice that follows from it."""
+"""`paceline profile`: reading traces, the figures of a step, and the advice that follows from them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from paceline.observe.events import Events
 from paceline.run.layout import RunFolder
 from paceline.tools.profile import trace
 from paceline.tools.profile.advice import advice_on
-from paceline.tools.profile.facts import Operator, Profile, Setting
+from paceline.tools.profile.facts import Operator, Profile, StepSettings
 from paceline.tools.profile.profile import profile, shortened
 from paceline.tools.profile.task import Account, StepProfiler, last_in, operators_in, put_together
-from paceline.tools.profile.trace import Cost, Mark, Span
+from paceline.tools.profile.trace import Cost, PhaseStart, Span
 
-SETTING = Setting(
+SETTING = StepSettings(
     workers=0, batch_size=32, lanes=2, threads=2, cores=8, ranks_here=2, backend="gloo", precision="fp32",
     has_bf16=False, step_mode="auto", is_replayed=False, has_rows=False, is_tensors=False, is_stream=False,
     is_exact=True, compression="none", is_fused=True, could_fuse=True, log_every_steps=10, check_replicas_every=100,
@@ -44,7 +44,7 @@ def found(
     last_in: list[float] | None = None,
     **phases: Any,
 ) -> Profile:
-    """A profile of steps of 100 ms; a phase is a number, or one for each rank; a first phase takes the rest."""
+    """A profile of steps of 100 ms; phases are numbers, or lists of one for each rank; the first phase is the rest."""
     ranks = max([len(ms) for ms in phases.values() if isinstance(ms, list)], default=1)
     phase_ms = {name: ms if isinstance(ms, list) else [float(ms)] * ranks for name, ms in phases.items()}
     rest = [100.0 - sum(ms[rank] for ms in phase_ms.values()) for rank in range(ranks)]
@@ -79,21 +79,21 @@ CASES = {
     "all cores are workers": (
         found(data=30.0, setting={"workers": 8}),
         [
-            "30 % of a step waits for data with workers=8, all that the cores allow; give the samples as tensors "
+            "30 % of a step waits for data with workers=8, as many as the cores allow; give the samples as tensors "
             "(a TensorDataset, or as_tensors()), or fetch whole batches at once (__getitems__)"
         ],
     ),
     "a stream": (
         found(data=30.0, setting={"workers": 8, "is_stream": True}),
         [
-            "30 % of a step waits for data with workers=8, all that the cores allow; "
-            "do less for a sample in __iter__"
+            "30 % of a step waits for data with workers=8, as many as the cores allow; "
+            "do less in __iter__"
         ],
     ),
     "tensors that are not on the device": (
         found(data=30.0, setting={"is_tensors": True}),
         [
-            "30 % of a step waits for data, although it is tensors; let more of the device's memory take them: "
+            "30 % of a step waits for data, although it is tensors; allow them more of the device's memory: "
             "data_on_device=0.9"
         ],
     ),
@@ -107,18 +107,18 @@ CASES = {
     "a rank is late": (
         found(reduction=[50.0, 0.0], backward=[10.0, 60.0], last_in=[0.1, 0.9]),
         [
-            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (backward), 50 %; see what else runs "
+            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (backward), 50 %; check what else runs "
             "there, and its trace"
         ],
     ),
     "ranks are late in turns": (
         found(reduction=[50.0, 0.0], backward=[10.0, 60.0], last_in=[0.4, 0.6]),
-        ["25 % of a step is reduction, for ranks that are late in turns; see what else runs on these cores"],
+        ["25 % of a step is reduction, because ranks are late in turns; check what else runs on these cores"],
     ),
     "a GPU is late": (
         found("cuda", reduction=[50.0, 0.0], idle=[0.0, 50.0], setting=on_gpu()),
         [
-            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (idle), 50 %; see what else runs there, "
+            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (idle), 50 %; check what else runs there, "
             "and its trace",
             "the GPU is idle for 25 % of a step, although steps are CUDA graphs: a step is short; try batch_size=64",
         ],
@@ -127,7 +127,7 @@ CASES = {
         found(reduction=[30.0, 31.0]),
         [
             "30 % of a step is reduction; twice the samples a step (batch_size=64 or lanes=4) "
-            "halve the sums, compression=bf16 with exact=false halves what is sent"
+            "halve the sums, compression=bf16 with exact=false halves the bytes sent"
         ],
     ),
     "the sums are compressed": (
@@ -147,11 +147,11 @@ CASES = {
     ),
     "cores without work": (
         found(setting={"threads": 1, "lanes": 8}),
-        ["1 of 8 cores have work; try --procs 8"],
+        ["1 of 8 cores are used; try --procs 8"],
     ),
     "threads without work": (
         found(setting={"threads": 1, "lanes": 1}),
-        ["1 of 8 cores have work; try threads=8"],
+        ["1 of 8 cores are used; try threads=8"],
     ),
     "the optimizer": (
         found(optimizer=26.0),
@@ -166,7 +166,7 @@ CASES = {
     ),
     "logging": (
         found(other=20.0, setting={"log_every_steps": 1}),
-        ["20 % of a step is neither data nor model, with log.every_steps=1; leave it out"],
+        ["20 % of a step is neither data nor model, with log.every_steps=1; remove it"],
     ),
     "digests": (
         found(other=20.0, setting={"log_digests": True}),
@@ -191,7 +191,7 @@ CASES = {
         found("cuda", idle=50.0, setting=on_gpu(is_replayed=False)),
         [
             "the GPU is idle for 50 % of a step: steps are not CUDA graphs, for the reason in the warning; "
-            "mend that, or enlarge batch_size"
+            "fix that, or increase batch_size"
         ],
     ),
     "a GPU with graphs": (
@@ -208,17 +208,17 @@ CASES = {
     "ranks that share a GPU": (
         found("cuda", idle=[50.0, 50.0], setting=on_gpu(backend="gloo")),
         [
-            "the GPU is idle for 50 % of a step: gloo adds up on the host; use one process for each GPU, whose sums "
-            "NCCL does there"
+            "the GPU is idle for 50 % of a step: gloo adds up on the host; use one process for each GPU, so that "
+            "NCCL adds up on the GPUs"
         ],
     ),
     "fp32 on a GPU": (
         found("cuda", idle=10.0, setting=on_gpu(precision="fp32")),
         ["the GPU computes for 90 % of a step in fp32; try precision=bf16"],
     ),
-    "a GPU that nobody has seen": (
+    "a GPU that was not recorded": (
         found("cuda", idle=100.0, setting=on_gpu()),
-        ["the profiler saw nothing of the GPU, which it may not be allowed to; KINETO_LOG_LEVEL=1 tells why"],
+        ["the profiler recorded nothing of the GPU, perhaps for lack of permission; see KINETO_LOG_LEVEL=1"],
     ),
     "two things": (
         found(data=40.0, optimizer=30.0, setting={"cores": 2}),
@@ -256,8 +256,8 @@ def test_advice_names_keys_that_exist() -> None:
 # --- phases and kernels ----------------------------------------------------------------------------------------------
 
 
-def test_the_time_between_two_moments_goes_to_the_phases_that_it_was_spent_in() -> None:
-    marks = [Mark(OTHER, 0), Mark(DATA, 10), Mark(FORWARD, 30), Mark(DATA, 60)]
+def test_the_time_between_two_moments_is_divided_among_the_phases() -> None:
+    marks = [PhaseStart(OTHER, 0), PhaseStart(DATA, 10), PhaseStart(FORWARD, 30), PhaseStart(DATA, 60)]
     spent = dict(zip(PHASES, trace.spent_ns(marks, 20, 65), strict=True))
     assert {name: ns for name, ns in spent.items() if ns} == {"data": 15, "forward": 30}
 
@@ -266,7 +266,7 @@ def span(category: str, name: str, begin: float, end: float, track: int = 1) -> 
     return Span(category, name, (1, track), begin, end)
 
 
-def test_work_that_goes_on_beside_computing_costs_only_what_lies_bare() -> None:
+def test_work_that_overlaps_with_computing_counts_only_where_it_does_not() -> None:
     spans = [
         span("kernel", "gemm", 0, 10), span("kernel", "gemm", 5, 20, track=2),
         span("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 15, 40),
@@ -275,11 +275,11 @@ def test_work_that_goes_on_beside_computing_costs_only_what_lies_bare() -> None:
     ]  # fmt: skip
     assert trace.busy_us(spans) == {"compute": 30, "reduction": 20, "copies": 5}
     assert trace.costs_of(spans, "cuda")["gemm"] == Cost(25, 2)
-    assert trace.costs_of(spans, "cuda")[spans[2].name] == Cost(25, 1)  # whole, whatever goes on beside it
+    assert trace.costs_of(spans, "cuda")[spans[2].name] == Cost(25, 1)  # in full, also where it overlaps
     assert "aten::mm" not in trace.costs_of(spans, "cuda")
 
 
-def test_ranges_that_people_name_are_no_work() -> None:
+def test_named_ranges_are_not_counted_as_work() -> None:
     categories = ["kernel", "gpu_user_annotation", "user_annotation", "cuda_runtime", "gpu_memcpy", "cpu_op"]
     place = {"ph": "X", "name": "x", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
     events = [{"ph": "M", "name": "x", "pid": 0}, *({**place, "cat": category} for category in categories)]
@@ -296,15 +296,15 @@ def test_an_operator_costs_its_time_without_those_that_it_calls() -> None:
     assert trace.costs_of(spans, "cpu") == {"outer": Cost(110, 2), "inner": Cost(40, 1), "aside": Cost(40, 1)}
 
 
-def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tmp_path: Path) -> None:
+def test_the_phases_in_a_trace_contain_the_operators_that_ran_in_them(tmp_path: Path) -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     profiler.start()
-    marks = [Mark(FORWARD, time.time_ns())]
+    marks = [PhaseStart(FORWARD, time.time_ns())]
     loss = torch.ones(3, requires_grad=True).exp().sum()
-    marks.append(Mark(BACKWARD, time.time_ns()))
-    with torch.profiler.record_function("a range of somebody's"):
+    marks.append(PhaseStart(BACKWARD, time.time_ns()))
+    with torch.profiler.record_function("a named range"):
         loss.backward()  # type: ignore[no-untyped-call]
-    marks.append(Mark(OTHER, time.time_ns()))
+    marks.append(PhaseStart(OTHER, time.time_ns()))
     profiler.stop()
     path = tmp_path / "profile" / "rank-0.json.gz"
     spans = trace.write(profiler, marks, path, os.getpid())
@@ -319,7 +319,7 @@ def test_a_trace_has_the_phases_at_the_time_of_the_operators_that_ran_in_them(tm
     costs = trace.costs_of(spans, "cpu")
     assert costs["aten::exp"].calls == 1
     assert costs["aten::exp"].us > 0
-    assert "a range of somebody's" not in costs  # it is no operator
+    assert "a named range" not in costs  # it is not an operator
 
 
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
@@ -350,7 +350,7 @@ def account(step_ms: float, busy_ms: dict[str, float] | None = None, **costs: fl
     )  # fmt: skip
 
 
-def test_operators_are_means_over_ranks_and_steps_and_the_dearest_come_first() -> None:
+def test_operators_are_means_over_ranks_and_steps_and_the_costliest_are_first() -> None:
     accounts = [account(4.0, mm=20_000.0, add=10_000.0), account(4.0, mm=20_000.0, relu=2_000.0)]
     rows = operators_in(accounts, steps=10, device="cpu")
     assert [(row.name, row.ms, row.calls, row.share) for row in rows] == [
@@ -362,7 +362,7 @@ def test_the_last_rank_of_each_step_is_counted() -> None:
     assert last_in([[1.0, 5.0, 2.0, 2.0], [3.0, 1.0, 4.0, 4.0]]) == [0.25, 0.75]
 
 
-def test_what_a_gpu_does_not_use_of_a_step_is_idle() -> None:
+def test_the_rest_of_a_step_of_a_gpu_is_idle() -> None:
     accounts = [account(10.0, {"compute": 6.0, "reduction": 1.0, "copies": 0.5})] * 2
     made = put_together(accounts, SETTING, "cuda", 10, RunFolder(Path("runs/x")))
     assert made.phase_ms == {"compute": [6.0] * 2, "reduction": [1.0] * 2, "copies": [0.5] * 2, "idle": [2.5] * 2}
@@ -373,7 +373,9 @@ def test_what_a_gpu_does_not_use_of_a_step_is_idle() -> None:
 # --- the short run ---------------------------------------------------------------------------------------------------
 
 
-def test_the_short_run_saves_nothing_tells_nobody_and_ignores_the_past(make_config: Callable[..., Config]) -> None:
+def test_the_short_run_has_no_checkpoints_or_trackers_and_does_not_resume(
+    make_config: Callable[..., Config],
+) -> None:
     given = make_config(
         resume="auto", time_limit=60, log={"trackers": "wandb", "every_steps": 3}, checkpoint={"every_steps": 1},
         batch_size=7, max_restarts=2, num_epochs=2,
@@ -385,16 +387,16 @@ def test_the_short_run_saves_nothing_tells_nobody_and_ignores_the_past(make_conf
     assert (short.log.trackers, short.log.tensorboard) == ([], False)
     assert (short.resume, short.max_restarts, short.time_limit) == ("never", 0, None)
     assert given.resume == "auto"
-    assert shortened(make_config(), 25).log.every_steps == 100  # as rarely as later in a run
+    assert shortened(make_config(), 25).log.every_steps == 100  # as often as later in a run
 
 
 def test_a_loop_of_the_users_own_is_refused(make_config: Callable[..., Config]) -> None:
     config = make_config(train_fn=print, loss_fn=None)
-    with pytest.raises(ConfigError, match=r"^train_fn=\S+ is a loop whose steps Paceline does not see; profile"):
+    with pytest.raises(ConfigError, match=r"^train_fn=\S+ is your own loop, whose steps cannot be profiled; profile"):
         profile(config, 10, Path())
 
 
-def test_the_tables_say_who_takes_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_show_phases_operators_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
     row = Operator("[b]" + "a" * 80, 2.0, 4.5, 0.02)
     shown = replace(found(reduction=[30.0, 10.0]), operators=[row], traces=["/lab/profile/rank-0.json.gz"])
     show(shown, ["try another model"])

@@ -41,7 +41,7 @@ def export(
     """Write a trained model into the new folder `to`, with a card and the config of the run; returns the folder.
 
     Models are traced and compared with samples of the run's data, or of `data`, a CSV or Parquet file. `on_progress` is
-    called before what takes time.
+    called with the name of each part that takes time.
     """
     if format not in FORMATS:
         raise ConfigError(f"format={format} is unknown; use {', '.join(FORMATS)}")

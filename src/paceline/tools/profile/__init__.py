@@ -1,1 +1,1 @@
-"""`paceline profile`: where the time of a step goes, and what to do about it."""
+"""`paceline profile`: measures the parts of a step, and advises what to change."""

@@ -1,6 +1,6 @@
-"""What to change so that a step takes less time, from what a profile has found (pure).
+"""Advice that follows from the figures of a profile: what to change so that a step takes less time (pure).
 
-Each function below looks at one thing, and gives a sentence for what it finds, with the number that it follows from.
+Each private function checks one part of a step, and yields a sentence with the figure that it follows from.
 """
 
 from __future__ import annotations
@@ -10,67 +10,67 @@ from collections.abc import Iterator
 from paceline.observe.pace import slowest
 from paceline.tools.profile.facts import Profile
 
-MUCH_DATA = 0.2  # shares of a step, from which something is worth a sentence
-MUCH_REDUCTION = 0.2
-LATE = 0.1
-MOSTLY = 0.8  # of the steps, from which a rank is late by itself and not by chance
-MUCH_OPTIMIZER = 0.25
-MUCH_OTHER = 0.15
-MUCH_IDLE = 0.2
-MUCH_WORK = 0.5
-MOST_WORKERS = 8  # of a rank: more seldom help, and each takes memory
-RARE_LOG, RARE_CHECK = 10, 100  # steps
+# Shares of a step; advice follows if a part takes more.
+DATA_SHARE = 0.2
+REDUCTION_SHARE = 0.2
+LATE_SHARE = 0.1
+OPTIMIZER_SHARE = 0.25
+OTHER_SHARE = 0.15
+IDLE_SHARE = 0.2
+MODEL_SHARE = 0.5
+LATE_STEPS = 0.8  # the share of steps in which a rank must be the last to count as late
+MAX_WORKERS = 8  # of a rank: more seldom help, and each takes memory
+RARE_LOG_STEPS, RARE_CHECK_STEPS = 10, 100  # intervals that cost next to nothing
 
 
 def advice_on(profile: Profile) -> list[str]:
-    """Sentences, what matters most first; one that says so where there is nothing to improve."""
+    """Sentences, the most important first; a single one if there is nothing to improve."""
     if profile.device == "cuda" and not profile.share("compute"):
-        return ["the profiler saw nothing of the GPU, which it may not be allowed to; KINETO_LOG_LEVEL=1 tells why"]
-    looks = (_data, _reduction, _idle, _idle_cores, _precision, _optimizer, _other)
-    found = [sentence for look in looks for sentence in look(profile)]
-    return found or [_nothing(profile)]
+        return ["the profiler recorded nothing of the GPU, perhaps for lack of permission; see KINETO_LOG_LEVEL=1"]
+    checks = (_data, _reduction, _idle, _idle_cores, _precision, _optimizer, _other)
+    return [sentence for check in checks for sentence in check(profile)] or [_nothing(profile)]
 
 
 def percent(share: float) -> str:
-    """Such as "72 %"."""
+    """A share as text, such as "72 %"."""
     return f"{100 * share:.0f} %"
 
 
 def _data(profile: Profile) -> Iterator[str]:
     setting, share = profile.setting, profile.share_of(profile.data_ms)
-    if share <= MUCH_DATA:
+    if share <= DATA_SHARE:
         return
     begin = f"{percent(share)} of a step waits for data"
-    room = min(MOST_WORKERS, max(1, setting.cores // setting.ranks_here))
+    most = min(MAX_WORKERS, max(1, setting.cores // setting.ranks_here))
     if setting.has_rows:
         yield f"{begin}, although it is tensors on the device: a step is short; try batch_size={2 * setting.batch_size}"
     elif setting.is_tensors:
-        yield f"{begin}, although it is tensors; let more of the device's memory take them: data_on_device=0.9"
-    elif setting.workers < room:
-        yield f"{begin} with workers={setting.workers}; try workers={room}"
+        yield f"{begin}, although it is tensors; allow them more of the device's memory: data_on_device=0.9"
+    elif setting.workers < most:
+        yield f"{begin} with workers={setting.workers}; try workers={most}"
     elif setting.is_stream:
-        yield f"{begin} with workers={setting.workers}, all that the cores allow; do less for a sample in __iter__"
+        yield f"{begin} with workers={setting.workers}, as many as the cores allow; do less in __iter__"
     else:
         yield (
-            f"{begin} with workers={setting.workers}, all that the cores allow; give the samples as tensors "
+            f"{begin} with workers={setting.workers}, as many as the cores allow; give the samples as tensors "
             "(a TensorDataset, or as_tensors()), or fetch whole batches at once (__getitems__)"
         )
 
 
 def _reduction(profile: Profile) -> Iterator[str]:
-    """What ranks wait for while they add up: one of them, or the sums."""
+    """Whether reduction takes long because of a rank that is late, of the cores, or of the sums themselves."""
     setting, share = profile.setting, profile.share("reduction")
-    if profile.ranks < 2 or share <= MUCH_REDUCTION:
+    if profile.ranks < 2 or share <= REDUCTION_SHARE:
         return
     begin = f"{percent(share)} of a step is reduction"
     found = slowest(profile.step_ms, profile.phase_ms)
-    if found is not None and found.rank is not None and found.share > LATE:
-        if profile.device == "cpu" and profile.last_in[found.rank] < MOSTLY:
-            yield f"{begin}, for ranks that are late in turns; see what else runs on these cores"
+    if found is not None and found.rank is not None and found.share > LATE_SHARE:
+        if profile.device == "cpu" and profile.last_in[found.rank] < LATE_STEPS:
+            yield f"{begin}, because ranks are late in turns; check what else runs on these cores"
             return
         yield (
             f"rank {found.rank} on {profile.hosts[found.rank]} is late: the others wait {found.behind_ms:.1f} ms a "
-            f"step for it ({found.phase}), {percent(found.share)}; see what else runs there, and its trace"
+            f"step for it ({found.phase}), {percent(found.share)}; check what else runs there, and its trace"
         )
         return
     if profile.device == "cpu" and setting.ranks_here * setting.threads > setting.cores:
@@ -82,37 +82,38 @@ def _reduction(profile: Profile) -> Iterator[str]:
     larger = (
         f"twice the samples a step (batch_size={2 * setting.batch_size} or lanes={2 * setting.lanes}) halve the sums"
     )
-    smaller = f"compression=bf16{' with exact=false' if setting.is_exact else ''} halves what is sent"
+    smaller = f"compression=bf16{' with exact=false' if setting.is_exact else ''} halves the bytes sent"
     yield f"{begin}; {larger}" + (f", {smaller}" if setting.compression == "none" else "")
 
 
 def _fewer(cores: int, ranks: int, threads: int) -> str:
+    """The key or option that gives each thread a core."""
     return f"threads={max(1, cores // ranks)}" if threads > 1 else f"--procs {cores}"
 
 
 def _idle(profile: Profile) -> Iterator[str]:
-    """What a GPU waits for, where it is not the data."""
+    """Whether a GPU waits for something else than data."""
     setting, share = profile.setting, profile.share("idle")
-    if share - profile.share_of(profile.data_ms) <= MUCH_IDLE:
+    if share - profile.share_of(profile.data_ms) <= IDLE_SHARE:
         return
     begin = f"the GPU is idle for {percent(share)} of a step"
     if profile.ranks > 1 and setting.backend == "gloo":
-        yield f"{begin}: gloo adds up on the host; use one process for each GPU, whose sums NCCL does there"
+        yield f"{begin}: gloo adds up on the host; use one process for each GPU, so that NCCL adds up on the GPUs"
     elif setting.is_replayed:
         yield f"{begin}, although steps are CUDA graphs: a step is short; try batch_size={2 * setting.batch_size}"
     elif setting.step_mode == "eager":
         yield f"{begin}, whose kernels are started one by one with step_mode=eager; try step_mode=graph"
     else:
-        yield f"{begin}: steps are not CUDA graphs, for the reason in the warning; mend that, or enlarge batch_size"
+        yield f"{begin}: steps are not CUDA graphs, for the reason in the warning; fix that, or increase batch_size"
 
 
 def _idle_cores(profile: Profile) -> Iterator[str]:
     setting = profile.setting
     used = setting.ranks_here * (setting.threads + setting.workers)
-    if profile.device == "cpu" and 2 * used <= setting.cores and _working(profile) > MUCH_WORK:
+    if profile.device == "cpu" and 2 * used <= setting.cores and _model_share(profile) > MODEL_SHARE:
         most = next(n for n in range(setting.cores // setting.threads, 0, -1) if setting.lanes % n == 0 or n == 1)
         more = f"--procs {most}" if most > profile.ranks else f"threads={setting.cores // setting.ranks_here}"
-        yield f"{used} of {setting.cores} cores have work; try {more}"
+        yield f"{used} of {setting.cores} cores are used; try {more}"
 
 
 def _precision(profile: Profile) -> Iterator[str]:
@@ -123,7 +124,7 @@ def _precision(profile: Profile) -> Iterator[str]:
 
 def _optimizer(profile: Profile) -> Iterator[str]:
     setting, share = profile.setting, profile.share("optimizer")
-    if share <= MUCH_OPTIMIZER:
+    if share <= OPTIMIZER_SHARE:
         return
     begin = f"{percent(share)} of a step is the optimizer"
     larger = f"batch_size={2 * setting.batch_size} updates half as often"
@@ -133,26 +134,25 @@ def _optimizer(profile: Profile) -> Iterator[str]:
 
 def _other(profile: Profile) -> Iterator[str]:
     setting, share = profile.setting, profile.share("other")
-    if share <= MUCH_OTHER:
+    if share <= OTHER_SHARE:
         return
     begin = f"{percent(share)} of a step is neither data nor model"
     if setting.log_digests:
         yield f"{begin}; try log.digests=false"
-    elif setting.log_every_steps is not None and setting.log_every_steps < RARE_LOG:
-        yield f"{begin}, with log.every_steps={setting.log_every_steps}; leave it out"
-    elif setting.check_replicas_every < RARE_CHECK:
-        yield (
-            f"{begin}, with check_replicas_every={setting.check_replicas_every}; try check_replicas_every={RARE_CHECK}"
-        )
+    elif setting.log_every_steps is not None and setting.log_every_steps < RARE_LOG_STEPS:
+        yield f"{begin}, with log.every_steps={setting.log_every_steps}; remove it"
+    elif setting.check_replicas_every < RARE_CHECK_STEPS:
+        given, better = (f"check_replicas_every={steps}" for steps in (setting.check_replicas_every, RARE_CHECK_STEPS))
+        yield f"{begin}, with {given}; try {better}"
     else:
         yield f"{begin}: a step is short; try batch_size={2 * setting.batch_size}"
 
 
 def _nothing(profile: Profile) -> str:
-    who = "the GPU computes for" if profile.device == "cuda" else "forward and backward take"
-    return f"nothing to improve by the config: {who} {percent(_working(profile))} of a step"
+    subject = "the GPU computes for" if profile.device == "cuda" else "forward and backward take"
+    return f"nothing to improve by the config: {subject} {percent(_model_share(profile))} of a step"
 
 
-def _working(profile: Profile) -> float:
-    """What part of a step the model itself takes."""
+def _model_share(profile: Profile) -> float:
+    """The share of a step that forward and backward take."""
     return sum(map(profile.share, ("forward", "backward", "compute")))

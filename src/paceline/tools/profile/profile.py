@@ -1,4 +1,4 @@
-"""A profile from beginning to end: a short run in a folder of its own, then its figures and what follows from them."""
+"""Profiles a config: a short run in its own run folder, then a report of its figures with advice."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from paceline.run.lifecycle import new_folder
 if TYPE_CHECKING:
     from paceline.tools.profile.facts import Profile
 
-WARM_UP = 5  # steps: kernels are chosen, states and buckets made
-WARM_UP_ON_GPU = 20  # by then a step of several ranks is a CUDA graph, short last steps left out
-RARELY = 100  # steps from log point to log point
-# What belongs to the real run: its hosts, its past, its end, and the order of its samples.
-HERE: dict[str, Any] = {
+WARM_UP = 5  # steps: kernels are chosen, optimizer states and buckets are created
+WARM_UP_ON_GPU = 20  # by then the full steps of several ranks are CUDA graphs
+LOG_EVERY_STEPS = 100
+# The keys that belong to the real run: its hosts, its checkpoints, its end, and the order of its samples.
+OF_REAL_RUN: dict[str, Any] = {
     "nodes": None, "rendezvous": None, "resume": "never", "max_restarts": 0, "time_limit": None, "curriculum": None,
 }  # fmt: skip
 
 
 def profile(config: Config, steps: int, folder: Path) -> Profile:
-    """Time and trace a few steps of a run, which leaves nothing but its traces. `folder` may hold a `.env` file."""
+    """Time and trace a few steps in a run folder of their own. `folder` may hold a `.env` file."""
     if config.train_fn is not None:
         raise ConfigError(
-            f"train_fn={to_plain(config.train_fn)} is a loop whose steps Paceline does not see; "
+            f"train_fn={to_plain(config.train_fn)} is your own loop, whose steps cannot be profiled; "
             "profile a config with loss_fn, or use torch.profiler in it"
         )
     from paceline.launch.environment import is_main_process
@@ -48,20 +48,20 @@ def profile(config: Config, steps: int, folder: Path) -> Profile:
 
 
 def report_of(found: Profile) -> dict[str, Any]:
-    """All figures, and the advice, as JSON has them."""
+    """All figures and the advice, ready for JSON."""
     from paceline.tools.profile.advice import advice_on
 
     return {**asdict(found), "advice": advice_on(found)}
 
 
 def shortened(config: Config, steps: int) -> Config:
-    """The config of a run of so many steps that saves nothing and tells nobody; all else as it is."""
+    """The config for `steps` steps without checkpoints, trackers and TensorBoard; otherwise unchanged."""
     length = {"max_steps": steps, "num_epochs": steps}
-    # By itself a run tells more in its first seconds than later, where it spends most of its time.
-    every_steps = config.log.every_steps or RARELY
+    # By default a run logs more often in its first seconds than later, and most of its time is later.
+    every_steps = config.log.every_steps or LOG_EVERY_STEPS
     quiet = {
         "log": config.log.model_copy(update={"every_steps": every_steps, "tensorboard": False, "trackers": []}),
         "checkpoint": Checkpoint(every_minutes=None),
         "launcher": "local" if config.launcher == "ray" else config.launcher,
     }
-    return config.model_copy(update={**HERE, **length, **quiet})
+    return config.model_copy(update={**OF_REAL_RUN, **length, **quiet})

@@ -34,8 +34,8 @@ from paceline.run.outcome import write_value
 from paceline.system.cores import usable_cores
 from paceline.system.signals import Stop
 from paceline.tools.profile import trace
-from paceline.tools.profile.facts import Operator, Profile, Setting
-from paceline.tools.profile.trace import Cost, Mark, Span
+from paceline.tools.profile.facts import Operator, Profile, StepSettings
+from paceline.tools.profile.trace import Cost, PhaseStart, Span
 from paceline.worker.build import build_data, build_loop, build_model, build_step, use_own_stream
 from paceline.worker.context import open_context
 from paceline.worker.state import TrainState
@@ -92,7 +92,7 @@ class StepProfiler(Callback):
         self.timed_from, self.traced_from, self.total = warm_up, warm_up + steps, warm_up + 2 * steps
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # or some versions warn
-        self.marks = [Mark(OTHER, time.time_ns())]
+        self.marks = [PhaseStart(OTHER, time.time_ns())]
         self._timed: list[int] = []  # the moments between steps
         self._traced: list[int] = []  # when it began and when it ended
         self._enter = clock.enter
@@ -100,10 +100,10 @@ class StepProfiler(Callback):
         clock.enter = self._on_enter  # type: ignore[method-assign]
 
     @property
-    def traced_marks(self) -> list[Mark]:
+    def traced_marks(self) -> list[PhaseStart]:
         """The phases that are in the trace."""
         begin, end = self._traced
-        return [*(mark for mark in self.marks if begin <= mark.time_ns <= end), Mark(OTHER, end)]
+        return [*(mark for mark in self.marks if begin <= mark.time_ns <= end), PhaseStart(OTHER, end)]
 
     def account(self, spans: Sequence[Span]) -> Account:
         """What has been found; `spans` is the work in the trace."""
@@ -120,7 +120,7 @@ class StepProfiler(Callback):
         )
 
     def _on_enter(self, phase: int) -> None:
-        self.marks.append(Mark(phase, time.time_ns()))
+        self.marks.append(PhaseStart(phase, time.time_ns()))
         self._enter(phase)
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
@@ -132,7 +132,7 @@ class StepProfiler(Callback):
         if done == self.traced_from:
             self.profiler.start()  # which takes its time
             self._traced.append(self._now())
-            self.marks.append(Mark(OTHER, self._traced[0]))
+            self.marks.append(PhaseStart(OTHER, self._traced[0]))
         if done == self.total:
             self._traced.append(self._now())
             self.profiler.stop()
@@ -149,7 +149,7 @@ class StepProfiler(Callback):
 # --- what all ranks have found together ------------------------------------------------------------------------------
 
 
-def put_together(accounts: list[Account], setting: Setting, device: str, steps: int, folder: RunFolder) -> Profile:
+def put_together(accounts: list[Account], setting: StepSettings, device: str, steps: int, folder: RunFolder) -> Profile:
     """One profile of what the ranks have found (pure)."""
     step_ms = [account.step_ms for account in accounts]
     if device == "cuda":
@@ -193,11 +193,11 @@ def operators_in(accounts: list[Account], steps: int, device: str) -> list[Opera
     return [Operator(name, (ms := us[name] / 1e3 / count), calls[name] / count, ms / whole) for name in dearest]
 
 
-def setting_of(stepper: Stepper, world: World) -> Setting:
+def setting_of(stepper: Stepper, world: World) -> StepSettings:
     """The settings of the run that its time depends on."""
     config = stepper.settings
     optimizer, dataset = stepper.optimizer, stepper.feed.dataset
-    return Setting(
+    return StepSettings(
         workers=config.workers,
         batch_size=config.batch_size,
         lanes=config.lanes,

@@ -1,4 +1,4 @@
-"""What a profiler's trace tells: operators by their cost, what a GPU was busy with, and the file to look at."""
+"""Reads and writes traces of the profiler: operators by their cost, the kinds of work of a GPU, and the trace file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 
 from paceline.observe.clock import PHASES
 
-# What a GPU does, the most useful first: of work that goes on at the same time, the first counts.
+# The kinds of work of a GPU, the most useful first: of work that overlaps, the first kind counts.
 KINDS = ("compute", "reduction", "copies")
 OPERATOR, KERNEL, COPIES = "cpu_op", "kernel", ("gpu_memcpy", "gpu_memset")  # as traces call them
 BASE_TIME = re.compile(r'"baseTimeNanoseconds": (\d+)')
 EVENTS = '"traceEvents": ['
-TRACK = 1  # no thread has this number
-MOST_NAMES = 200  # of operators that a rank tells the others
+PHASE_TRACK = 1  # no thread has this number
+MAX_NAMES = 200  # of operators that a rank sends to the others
 
 
-class Mark(NamedTuple):
-    """The moment when a phase began, by the clock that traces go by: nanoseconds since 1970."""
+class PhaseStart(NamedTuple):
+    """The time when a phase began, by the clock of the trace: nanoseconds since 1970."""
 
     phase: int
     time_ns: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What an operator has taken in all, in microseconds, and how often it was called."""
+    """The total time of an operator in microseconds, and the number of its calls."""
 
     us: float
     calls: int
@@ -52,17 +52,17 @@ class Cost(NamedTuple):
 # --- phases ----------------------------------------------------------------------------------------------------------
 
 
-def spent_ns(marks: Sequence[Mark], begin: int, end: int) -> list[int]:
-    """Nanoseconds of each phase between two moments."""
+def spent_ns(marks: Sequence[PhaseStart], begin: int, end: int) -> list[int]:
+    """Nanoseconds of each phase between two times."""
     spent = [0] * len(PHASES)
-    for mark, after in pairwise([*marks, Mark(0, end)]):
+    for mark, after in pairwise([*marks, PhaseStart(0, end)]):
         spent[mark.phase] += max(0, min(after.time_ns, end) - max(mark.time_ns, begin))
     return spent
 
 
-def events_of(marks: Sequence[Mark], base_ns: int, pid: int) -> list[dict[str, object]]:
-    """The phases as events of a Chrome trace, on a track of their own: backward and the sums do not nest in it."""
-    place = {"pid": pid, "tid": TRACK}
+def events_of(marks: Sequence[PhaseStart], base_ns: int, pid: int) -> list[dict[str, object]]:
+    """The phases as events of a Chrome trace, on a separate track, because backward and reduction do not nest."""
+    place = {"pid": pid, "tid": PHASE_TRACK}
     names: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", **place, "args": {"name": "phases, on the host"}},
         {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": -1}},
@@ -76,8 +76,8 @@ def events_of(marks: Sequence[Mark], base_ns: int, pid: int) -> list[dict[str, o
     ]  # fmt: skip
 
 
-def write(profiler: torch.profiler.profile, marks: Sequence[Mark], path: Path, pid: int) -> list[Span]:
-    """The trace as a compressed file with the phases in it, seen whole or not at all; gives the work that is in it."""
+def write(profiler: torch.profiler.profile, marks: Sequence[PhaseStart], path: Path, pid: int) -> list[Span]:
+    """Write the trace with the phases to a compressed file, atomically; returns the operators and kernels in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         raw, packed = Path(folder) / "trace.json", Path(folder) / path.name
@@ -97,7 +97,7 @@ def write(profiler: torch.profiler.profile, marks: Sequence[Mark], path: Path, p
 
 def spans_in(text: str) -> list[Span]:
     """The operators and kernels in a Chrome trace."""
-    # Torch's own tables of the same take minutes for a deep model.
+    # Torch's own tables of operators take minutes for a deep model.
     return [
         Span(event["cat"], event["name"], (event["pid"], event["tid"]), event["ts"], event["ts"] + event["dur"])
         for event in json.loads(text, strict=False)["traceEvents"]
@@ -106,7 +106,7 @@ def spans_in(text: str) -> list[Span]:
 
 
 def costs_of(spans: Iterable[Span], device: str) -> dict[str, Cost]:
-    """The dearest operators by their own time; on a GPU the kernels and copies."""
+    """The operators that take the most time, without those that they call; on a GPU, the kernels and copies."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     callers: list[Span] = []
@@ -114,40 +114,40 @@ def costs_of(spans: Iterable[Span], device: str) -> dict[str, Cost]:
     for span in sorted(chosen, key=lambda span: (str(span.track), span.begin, -span.end)):
         us[span.name] += span.end - span.begin
         calls[span.name] += 1
-        if device == "cpu":  # on a GPU, what goes on at once is no part of each other
+        if device == "cpu":  # on a GPU, kernels that overlap do not call each other
             while callers and (callers[-1].track != span.track or callers[-1].end <= span.begin):
                 callers.pop()
             if callers:
                 us[callers[-1].name] -= span.end - span.begin
-                calls[span.name] -= span.name == callers[-1].name  # one form of an operator calls another
+                calls[span.name] -= span.name == callers[-1].name  # an overload that calls another is one call
             callers.append(span)
-    dearest = sorted(us, key=us.__getitem__, reverse=True)[:MOST_NAMES]
-    return {name: Cost(us[name], calls[name]) for name in dearest}
+    costliest = sorted(us, key=us.__getitem__, reverse=True)[:MAX_NAMES]
+    return {name: Cost(us[name], calls[name]) for name in costliest}
 
 
 def busy_us(spans: Iterable[Span]) -> dict[str, float]:
-    """Microseconds of each kind of work of a GPU; where several go on at once, the first of `KINDS` counts."""
-    pieces = [(kind_of(span), (span.begin, span.end)) for span in spans if span.category != OPERATOR]
+    """Microseconds of each kind of work of a GPU; where several overlap, the first of `KINDS` counts."""
+    work = [span for span in spans if span.category != OPERATOR]
     seen: list[tuple[float, float]] = []
     busy, before = {}, 0.0
     for kind in KINDS:
-        seen += [piece for of, piece in pieces if of == kind]
+        seen += [(span.begin, span.end) for span in work if kind_of(span) == kind]
         covered = _covered(seen)
         busy[kind], before = covered - before, covered
     return busy
 
 
 def kind_of(span: Span) -> str:
-    """What a GPU's work is for."""
+    """The kind of work that a kernel or copy of a GPU is."""
     if span.category in COPIES:
         return "copies"
     return "reduction" if span.name.startswith("nccl") else "compute"
 
 
-def _covered(pieces: Iterable[tuple[float, float]]) -> float:
-    """The length of what some pieces of a line cover together."""
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The total length of intervals, overlaps counted once."""
     total, reached = 0.0, float("-inf")
-    for begin, end in sorted(pieces):
+    for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
