@@ -14,7 +14,7 @@ from paceline.config import Config
 from paceline.engine.replica import make_model
 from paceline.results.apply import apply
 from paceline.run.layout import RunFolder
-from paceline.run.outcome import Outcome, Predictions, Value
+from paceline.run.outcome import Outcome, Predictions, ReturnValue
 
 
 class Trained:
@@ -79,7 +79,7 @@ class Result(Trained):
     seconds: float
     samples: int
     versions: dict[str, str]
-    _value: Value | None = field(default=None, repr=False, compare=False)
+    _value: ReturnValue | None = field(default=None, repr=False, compare=False)
     _config: Config | None = field(default=None, repr=False, compare=False)
     _folder: Path = field(default=Path(), repr=False, compare=False)
 
