@@ -1,17 +1,17 @@
-"""Every error that Paceline raises on purpose.
+"""The exceptions that Paceline raises, with the exit codes of the command line.
 
-PacelineError            the training failed                                    exit code 1
-├── ConfigError          the config or the command line is wrong                exit code 2
-│   ├── TravelError      a function or value cannot be sent to the ranks
+PacelineError            training failed                                            exit code 1
+├── ConfigError          the config or the command line is wrong                    exit code 2
+│   ├── PicklingError    a function or value cannot be pickled for the ranks
 │   └── MissingExtra     an optional package is needed and not installed
-├── DataError            the data cannot be trained on as it is
-├── UnusedParameters     parameters took no part in a step
-├── ReplicasDiffer       the ranks no longer hold the same weights
-├── NotFinite            the loss or its gradients are NaN or infinite, and the run must not go on
-├── CheckpointsDamaged   there are checkpoints and none of them can be used
-├── RankFailed           a rank failed; carries the first failure
-├── Interrupted          the run was ended by a signal at once, without a checkpoint of its last step
-└── Stopped              the run was stopped on request, its state is saved    exit code 3
+├── DataError            the data set cannot be split over the ranks, or returns unusable samples
+├── UnusedParameters     parameters that require a gradient got none in a step
+├── ReplicasDiffer       the weights of the ranks are no longer equal
+├── NotFinite            the loss or a gradient is NaN or infinite, and the run stops for it
+├── CheckpointsDamaged   the run has checkpoints, and all of them are damaged
+├── RankFailed           a rank failed; the message describes the first failure
+├── Interrupted          a signal ended the run at once, without a checkpoint of its last step
+└── Stopped              the run was stopped on request, and its state is saved     exit code 3
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 
 class PacelineError(Exception):
-    """The root of the tree above; `exit_code` is what the command line ends with."""
+    """The root of the tree above; the command line exits with `exit_code`."""
 
     exit_code = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the text and the attributes; constructors take other arguments, and are not called again."""
+        """Pickle the text and the attributes: unpickling must not call the constructor, which takes other arguments."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -41,19 +41,19 @@ class ConfigError(PacelineError):
         super().__init__("\n".join(self.problems))
 
 
-class TravelError(ConfigError):
-    """Something in the job cannot be pickled; the message names the path to it."""
+class PicklingError(ConfigError):
+    """A function or value of the config cannot be pickled; the message names the path to the part that cannot."""
 
 
 class MissingExtra(ConfigError):
-    """An optional package is missing; the message names the extra that brings it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
-    def __init__(self, package: str, extra: str, what_for: str) -> None:
-        super().__init__(f"{what_for} needs {package}; run: pip install 'paceline[{extra}]'")
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}; run: pip install 'paceline[{extra}]'")
 
 
 class DataError(PacelineError):
-    """The data set cannot be shared among the ranks, or gives what training cannot use."""
+    """The data set cannot be split over the ranks, or returns samples that training cannot use."""
 
 
 class UnusedParameters(PacelineError):
@@ -63,15 +63,15 @@ class UnusedParameters(PacelineError):
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         super().__init__(
             f"no gradient reached {listed} in this step; if the model leaves parameters out on purpose, "
-            "set find_unused_parameters: true, or set requires_grad=False on those that are never used"
+            "set find_unused_parameters: true, or set requires_grad=False on parameters that are never used"
         )
         self.names = list(names)
 
 
 class ReplicasDiffer(PacelineError):
-    """The weights of some ranks differ from rank 0's."""
+    """The weights of some ranks differ from those of rank 0."""
 
-    CAUSE = "something changes weights outside the optimizer, or a device computes wrongly"
+    CAUSE = "some code changes weights outside the optimizer, or a device computes wrong results"
 
     def __init__(self, name: str, ranks: Sequence[int], step: int, cause: str = CAUSE) -> None:
         listed = ", ".join(map(str, ranks))
@@ -81,23 +81,23 @@ class ReplicasDiffer(PacelineError):
 
 
 class NotFinite(PacelineError):
-    """Loss or gradients of a step are not finite, under `nan: stop` or for `nan_limit` steps in a row."""
+    """The loss or a gradient is not finite, with `nan: stop` or in `nan_limit` steps in a row."""
 
 
 class RankFailed(PacelineError):
-    """A rank failed. The message is the whole story in a few lines: who, where, what, which log."""
+    """A rank failed. The message names the rank, its host and step, the error, and the log with the traceback."""
 
 
 class CheckpointsDamaged(PacelineError):
-    """A run has checkpoints and all of them are damaged; it does not begin again by itself."""
+    """A run has checkpoints and all of them are damaged; it is not restarted from the beginning automatically."""
 
 
 class Interrupted(PacelineError):
-    """The run was ended by a signal, at once."""
+    """A signal ended the run at once, without a checkpoint of its last step."""
 
 
 class Stopped(PacelineError, SystemExit):
-    """The run was stopped on request and can go on. A script that does not catch this ends with exit code 3."""
+    """The run was stopped on request and can be resumed. A script that does not catch this exits with code 3."""
 
     exit_code = 3
     code = 3

@@ -1,31 +1,31 @@
-"""Numbers in words, and text that is safe to print."""
+"""Short texts for numbers and results, and text that is safe to print."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-# All control characters but newlines and tabs; those that change the direction of text; halves of characters.
+# Control characters except newline and tab, characters that change the direction of text, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def ranks_text(count: int) -> str:
-    """Such as "1 rank" or "4 ranks"."""
+    """A number of ranks, such as "1 rank" or "4 ranks"."""
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -> str:
-    """How a run has ended, such as "step 230  val_loss 0.0339  accuracy 0.9944  weights 129331c41e82"."""
+    """The result of a run, such as "step 230  val_loss 0.0339  accuracy 0.9944  weights 129331c41e82"."""
     measured = [f"{name} {value:.4f}" for name, value in metrics.items()]
     return "  ".join([f"step {step}", *measured, f"weights {weights_sha256[:12]}"])
 
 
 def printable(text: str) -> str:
-    """The text with its control characters as `\\x1b` and the like: a terminal would do what they say."""
+    """The text with control characters escaped as `\\x1b`, which a terminal would otherwise execute."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def size_text(size: float) -> str:
-    """Bytes as people read them."""
+    """A number of bytes, such as "1.5 GB"."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
     return f"{size / unit:,.1f} {name}"

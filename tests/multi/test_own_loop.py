@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from paceline import Trainer
 from paceline.checkpoint.weights import load_weights
-from paceline.errors import ConfigError, RankFailed, TravelError
+from paceline.errors import ConfigError, PicklingError, RankFailed
 
 
 class Numbers(Dataset):
@@ -263,7 +263,7 @@ def test_what_cannot_travel_is_named_before_a_process_starts(tmp_path: Path) -> 
         assert cfg.lock
         return nn.Linear(1, 1)
 
-    with pytest.raises(TravelError, match="model_fn → closure 'cfg' → attribute 'lock'"):
+    with pytest.raises(PicklingError, match="model_fn → closure 'cfg' → attribute 'lock'"):
         Trainer(get_model, Line, train_fn=fit_line, procs=2).start()
     assert not list(tmp_path.rglob("rank-*.log"))
 

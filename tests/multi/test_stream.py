@@ -137,7 +137,7 @@ def test_a_schedule_with_an_end_needs_max_steps() -> None:
 
 def test_an_iterable_data_set_is_not_evaluated() -> None:
     result = trainer(procs=1, num_epochs=1).start()
-    with pytest.raises(RankFailed, match="the run held out no validation data"):
+    with pytest.raises(RankFailed, match="the run has no validation data"):
         result.evaluate()
 
 

@@ -1,4 +1,4 @@
-"""The tree of errors: ranks send them to each other, so each must come out of a pickle as it went in."""
+"""Ranks send errors to each other, so pickling must preserve them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline import errors
 from paceline.errors import PacelineError
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "ConfigError": (["lanes=6 is odd", "seed=x is no number"],),
-    "TravelError": ("a lambda",),
+    "ConfigError": (["lanes=6 is odd", "seed=x is not a number"],),
+    "PicklingError": ("a lambda",),
     "MissingExtra": ("ray", "ray", "launcher=ray"),
     "UnusedParameters": (["head.weight", "head.bias"],),
     "ReplicasDiffer": ("bias", [1, 3], 8),

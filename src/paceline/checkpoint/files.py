@@ -17,7 +17,7 @@ import torch
 from paceline.checkpoint.state import CheckpointState, Tensors
 from paceline.engine.sharding import Transfer, dealt
 from paceline.run import tensor_files
-from paceline.run.tensor_files import Written
+from paceline.run.tensor_files import FileRecord
 
 MAX_FILE_BYTES = 128 << 20  # small enough to divide the work among ranks, large enough for sequential writes
 VALUES_FILE = "state.pt"
@@ -72,7 +72,7 @@ def transfers_to_writers(state: CheckpointState, world_size: int) -> list[Transf
     return [Transfer(name, owner, writers[name]) for name, owner in state.owners.items() if owner != writers[name]]
 
 
-def write_values(folder: Path, state: CheckpointState) -> Written:
+def write_values(folder: Path, state: CheckpointState) -> FileRecord:
     """Write the plain values; raise if they cannot be read back, such as objects in a module's extra state."""
     buffer = io.BytesIO()
     torch.save(state.values, buffer)

@@ -31,7 +31,7 @@ from paceline.config import Checkpoint
 from paceline.engine.sharding import Sharding
 from paceline.observe.events import Events
 from paceline.run import tensor_files
-from paceline.run.tensor_files import Written
+from paceline.run.tensor_files import FileRecord
 from paceline.world import World
 
 
@@ -120,7 +120,7 @@ class Saver:
 
     def _write_files(
         self, step: int, state: CheckpointState, wait_for_copy: Callable[[], dict[str, Tensors]]
-    ) -> list[Written]:
+    ) -> list[FileRecord]:
         """Write this rank's files into the partial folder. Runs in the writer thread."""
         tensors_of_files = wait_for_copy()  # before any disk error: other ranks may wait for tensors that it sends
         folder = self._store.partial(step)
@@ -150,7 +150,7 @@ class Saver:
             written = [file for outcome in outcomes if not isinstance(outcome, str) for file in outcome]
             pending.work = self._writer.submit(self._publish, pending, written)
 
-    def _publish(self, pending: PendingSave, written: list[Written]) -> Path:
+    def _publish(self, pending: PendingSave, written: list[FileRecord]) -> Path:
         """Publish the checkpoint and remove those that are no longer needed. Runs in rank 0's writer thread."""
         try:
             path = self._store.publish(pending.step, written, self._identity, pending.metrics)
@@ -196,7 +196,7 @@ class Saver:
         return self._world.decide(lambda: self.saved_step == step)
 
 
-def _outcome(work: Future[list[Written]]) -> list[Written] | str:
+def _outcome(work: Future[list[FileRecord]]) -> list[FileRecord] | str:
     """Return the files that a rank wrote, or the text of its error, to be sent to the other ranks."""
     error = work.exception()
     if error is None:

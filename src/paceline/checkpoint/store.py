@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from paceline.errors import CheckpointsDamaged
 from paceline.run import tensor_files
-from paceline.run.tensor_files import Written
+from paceline.run.tensor_files import FileRecord
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -62,7 +62,7 @@ class Manifest:
     __pydantic_config__ = ConfigDict(strict=True)  # when a manifest is read
 
     step: Annotated[int, Field(ge=0, le=2**53)]
-    files: list[Written]
+    files: list[FileRecord]
     identity: Annotated[dict[str, Any], AfterValidator(_check_identity)]  # an Identity
     metrics: dict[str, float | None] = field(default_factory=dict)  # None if the value is not finite
     time: Annotated[float, Field(ge=0, le=1e11)] = 0.0
@@ -167,7 +167,7 @@ class Store:
         return None
 
     def publish(
-        self, step: int, written: Sequence[Written], identity: dict[str, Any], metrics: Mapping[str, float]
+        self, step: int, written: Sequence[FileRecord], identity: dict[str, Any], metrics: Mapping[str, float]
     ) -> Path:
         """Write the manifest of a partial checkpoint and rename its folder, so that a crash leaves no incomplete one.
 

@@ -31,7 +31,7 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
         raise FunctionNotFound('is not a function; write it as "module:name"')
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # not removed again: the ranks get this sys.path
-    _refuse_other(module_name.partition(".")[0], folder)
+    _check_not_shadowed(module_name.partition(".")[0], folder)
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -54,11 +54,11 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
     return result
 
 
-def _refuse_other(module_name: str, folder: Path | None) -> None:
+def _check_not_shadowed(module_name: str, folder: Path | None) -> None:
     """Raise if another module of this name is imported: Python would return it instead of the one in `folder`."""
     imported = getattr(sys.modules.get(module_name), "__file__", None)
-    mine = [folder / f"{module_name}.py", folder / module_name / "__init__.py"] if folder is not None else []
-    if imported is not None and any(path.is_file() for path in mine) and Path(imported) not in mine:
+    files = [folder / f"{module_name}.py", folder / module_name / "__init__.py"] if folder is not None else []
+    if imported is not None and any(path.is_file() for path in files) and Path(imported) not in files:
         raise FunctionNotFound(f"names {module_name}, which is already imported from {imported}; rename one of them")
 
 

@@ -1,4 +1,4 @@
-"""The keys of a config: their types, defaults and limits."""
+"""The keys of a config, with their types, defaults and limits. The class `Config` is the list of all keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.system.paths import problem_with
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
 TABLE_KEYS = ("df", "val_df")
-NAMED_SECTIONS = ("optimizer", "schedule")  # for which the name alone will do
-MANAGED_KEYS = (
+NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
+MANAGED_KEYS = (  # have no effect on train_fn
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
     "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
@@ -32,17 +32,22 @@ CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
 
 
 def _listed(value: Any) -> Any:
-    """A name alone means a list of one."""
+    """A single name, as a list with this name."""
     return [value] if isinstance(value, str) else value
 
 
 def _named(value: Any) -> Any:
-    """A name alone means a section that has it, and defaults."""
+    """A single name, as a section with this name and defaults for the rest."""
     return {"name": value} if isinstance(value, str) else value
 
 
+def _false_as(word: str) -> BeforeValidator:
+    """Replaces False by a word: YAML reads `off` and `no` as False."""
+    return BeforeValidator(lambda value: word if value is False else value)
+
+
 def _best(value: Any) -> Any:
-    """A metric alone does not tell which way is better."""
+    """Refuses a metric without a mode."""
     if isinstance(value, str):
         forms = " or ".join(f"{{metric: {value}, mode: {mode}}}" for mode in ("max", "min"))
         raise ValueError(f"needs a mode, which says whether more or less is better; give {forms}")
@@ -63,13 +68,13 @@ class Optimizer(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _know_muon(cls, values: Any) -> Any:
+    def _default_of_muon(cls, values: Any) -> Any:
         is_muon = isinstance(values, dict) and str(values.get("name")).lower() == "muon"
         return {"lr": 0.02, **values} if is_muon else values
 
 
 class Schedule(_Section):
-    """How the learning rate moves: a warm-up from zero, then `name` down to `final` × lr."""
+    """The learning rate over the run: a warm-up from zero, then `name` down to `final` × lr."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -77,31 +82,29 @@ class Schedule(_Section):
 
 
 class Normalize(_Section):
-    """What pixels between 0 and 1 are shifted and divided by: one number, or one for each channel."""
+    """Mean and standard deviation of pixels between 0 and 1: one number each, or one for each channel."""
 
     mean: list[float]
     std: list[Annotated[float, Field(gt=0)]]
 
     @model_validator(mode="after")
-    def _has_pairs(self) -> Normalize:
+    def _check_lengths(self) -> Normalize:
         if not self.mean or len(self.mean) != len(self.std):
-            raise ValueError("must have as many numbers in mean as in std, and at least one; give one for each channel")
+            raise ValueError("must have as many numbers in mean as in std, at least one; give one number per channel")
         return self
 
 
 class Augmentation(_Section):
-    """What is done to batches of images on the device before a step."""
+    """Transforms of image batches on the device, before a step."""
 
     normalize: Normalize | None = None
-    flip: Annotated[
-        Literal["random", "alternating", "none"], BeforeValidator(lambda v: "none" if v is False else v)
-    ] = "none"
+    flip: Annotated[Literal["random", "alternating", "none"], _false_as("none")] = "none"
     translate: int = Field(0, ge=0)
     cutout: int = Field(0, ge=0)
 
 
 class Pacing(_Section):
-    """Which share of the samples, the easiest first, an epoch may use."""
+    """A curriculum: the fraction of the samples, easiest first, that each epoch uses."""
 
     column: str | None = None
     by: Literal["loss"] | None = None
@@ -111,23 +114,23 @@ class Pacing(_Section):
 
 
 class Log(_Section):
-    """How often a run says how it is doing."""
+    """How often metrics are logged, and where to."""
 
-    every_steps: int | None = Field(None, ge=1)  # None: every step at first, then fewer
+    every_steps: int | None = Field(None, ge=1)  # None: every step at first, then less often
     tensorboard: bool = True
     trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(_listed)] = []
     digests: bool = False
 
 
 class Best(_Section):
-    """Which checkpoint is worth keeping besides the newest ones."""
+    """The metric that decides which checkpoint is kept besides the newest ones."""
 
     metric: str = "val_loss"
     mode: Literal["min", "max"] = "min"
 
 
 class Checkpoint(_Section):
-    """When the state of a run is saved, and what is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_steps: int | None = Field(None, ge=1)
     every_minutes: float | None = Field(10, gt=0)
@@ -137,7 +140,7 @@ class Checkpoint(_Section):
 
 
 def _seconds(value: Any) -> Any:
-    """A duration such as 90, "1h30m" or "1:30:00", in seconds."""
+    """The seconds of a duration such as 90, "1h30m" or "1:30:00"."""
     if not isinstance(value, str):
         return value
     text = value.replace(" ", "")
@@ -151,7 +154,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _range(what: str) -> Callable[[Any], Any]:
-    """Checks for a number of something, or "least:most"."""
+    """A validator of a positive number, or of a range "least:most"; `what` is counted, for the message."""
 
     def check(value: Any) -> Any:
         if value is None:
@@ -165,7 +168,7 @@ def _range(what: str) -> Callable[[Any], Any]:
 
 
 def _rendezvous(value: Any) -> Any:
-    """A host and a port."""
+    """Refuses what is not HOST:PORT."""
     match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
     if value is not None and (match is None or not 1 <= int(match[1]) <= 65_535):
         raise ValueError("must be a host and a port, such as n1:29400")
@@ -173,14 +176,18 @@ def _rendezvous(value: Any) -> Any:
 
 
 def _local(value: Any) -> Any:
-    """A path of this machine."""
+    """Refuses what cannot be a path on this machine, such as a URL."""
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
         raise ValueError(problem)
     return value
 
 
+def _path_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
 def _ends(value: int | str | None) -> tuple[int, int] | None:
-    """The least and the most of such a range."""
+    """The lowest and highest number of a range."""
     if value is None:
         return None
     least, _, most = str(value).partition(":")
@@ -188,7 +195,7 @@ def _ends(value: int | str | None) -> tuple[int, int] | None:
 
 
 class Config(_Section):
-    """One run. The same names in Python, in `config.yaml` and on the command line."""
+    """The settings of one run, under the same names in Python, in `config.yaml` and on the command line."""
 
     name: str = Field("run", pattern=r"^[\w.-]+$")
     seed: int = 0
@@ -235,18 +242,14 @@ class Config(_Section):
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_mb: float = Field(25, gt=0)
-    compression: Annotated[
-        Literal["none", "bf16", "fp16", "powersgd"], BeforeValidator(lambda v: "none" if v is False else v)
-    ] = "none"
+    compression: Annotated[Literal["none", "bf16", "fp16", "powersgd"], _false_as("none")] = "none"
     sync_batchnorm: bool = False
     shard_optimizer: bool = False
 
     checkpoint: Checkpoint = Checkpoint()
-    resume: Annotated[str, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v), BeforeValidator(_local)] = (
-        "never"
-    )
+    resume: Annotated[str, BeforeValidator(_path_as_text), BeforeValidator(_local)] = "never"
     time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(None, gt=0)
-    nan: Annotated[Literal["skip", "stop", "off"], BeforeValidator(lambda v: "off" if v is False else v)] = "skip"
+    nan: Annotated[Literal["skip", "stop", "off"], _false_as("off")] = "skip"
     nan_limit: int = Field(20, ge=1)
 
     launcher: Literal["auto", "local", "torchrun", "slurm", "ray"] = "auto"
@@ -261,22 +264,22 @@ class Config(_Section):
     log: Log = Log()
 
     def function(self, key: str) -> Callable[..., Any]:
-        """The function under `key`; `build` has made sure that it is one."""
+        """The function under `key`, in a config from `build`."""
         value = getattr(self, key)
         assert callable(value), key
         return value  # type: ignore[no-any-return]
 
     @property
     def procs_range(self) -> tuple[int, int] | None:
-        """The least and the most processes that the config asks for, if it does."""
+        """The lowest and highest number of processes; None if the config leaves it open."""
         return _ends(self.procs)
 
     @property
     def nodes_range(self) -> tuple[int, int] | None:
-        """The least and the most hosts that the config asks for, if it does."""
+        """The lowest and highest number of hosts; None if the config leaves it open."""
         return _ends(self.nodes)
 
     def to_yaml(self) -> str:
-        """The config as resolved, for people to read; data given in memory is named by its type."""
+        """The config as YAML: functions by name, tables in memory by their type."""
         plain = {key: to_plain(value) for key, value in self.__dict__.items() if value is not None}
         return dump_yaml(plain)

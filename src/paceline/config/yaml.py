@@ -1,4 +1,4 @@
-"""Configs as text: YAML as people expect it, and values as it can write them."""
+"""Reads and writes configs as YAML, without the surprises of YAML 1.1."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from pydantic import BaseModel
 from paceline.config.functions import name_of
 from paceline.errors import ConfigError
 
-MOST_VALUES = 100_000  # in a config; a few aliases can stand for billions
+MOST_VALUES = 100_000  # in a config; a few nested aliases can expand to billions
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, with `1e-4` a number and no key given twice."""
+    """The mapping in a YAML file; `1e-4` is a number, and a key that is given twice is an error."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
         _check_size(loaded)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-99-99, for one
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # such as a date 2026-99-99
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(loaded).__name__}")
+        raise ConfigError(f"{path} must contain `key: value` lines, not a {type(loaded).__name__}")
     return loaded
 
 
 def _check_size(tree: Any) -> None:
-    """ValueError if the values, with all aliases written out, are more than any config has, or contain themselves."""
-    waiting, seen = [tree], 0
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, (dict, list, tuple, set)):
-            seen += len(each)
-            if seen > MOST_VALUES:
-                raise ValueError(f"it has more than {MOST_VALUES:,} values, or one that contains itself by an alias")
-            waiting += each.values() if isinstance(each, dict) else each
+    """Raise ValueError if the values are too many with all aliases expanded, or if one contains itself."""
+    pending, count = [tree], 0
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (dict, list, tuple, set)):
+            count += len(node)
+            if count > MOST_VALUES:
+                raise ValueError(f"it has more than {MOST_VALUES:,} values, or an alias that contains itself")
+            pending += node.values() if isinstance(node, dict) else node
 
 
 def parse(text: str) -> Any:
-    """A value of the command line, as YAML; what is none is taken as it is."""
+    """A value from the command line, read as YAML; the text itself if it is not valid YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -53,15 +53,15 @@ def parse(text: str) -> Any:
 
 
 def dump_yaml(plain: Mapping[str, Any]) -> str:
-    """YAML that `read_yaml` reads back as it was."""
+    """A mapping as YAML text, which `read_yaml` reads back with the same values."""
     return yaml.dump(dict(plain), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_plain(value: Any) -> Any:
-    """A value of a config as YAML and JSON can write it: functions by name, data by its type."""
+    """A config value in types of YAML and JSON: functions by name, tables by their type."""
     if isinstance(value, BaseModel):
         defaults = type(value)().model_dump(by_alias=True)
-        return {  # a None that is not the default says something, as in `every_minutes: null`
+        return {  # None is kept if the default is another value, as in `every_minutes: null`
             key: to_plain(inner)
             for key, inner in value.model_dump(by_alias=True).items()
             if inner is not None or defaults.get(key) is not None
@@ -72,7 +72,7 @@ def to_plain(value: Any) -> Any:
         return [to_plain(inner) for inner in value]
     if value is None or isinstance(value, bool):
         return value
-    # Subclasses, such as numpy's numbers, are more than YAML can write.
+    # YAML cannot write subclasses of these types, such as numpy's numbers.
     if isinstance(value, str):
         return "".join(value)
     if isinstance(value, Integral):
@@ -96,22 +96,22 @@ def dotted_items(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-4` is a number, `1:4` is none, and a key given twice is a mistake."""
+    """Reads `1e-4` as a number and `1:4` as text, and refuses a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         keys = [self.construct_object(key, deep=True) for key in own]  # type: ignore[no-untyped-call]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"{twice} is given twice", problem_mark=node.start_mark)
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.MarkedYAMLError(problem=f"{repeated} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for a number."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
-# YAML 1.1 reads 1:4 as 64, in base 60.
+# YAML 1.1 reads 1:4 as 64, a number in base 60.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, re.compile(r"(?!.*\d:)" + pattern.pattern, pattern.flags)) for tag, pattern in resolvers]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

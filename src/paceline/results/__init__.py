@@ -1,4 +1,4 @@
-"""What is done with a run that has ended or saved: `Result`, `load`, evaluation and prediction.
+"""The trained model of a run: `Result`, `load`, evaluation, prediction, and predictions as a table.
 
-Promises that a run's code is executed only where its user trusts it. Must not know how ranks are started.
+Promises that the code of a run is executed only if the user trusts it. Must not know how ranks are started.
 """

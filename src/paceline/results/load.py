@@ -1,4 +1,4 @@
-"""A run found again in its folder: its config, its functions by name, and the weights of its end or of a checkpoint."""
+"""Loads a run from its folder: its config, its functions by name, and its final weights or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.config.functions import FunctionNotFound, Missing, full_name, reso
 from paceline.config.messages import problems_of
 from paceline.engine.config_checks import unknown_names
 from paceline.errors import ConfigError
-from paceline.results.result import Trained
+from paceline.results.result import TrainedModel
 from paceline.results.trust import check
 from paceline.run.layout import RunFolder
 from paceline.run.result_file import ResultFile, read_result
 from paceline.system.paths import is_file
 
-INLINE = ("__main__:", "<", "()")  # in names of functions that no other program can find
-IN_MEMORY = re.compile(r"<\w+>")  # what stands in a config for data
+INLINE = ("__main__:", "<", "()")  # parts of names of functions that no other program can import
+IN_MEMORY = re.compile(r"<\w+>")  # the type of a value that config.yaml cannot hold, such as <DataFrame>
 NOT_FOUND = (
     "cannot be found outside the script or notebook of the run; use result.evaluate() or result.predict() there, "
     "or give a config that names what is missing (--config FILE)"
@@ -34,14 +34,14 @@ NOT_FOUND = (
 
 
 @dataclass
-class TrainedRun(Trained):
-    """A run in its folder, with the weights that were asked for."""
+class TrainedRun(TrainedModel):
+    """A run loaded from its folder, with the requested weights."""
 
     run_dir: Path
     source: Path
-    origin: str  # which weights these are, in words
+    origin: str  # a description of the weights, such as "step 9 (last)"
     step: int
-    metrics: dict[str, float]  # as training measured them at that step, if it did
+    metrics: dict[str, float]  # as measured in training at that step, if they were
     lanes: int
     _config: Config | None = field(default=None, repr=False, compare=False)
     _folder: Path = field(default=Path(), repr=False, compare=False)
@@ -52,7 +52,7 @@ class TrainedRun(Trained):
         return self.source
 
     def export(self, format: str, to: Path | str, data: Path | None = None) -> Path:
-        """Write the model into the new folder `to`: as safetensors, torch, onnx or hf; compared before it counts."""
+        """Export the model as safetensors, torch, onnx or hf into a new folder, after a comparison of its outputs."""
         from paceline.tools.export.export import export
 
         return export(self, format, to, data)
@@ -65,11 +65,11 @@ def load(
     *,
     trust: bool = False,
 ) -> TrainedRun:
-    """The run in a folder, to evaluate it, to predict, or to have its model.
+    """Load the run in a folder, to evaluate it, to predict with it, or to get its model.
 
-    `checkpoint` is "best", "last" or a step; by default the best one if the run kept it, else the last weights. The
-    averages of the weights are used if the run kept them. The keys in the file `config` take the place of the run's.
-    The functions that the run names are imported: of a run of another user, or one that was moved, only with `trust`.
+    `checkpoint` is "best", "last" or a step; by default the best checkpoint if the run kept one, else the last weights.
+    The average of the weights (ema) is used if the run has one. The keys in the file `config` replace those of the run.
+    The functions that the run names are imported; for a run of another user, or one that was moved, only with `trust`.
     """
     folder = open_folder(Path(run_dir))
     own, extra = read_yaml(folder.config), Path(config) if config is not None else None
@@ -81,31 +81,28 @@ def load(
     choices = _choices(folder, settings, facts)
     name = str(checkpoint) if checkpoint is not None else next(iter(choices), "last")
     if name not in choices:
-        there = f"there are {', '.join(choices)}" if choices else "it has neither ended nor saved a checkpoint"
-        raise ConfigError(f"checkpoint={name} is not in {folder.path}; {there}")
+        hint = f"choose from {', '.join(choices)}" if choices else "the run has no result and no checkpoint"
+        raise ConfigError(f"checkpoint={name} is not in {folder.path}; {hint}")
     source = choices[name]
-    step, metrics, is_average = _facts_of_end(facts) if facts and not source.is_dir() else _facts_of_checkpoint(source)
-    run = TrainedRun(
+    if facts is not None and not source.is_dir():
+        _check_final_weights(source, facts, [name for name in choices if name != "last"])
+        step, metrics, is_average = facts.step, facts.metrics, facts.ema_sha256 is not None
+    else:
+        step, metrics, is_average = _checkpoint_facts(source)
+    return TrainedRun(
         run_dir=folder.path,
         source=source,
-        origin=_words(name, step, settings, is_done=facts is not None, is_average=is_average),
+        origin=_description(name, step, settings, is_done=facts is not None, is_average=is_average),
         step=step,
         metrics=metrics,
         lanes=settings.lanes or (facts.lanes if facts is not None else 0) or 1,
         _config=settings,
         _folder=settings.folder or folder.path,
     )
-    if facts and not source.is_dir() and (fault := _fault_of_end(source, facts.ema_sha256 or facts.weights_sha256)):
-        others = ", ".join(name for name in choices if name != "last")
-        advice = (
-            f"choose another with --checkpoint: {others}" if others else "the run has no checkpoint; train it again"
-        )
-        raise ConfigError(f"{source} cannot be used: {fault}; {advice}")
-    return run
 
 
 def open_folder(run_dir: Path) -> RunFolder:
-    """The folder of a run; a ConfigError if it is none."""
+    """The run folder at a path; raises ConfigError if there is none."""
     folder = RunFolder(run_dir.resolve())
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
@@ -116,17 +113,17 @@ def open_folder(run_dir: Path) -> RunFolder:
 
 
 def _choices(folder: RunFolder, config: Config, facts: ResultFile | None) -> dict[str, Path]:
-    """What `checkpoint` may be, the default first, and where those weights are: a checkpoint, or the last file."""
+    """The valid values of `checkpoint`, the default first, each with a checkpoint or the file of the final weights."""
     store, best = Store(folder.checkpoints), config.checkpoint.best
     saved = {str(step_of(path)): path for path in store.paths()}
     best_path = store.best(best.metric, best.mode) if best is not None else None
-    ended = (folder.weights if facts.ema_sha256 is None else folder.ema) if facts is not None else None
-    named = {"best": best_path, "last": ended or next(iter(saved.values()), None)}
+    final = (folder.weights if facts.ema_sha256 is None else folder.ema) if facts is not None else None
+    named = {"best": best_path, "last": final or next(iter(saved.values()), None)}
     return {name: path for name, path in named.items() if path is not None} | saved
 
 
-def _facts_of_checkpoint(path: Path) -> tuple[int, dict[str, float], bool]:
-    """Its step, its metrics, and whether it holds an average of the weights."""
+def _checkpoint_facts(path: Path) -> tuple[int, dict[str, float], bool]:
+    """The step and metrics of a checkpoint, and whether it has an average of the weights."""
     try:
         manifest = verify(path)
     except DamagedCheckpoint as reason:
@@ -135,20 +132,21 @@ def _facts_of_checkpoint(path: Path) -> tuple[int, dict[str, float], bool]:
     return manifest.step, measured, has_ema(path)
 
 
-def _facts_of_end(facts: ResultFile) -> tuple[int, dict[str, float], bool]:
-    return facts.step, facts.metrics, facts.ema_sha256 is not None
-
-
-def _fault_of_end(weights: Path, written: str) -> str | None:
-    """What is wrong with the weights of a run's end, if they are not those that it has written."""
+def _check_final_weights(path: Path, facts: ResultFile, others: list[str]) -> None:
+    """Raise ConfigError unless the file has the weights of the result; `others` are checkpoints to use instead."""
     try:
-        is_same = stored_sha256(weights) == written
+        if stored_sha256(path) == (facts.ema_sha256 or facts.weights_sha256):
+            return
+        fault = "its weights have another checksum than when they were written"
     except (OSError, SafetensorError) as error:
-        return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
-    return None if is_same else "its weights have another checksum than when they were written"
+        fault = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+    listed = ", ".join(others)
+    advice = f"choose another with --checkpoint: {listed}" if others else "the run has no checkpoint; train it again"
+    raise ConfigError(f"{path} cannot be used: {fault}; {advice}")
 
 
-def _words(name: str, step: int, config: Config, *, is_done: bool, is_average: bool) -> str:
+def _description(name: str, step: int, config: Config, *, is_done: bool, is_average: bool) -> str:
+    """The weights in words, such as "step 9 (best by accuracy), the average of the weights (ema)"."""
     best = config.checkpoint.best
     which = {"best": f"best by {best.metric}" if best else "", "last": "last" if is_done else "last so far"}.get(name)
     return f"step {step}{f' ({which})' if which else ''}{', the average of the weights (ema)' if is_average else ''}"
@@ -158,12 +156,12 @@ def _words(name: str, step: int, config: Config, *, is_done: bool, is_average: b
 
 
 def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path | None) -> Config:
-    """The config of a run, with the keys of the file `extra` in place of its own. What is not found is `Missing`."""
+    """The config of a run, with the keys of the file `extra` in place of its own."""
     home = Path(own["folder"]) if isinstance(own.get("folder"), str) else None
-    values = _found({key: value for key, value in own.items() if key not in given}, home)
+    values = _resolved({key: value for key, value in own.items() if key not in given}, home)
     if extra is not None:
-        values |= _found(given, extra.parent.resolve() / str(given.get("folder") or ""))
-    # How the run was launched is no part of how its model is used.
+        values |= _resolved(given, extra.parent.resolve() / str(given.get("folder") or ""))
+    # These keys are about the training of the run, not about its model.
     values |= {"launcher": "auto", "resume": "never", "run_dir": None, "time_limit": None, "callbacks": []}
     try:
         config = Config.model_validate(values)
@@ -174,8 +172,8 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
     return config
 
 
-def _found(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The values of a config with its functions and the paths of its tables."""
+def _resolved(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The values of a config with functions and paths of tables in place of names; `Missing` for what is not found."""
     values = {str(key): value for key, value in raw.items()}
     for key in FUNCTION_KEYS:
         if isinstance(raw.get(key), str):
@@ -211,4 +209,4 @@ def _table(key: str, name: str, folder: Path | None) -> Any:
             f"{key}={name}", "was given in memory and is not in the run folder; give the data to use (--data)"
         )
     path = (folder or Path()) / name
-    return path if is_file(path) else Missing(f"{key}={name}", "does not exist any more; give the data to use (--data)")
+    return path if is_file(path) else Missing(f"{key}={name}", "no longer exists; give the data to use (--data)")

@@ -1,4 +1,4 @@
-"""`Result`, which `start()` returns, and what can be done with the weights of a run."""
+"""`Result`, which `Trainer.start()` returns, and the methods that every trained model has."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from paceline.checkpoint.weights import load_weights
 from paceline.config import Config
 from paceline.engine.replica import make_model
-from paceline.results.apply import apply
+from paceline.results.inference import run_inference
 from paceline.run.layout import RunFolder
-from paceline.run.outcome import Outcome, Predictions, Value
+from paceline.run.outcome import Outcome, Predictions, ReturnValue
 
 
-class Trained:
-    """Weights that a run has left, and what can be done with them."""
+class TrainedModel:
+    """The weights of a run: the model with them, evaluation and prediction."""
 
     run_dir: Path
     lanes: int
     _config: Config | None
-    _folder: Path  # where relative paths of the config and a `.env` file are looked for
+    _folder: Path  # of a `.env` file, and of relative paths in the config
 
     @property
     def weights(self) -> Path:
@@ -38,7 +38,7 @@ class Trained:
 
     @cached_property
     def model(self) -> torch.nn.Module:
-        """The trained model on the CPU, ready to be used."""
+        """The trained model on the CPU, in evaluation mode; built on first access."""
         return self.load_model()
 
     def load_model(self) -> torch.nn.Module:
@@ -48,23 +48,23 @@ class Trained:
         return model.eval()
 
     def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
-        """The loss and metrics on the validation data, or on that of `df`; equal at any number of processes."""
-        metrics: dict[str, float] = apply("evaluate", self.config, self._folder, self, df, procs)
+        """The loss and metrics on the validation data, or on `df`; equal at any number of processes."""
+        metrics: dict[str, float] = run_inference("evaluate", self, self._folder, df, procs)
         return metrics
 
     def predict(self, df: Any = None, procs: int | None = None) -> torch.Tensor:
-        """The model's output for each sample of the validation data, or of `df`, in the order of the data set."""
+        """The model's outputs for the validation data, or for `df`, in the order of the data set."""
         return self.predictions(df, procs).outputs
 
     def predictions(self, df: Any = None, procs: int | None = None) -> Predictions:
-        """The same, with the indices that the samples have in the data set of `dataset_fn`."""
-        predicted: Predictions = apply("predict", self.config, self._folder, self, df, procs)
+        """The outputs of `predict`, with the index of each sample in the data set of `dataset_fn`."""
+        predicted: Predictions = run_inference("predict", self, self._folder, df, procs)
         return predicted
 
 
 @dataclass
-class Result(Trained):
-    """The outcome of a run."""
+class Result(TrainedModel):
+    """The metrics, history and weights of a finished run."""
 
     run_dir: Path
     metrics: dict[str, float]
@@ -79,24 +79,24 @@ class Result(Trained):
     seconds: float
     samples: int
     versions: dict[str, str]
-    _value: Value | None = field(default=None, repr=False, compare=False)
+    _value: ReturnValue | None = field(default=None, repr=False, compare=False)
     _config: Config | None = field(default=None, repr=False, compare=False)
     _folder: Path = field(default=Path(), repr=False, compare=False)
 
     @cached_property
     def value(self) -> Any:
-        """What `train_fn` returned on rank 0; a pickle is loaded when this is asked for the first time."""
+        """What `train_fn` returned on rank 0; a pickle is loaded on first access."""
         return self._value.load() if self._value is not None else None
 
     @property
     def weights(self) -> Path:
-        """The file of the weights to use: the average of the weights if the run kept one."""
+        """The file of the weights to use: their average (ema) if the run has one."""
         folder = RunFolder(self.run_dir)
         return folder.weights if self.ema_sha256 is None else folder.ema
 
 
 def result_of(outcome: Outcome, config: Config, folder: Path) -> Result:
-    """The result for the caller of `start()`. The managed loop returns no value."""
+    """The result of a run that was not stopped. Only `train_fn` returns a value."""
     assert outcome.facts is not None, "a run that was not stopped has a result"
     value = outcome.value if config.train_fn is not None else None
     return Result(run_dir=outcome.run_dir, _value=value, _config=config, _folder=folder, **dict(outcome.facts))

@@ -1,4 +1,4 @@
-"""Predictions as a table in a file: which columns it has, and how it is written."""
+"""Writes predictions as a table: chooses its columns, and writes a CSV or Parquet file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
     from paceline.run.outcome import Predictions
 
-Columns = dict[str, Any]  # names, and arrays of one length
-OF_NUMBERS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+Columns = dict[str, Any]  # arrays of equal length, by name
+REGRESSION_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss",
+)  # fmt: skip
 
 
 def check_file(path: Path) -> None:
-    """A ConfigError if a table cannot be written there; before any work is done for it."""
+    """Raise ConfigError if no table can be written to this path; called before the predictions are computed."""
     if path.suffix.lower() not in (".csv", ".parquet"):
         raise ConfigError(f"--out {path} must end in .csv or .parquet")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"--out {path} is in a folder that does not exist; make it first")
+        raise ConfigError(f"--out {path} is in a folder that does not exist; create it first")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra("pyarrow", "parquet", f"writing {path.name}")
 
@@ -33,9 +35,10 @@ def check_file(path: Path) -> None:
 def columns_of(
     predictions: Predictions, loss_fn: Callable[..., Any] | None, classes: Sequence[Any] | None = None
 ) -> Columns:
-    """One number a sample is `prediction`; several are scores of classes, unless the loss compares numbers.
+    """The columns of a table of predictions.
 
-    Where the classes have names, there is also a column `class`.
+    A single output per sample is `prediction`. Several outputs are scores of classes, with the best class as
+    `prediction` and its name as `class`; with a regression loss they are `prediction_0` and so on.
     """
     indices, outputs = predictions
     if outputs.ndim == 2 and outputs.shape[1] == 1:
@@ -45,25 +48,24 @@ def columns_of(
     if outputs.ndim != 2:
         shape = " × ".join(map(str, outputs.shape[1:]))
         raise ConfigError(
-            f"the model gives {shape} numbers for a sample, which make no table; use paceline.load(…).predict()"
+            f"the model returns {shape} numbers per sample, which do not fit a table; use paceline.load(…).predict()"
         )
-    named = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    of_numbers = named in OF_NUMBERS
-    name = "prediction" if of_numbers else "score"
+    is_regression = getattr(loss_fn, "__name__", type(loss_fn).__name__) in REGRESSION_LOSSES
+    name = "prediction" if is_regression else "score"
     columns = {"index": indices} | {f"{name}_{place}": column.numpy() for place, column in enumerate(outputs.T)}
-    return columns if of_numbers else columns | _best_of(outputs, classes)
+    return columns if is_regression else columns | _best_class(outputs, classes)
 
 
-def _best_of(scores: torch.Tensor, classes: Sequence[Any] | None) -> Columns:
-    """The class with the highest score: its place, and its name if there is one for each score."""
-    places = scores.argmax(1).numpy()
+def _best_class(scores: torch.Tensor, classes: Sequence[Any] | None) -> Columns:
+    """The index of the highest score, and the name of its class if there is one name for each score."""
+    best = scores.argmax(1).numpy()
     if not isinstance(classes, (list, tuple)) or len(classes) != scores.shape[1]:
-        return {"prediction": places}
-    return {"prediction": places, "class": np.array(classes)[places]}
+        return {"prediction": best}
+    return {"prediction": best, "class": np.array(classes)[best]}
 
 
 def write(path: Path, columns: Columns) -> None:
-    """Write a table that is seen whole or not at all."""
+    """Write a table atomically: readers see the old file or the new one."""
     import pandas as pd
 
     table = pd.DataFrame(columns)

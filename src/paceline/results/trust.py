@@ -1,6 +1,7 @@
-"""A run folder is code: its config names functions, which are imported and called to use the trained model.
+"""Whether the code of a run may be executed. Using a trained model imports the functions that its config names.
 
-Here it is decided whether the run is the user's own and still where it was trained, and listed what would be executed.
+A run is trusted if it belongs to the user and is still in the folder where it was trained. For any other run, the
+error lists the code that would be executed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from paceline.run.layout import RunFolder
 
 
 def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:
-    """A ConfigError with the code that the config `raw` of a run names, if the run is another user's or was moved.
+    """Raise ConfigError with the code that the config `raw` names, if the run belongs to another user or was moved.
 
-    The keys in `replaced` come from another config, which the user has named. `how` says what to do to proceed.
+    The keys in `replaced` are not listed: they come from a config that the user gave. `how` tells the user how to
+    proceed.
     """
     if reason := why_untrusted(folder, raw):
         listed = "".join(f"\n  {line}" for line in code_in(raw, replaced, folder.path))
@@ -31,19 +33,19 @@ def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], 
 
 
 def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
-    """Why the code that a run names may be another user's; None for a run of this user that was not moved."""
+    """Why the code of a run may be another user's; None for a run of this user that was not moved."""
     for path in (folder.path, folder.config):
         if (owner := path.stat().st_uid) != os.geteuid():
             return f"belongs to the user {_name_of(owner)}"
     trained_in = _recorded_place(folder, raw)
     if trained_in is None:
         return "does not record where it was trained"
-    # Compared as text: a relative path, or one below /proc, would lead to whatever folder is used now.
+    # Compared as text: a relative path, or one below /proc, would resolve to a folder of this process.
     return None if trained_in == str(folder.path.resolve()) else f"was moved or copied from {trained_in}"
 
 
 def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) -> Iterator[str]:
-    """The functions that a config names and the files that they are in, and a `.env` file, a line each."""
+    """One line for each function that a config names, with its file, and for a `.env` file."""
     home = Path(raw["folder"]) if isinstance(raw.get("folder"), str) else run_dir
     metrics = raw.get("metrics")
     named = {key: raw.get(key) for key in FUNCTION_KEYS}
@@ -57,23 +59,24 @@ def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) ->
 
 
 def _recorded_place(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
-    """The run folder as the ranks have recorded it when they last started; else as the config has it."""
+    """The run folder that the ranks recorded at their last start; else the `run_dir` of the config."""
     recorded = raw.get("run_dir")
     if folder.events.exists():
         with folder.events.open("rb") as lines:
             for line in lines:
-                if b'"run_started"' in line and (event := parse(line)) is not None:  # few lines of many
+                # Most lines do not match, and parsing them all would be slow.
+                if b'"run_started"' in line and (event := parse(line)) is not None:
                     recorded = event.get("run_dir", recorded)
     return recorded if isinstance(recorded, str) else None
 
 
 def _file_of(module: str, home: Path) -> str | None:
-    """The file that an import would execute last; nothing is imported to find it."""
+    """The file of a module, found without importing anything."""
     found, places, parts = None, [str(home), *sys.path], module.split(".")
     for count in range(1, len(parts) + 1):
         try:
             found = PathFinder.find_spec(".".join(parts[:count]), places)
-        except (ImportError, OSError, ValueError):  # a name that no module can have
+        except (ImportError, OSError, ValueError):  # not a valid name of a module
             return None
         if found is None:
             return "Python itself" if parts[0] in sys.builtin_module_names else None

@@ -1,7 +1,7 @@
-"""What a worker must run, as one private file: a task, and the config with its functions and its data.
+"""The job file, which tells the ranks what to run: a task, and the config with its functions and data.
 
-Large arrays, the columns of a DataFrame among them, lie behind the pickle as they are in memory. The ranks of one
-machine map the file, so they share a single copy until one of them writes to it.
+Large arrays, such as the columns of a DataFrame, follow the pickle as raw memory. The ranks of one machine map the
+file, so they share a single copy until one of them writes to it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import cloudpickle
 from cloudpickle.cloudpickle import _make_function
 
 from paceline.config import Config
-from paceline.run.pickling import explain, obstacle
+from paceline.run.pickling import pickle_failure, pickling_error
 
-Task = Callable[..., None]  # (config, folder, world, progress): what every rank does
+Task = Callable[..., None]  # (config, folder, world, progress), called on every rank
 ALIGNMENT = 64  # numpy and torch read aligned data fastest
 
 
 @dataclass(frozen=True)
 class Job:
-    """A task and its config as bytes: a header to unpickle, and the arrays that follow it."""
+    """A pickled task and config: a header, and the raw arrays that follow it."""
 
     header: bytes
     buffers: list[pickle.PickleBuffer]
 
 
 def pack(config: Config, task: Task) -> Job:
-    """The job of a config, or TravelError with the path to what does not pickle."""
+    """Pickle a task and its config; raises PicklingError with the path to the part that cannot be pickled."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         payload = cloudpickle.dumps((config, task), protocol=5, buffer_callback=buffers.append)
     except Exception:
         for key, value in config.__dict__.items():
-            if obstacle(value) is not None:
-                raise explain(key, value) from None
+            if pickle_failure(value) is not None:
+                raise pickling_error(key, value) from None
         raise
     sizes = [buffer.raw().nbytes for buffer in buffers]
     header = pickle.dumps({"sys_path": sys.path, "payload": payload, "sizes": sizes})
@@ -52,7 +52,7 @@ def pack(config: Config, task: Task) -> Job:
 
 
 def save(job: Job, path: Path) -> None:
-    """Write a job where only its owner can read it."""
+    """Write a job into a new file that only its owner can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(job.header)
         for buffer in job.buffers:
@@ -61,7 +61,7 @@ def save(job: Job, path: Path) -> None:
 
 
 def load(path: Path) -> tuple[Config, Task]:
-    """Read a job back; arrays are views of the mapped file, private to this process once written to."""
+    """Read a job; arrays are views of the mapped file, and writing to one changes only this process's copy."""
     with path.open("rb") as file:
         header = pickle.load(file)
         position = file.tell()
@@ -71,7 +71,7 @@ def load(path: Path) -> tuple[Config, Task]:
         position += -position % ALIGNMENT
         buffers.append(view[position : position + size])
         position += size
-    # Functions of importable modules are pickled by name, so the ranks must look where the caller looked.
+    # Functions of importable modules are pickled by name, so the ranks need the import path of the caller.
     sys.path[:] = header["sys_path"]
     config, task = _Unpickler(header["payload"], buffers).load()
     return config, task
@@ -81,20 +81,20 @@ _numbers = itertools.count()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles functions of the user's script with a module of their own as their globals.
+    """Unpickles functions of the user's script into a new module, whose namespace becomes their globals.
 
-    torch.compile looks for the globals of a function in the module that their `__name__` names. cloudpickle leaves
-    `__main__` there, which is another program in a rank.
+    torch.compile looks up the globals of a function in the module that `__name__` names. cloudpickle leaves `__main__`
+    there, which is another program in a rank.
     """
 
     def __init__(self, payload: bytes, buffers: Iterable[memoryview]) -> None:
         super().__init__(io.BytesIO(payload), buffers=buffers)
-        # The name and the module for each dict of globals in the pickle, by its id; functions of a script share one.
+        # The new module and its name, by the id of the globals in the pickle: functions of one script share them.
         self._modules: dict[int, tuple[str, ModuleType]] = {}
 
     def load(self) -> Any:
         content = super().load()
-        for name, module in self._modules.values():  # the state of a function that uses `__name__` has replaced it
+        for name, module in self._modules.values():  # unpickling a function that uses `__name__` overwrites it
             module.__name__ = name
         return content
 

@@ -1,4 +1,4 @@
-"""What a task returns to its caller: a value in a file of the run folder, `result.json`, or why the run stopped."""
+"""What the ranks return to their launcher, in files of the run folder: a value, `result.json`, or why they stopped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Predictions(NamedTuple):
-    """A model's outputs, and which samples of the user's data set they are of."""
+    """A model's outputs, and the index of each sample in the user's data set."""
 
     indices: np.ndarray[Any, np.dtype[np.int64]]
     outputs: torch.Tensor
 
 
 def write_value(folder: RunFolder, value: Any) -> None:
-    """Leave what a task returns to its caller: as JSON if it comes back as it is, else pickled. Rank 0 only."""
+    """Write the return value of a task: as JSON if that preserves it exactly, else pickled. Rank 0 only."""
     text = _to_json(value)
     if text is not None:
         write_private(folder.value, text.encode())
@@ -36,13 +36,13 @@ def write_value(folder: RunFolder, value: Any) -> None:
     try:
         content = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
-        warnings.warn(f"what train_fn returned does not pickle, so result.value is None: {error}", stacklevel=2)
+        warnings.warn(f"the return value of train_fn cannot be pickled, so result.value is None: {error}", stacklevel=2)
     else:
         write_private(folder.pickled_value, content)
 
 
 def _to_json(value: Any) -> str | None:
-    """A value as JSON; None if it would come back as something else."""
+    """A value as JSON; None if JSON would change it."""
     try:
         return json.dumps(value) if _is_plain(value) else None
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in itself
@@ -50,7 +50,7 @@ def _to_json(value: Any) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON keeps the types: a tuple would come back as a list, a number of numpy as one of Python."""
+    """Whether JSON preserves all types: a tuple would become a list, and a numpy number a Python number."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(inner) for key, inner in value.items())
     if type(value) is list:
@@ -59,41 +59,43 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Value:
-    """What a task has returned, as the bytes of its file. A pickle is executed when it is loaded, and only then."""
+class ReturnValue:
+    """The return value of a task, as the bytes of its file. A pickle can run code, so it is only read by `load`."""
 
     content: bytes
     is_pickled: bool
 
     def load(self) -> Any:
-        """The value itself; None with a warning if it cannot be made again."""
+        """The value itself; None with a warning if it cannot be unpickled."""
         if not self.is_pickled:
             return json.loads(self.content)
         try:
             return pickle.loads(self.content)
-        except Exception as error:  # noqa: BLE001 - any object may raise anything when it is made again
-            warnings.warn(f"what train_fn returned does not unpickle, so result.value is None: {error}", stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - any object may raise anything when it is unpickled
+            warnings.warn(
+                f"the return value of train_fn cannot be unpickled, so result.value is None: {error}", stacklevel=2
+            )
             return None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task has left, which any process can be sent: `result.json` and the value."""
+    """What a task has written at its end, in a form that can be sent to another process."""
 
     run_dir: Path
     facts: ResultFile | None
-    value: Value | None
-    stopped: str | None  # why and where, if the run was stopped on request
+    value: ReturnValue | None
+    stopped: str | None  # the content of `stopped.json`, if the run was stopped on request
 
     def load_value(self) -> Any:
-        """The value that rank 0 left."""
+        """The value that rank 0 returned; None if there is none."""
         return self.value.load() if self.value is not None else None
 
 
 def collect(folder: RunFolder) -> Outcome:
-    """What rank 0 has left in the run folder since the ranks started."""
+    """Read what rank 0 has written into the run folder since the ranks started."""
     stopped = folder.stopped.read_text(encoding="utf-8") if folder.stopped.exists() else None
     is_pickled = folder.pickled_value.exists()
     path = folder.pickled_value if is_pickled else folder.value
-    value = Value(path.read_bytes(), is_pickled) if path.exists() else None
+    value = ReturnValue(path.read_bytes(), is_pickled) if path.exists() else None
     return Outcome(folder.path, read_result(folder.result), value, stopped)

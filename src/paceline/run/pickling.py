@@ -1,4 +1,4 @@
-"""Why something cannot travel to the ranks: the path to the part of it that does not pickle."""
+"""Finds the part of a function or value that cannot be pickled, for an error message that names the path to it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 import cloudpickle
 
-from paceline.errors import TravelError
+from paceline.errors import PicklingError
 
 
-def explain(name: str, value: Any) -> TravelError:
-    """The error for a value that does not pickle, such as `model_fn → closure 'cfg' → attribute 'lock'`."""
-    path, culprit, reason = _deepest(name, value, seen=set())
-    return TravelError(
-        f"{path} cannot travel to the ranks: it is a {type(culprit).__name__} ({reason}); "
+def pickling_error(name: str, value: Any) -> PicklingError:
+    """The error for a value that cannot be pickled; it names a path: `fn → closure 'cfg' → attribute 'lock'`."""
+    path, part, reason = _deepest(name, value, seen=set())
+    return PicklingError(
+        f"{path} cannot be pickled for the ranks: it is a {type(part).__name__} ({reason}); "
         "create it inside the function instead"
     )
 
 
-def obstacle(value: Any) -> str | None:
-    """The pickling error of a value, or None if it travels."""
+def pickle_failure(value: Any) -> str | None:
+    """Why a value cannot be pickled; None if it can."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
@@ -32,18 +32,19 @@ def obstacle(value: Any) -> str | None:
 
 
 def _deepest(path: str, value: Any, seen: set[int]) -> tuple[str, Any, str]:
+    """The innermost part that cannot be pickled: the path to it, the part itself, and the reason."""
     seen.add(id(value))
     for step, part in _parts(value):
-        if id(part) not in seen and obstacle(part) is not None:
+        if id(part) not in seen and pickle_failure(part) is not None:
             return _deepest(f"{path} → {step}", part, seen)
-    return path, value, obstacle(value) or "it refers to itself"
+    return path, value, pickle_failure(value) or "it refers to itself"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling `value` would pickle too, with a word for the way there."""
+    """The objects that are pickled together with `value`, each with its name inside `value`."""
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a name without a value yet
+            with suppress(ValueError):  # a name that is not assigned yet
                 yield f"closure {name!r}", cell.cell_contents
         for name in _names_in(value.__code__):
             if name in value.__globals__:
@@ -64,7 +65,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names that a function uses, those of its lambdas and comprehensions included."""
+    """The global names that a function uses, also in its lambdas and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""What a run was made with: the machine, the versions, and which state of the user's code."""
+"""The origin of a run: its machine, its versions, and the git commit of the user's code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from paceline import __version__
 
-GIT_S = 2.0  # a run does not wait longer to know its commit
+GIT_TIMEOUT_S = 2.0  # a run starts without its commit if git takes longer
 
 
 def origin_of(folder: Path | None, device: torch.device) -> dict[str, Any]:
-    """Facts for `run_started`; `folder` is where the user's code is, `device` that of this rank."""
+    """The fields of `run_started` about the origin; `folder` has the user's code, `device` is that of this rank."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "machine": {"host": socket.gethostname(), "system": platform.system(), "cores": os.cpu_count(), "gpu": gpu},
@@ -27,11 +27,11 @@ def origin_of(folder: Path | None, device: torch.device) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The git commit of a folder, with `-dirty` if tracked files have changed since; None where there is none."""
+    """The git commit of a folder, with `-dirty` if tracked files have changed since; None outside of git."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "describe"]
     options = ["--always", "--dirty", "--abbrev=12", "--exclude=*"]  # the commit itself, not the tag before it
     try:
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=GIT_S, check=True)
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""`result.json`, which a run leaves at its end: what must be in it, and the one way to read it."""
+"""`result.json`, which a run writes at its end: its fields, and the function that reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(ge=0, le=1e15)]
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class EpochRow(TypedDict):
-    """What an epoch has measured; each metric has a field of its own."""
+    """The metrics of one epoch; each metric is an additional field."""
 
     epoch: Count
     step: Count
@@ -24,7 +24,7 @@ class EpochRow(TypedDict):
 
 
 class ResultFile(BaseModel):
-    """The facts of a run that has ended; `Result` has the same names."""
+    """The content of `result.json`; `Result` has attributes of the same names."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -43,7 +43,7 @@ class ResultFile(BaseModel):
 
 
 def read_result(path: Path) -> ResultFile | None:
-    """The facts in a `result.json`; None if there is no such file, a ConfigError if it is damaged."""
+    """Read a `result.json`; None if there is no such file. Raises ConfigError if it is damaged."""
     try:
         return ResultFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -54,6 +54,6 @@ def read_result(path: Path) -> ResultFile | None:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{path} is damaged ({f'{where}: ' if where else ''}{first['msg']}); remove it, and the run counts as one "
-            "that has not ended, with the checkpoints that it has"
+            f"{path} is damaged ({f'{where}: ' if where else ''}{first['msg']}); remove it, and the run "
+            "counts as unfinished"
         ) from None

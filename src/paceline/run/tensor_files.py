@@ -1,4 +1,4 @@
-"""One file of a checkpoint: written with its checksum, on the disk when the call returns, and read back."""
+"""Writes one file of a checkpoint: flushes it to the disk, reads it back and records its checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import Field
 from paceline.run.atomic_files import sync_folder as sync_folder
 
 CHUNK = 1 << 22
-# The names that the safetensors format has for them.
+# The names of dtypes in the safetensors format.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,16 +26,16 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Written:
-    """What is known of a file when it has been written."""
+class FileRecord:
+    """The name, size and checksum of a file that has been written."""
 
-    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]  # a file beside its manifest, wherever that was copied
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]  # in the folder of its manifest, never outside
     size: Annotated[int, Field(ge=0)]
     sha256: str
 
 
-def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a file, have it on the disk, and read it back; raises OSError if that is not what was meant."""
+def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a file, flush it to the disk and read it back; raises OSError if the content differs."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for chunk in chunks:
@@ -45,22 +45,22 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
         file.flush()
         os.fsync(file.fileno())
     if sha256_of_file(path) != digest.hexdigest():
-        raise OSError(f"{path} reads back otherwise than it was written")
-    return Written(path.name, size, digest.hexdigest())
+        raise OSError(f"{path} differs from what was written to it; check the disk")
+    return FileRecord(path.name, size, digest.hexdigest())
 
 
 def can_hold(value: object) -> bool:
-    """Whether a safetensors file has words for it."""
+    """Whether the safetensors format can store a value: a dense tensor of a known dtype."""
     return isinstance(value, torch.Tensor) and value.dtype in DTYPES and value.layout is torch.strided
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Write contiguous tensors of the CPU as a safetensors file.
+) -> FileRecord:
+    """Write contiguous CPU tensors as a safetensors file.
 
-    The bytes go to the file as they lie in memory. The library's own writer copies each tensor with the interpreter
-    locked, which would hold up the training that goes on beside this.
+    The bytes are written straight from memory. The library's own writer copies each tensor while it holds the GIL,
+    which would delay the training in the main thread.
     """
     # The largest elements first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -76,7 +76,7 @@ def write_tensors(
 
 
 def sha256_of_file(path: Path) -> str:
-    """The checksum of a file as it lies on the disk."""
+    """The checksum of a file's content."""
     digest, buffer = hashlib.sha256(), bytearray(CHUNK)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -90,7 +90,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Pieces that are small enough to let other threads run in between."""
+    """The parts in pieces, between which other threads can run."""
     for part in parts:
         view = memoryview(part)
         yield from (view[first : first + CHUNK] for first in range(0, len(view), CHUNK))

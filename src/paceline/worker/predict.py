@@ -55,7 +55,7 @@ def _apply(
     # Data given for the purpose is used whole; otherwise it is what the run held out.
     dataset = training if is_whole else validation
     if dataset is None:
-        raise DataError("the run held out no validation data; give the data to use")
+        raise DataError("the run has no validation data; give the data to use")
     if is_stream(dataset):
         raise DataError(
             f"dataset_fn returned a {type(dataset).__name__}, which cannot be evaluated or predicted in order; "

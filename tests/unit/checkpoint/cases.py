@@ -120,7 +120,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = 
         model.extra = {"words": ["c", ("d", 4)], "scale": torch.randn(2), 7: None}
 
 
-def write(state: CheckpointState, folder: Path, world_size: int = 1) -> list[tensor_files.Written]:
+def write(state: CheckpointState, folder: Path, world_size: int = 1) -> list[tensor_files.FileRecord]:
     """Write a state as `world_size` ranks would."""
     folder.mkdir(exist_ok=True)
     written = [write_values(folder, state)]

@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "checkpoints")
 
 
-def write_partial(store: Store, step: int, content: Mapping[str, bytes] = FILES) -> list[tensor_files.Written]:
+def write_partial(store: Store, step: int, content: Mapping[str, bytes] = FILES) -> list[tensor_files.FileRecord]:
     store.partial(step).mkdir(parents=True, exist_ok=True)
     return [tensor_files.write(store.partial(step) / name, [text]) for name, text in content.items()]
 

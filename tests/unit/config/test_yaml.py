@@ -66,8 +66,8 @@ def test_yaml_merges_mappings(tmp_path: Path) -> None:
     ("text", "what"),
     [
         ("a: [1", "is not valid YAML: "),
-        ("- a\n- b\n", "must hold `key: value` lines, not a list"),
-        ("", "must hold `key: value` lines, not a NoneType"),
+        ("- a\n- b\n", "must contain `key: value` lines, not a list"),
+        ("", "must contain `key: value` lines, not a NoneType"),
     ],
 )
 def test_a_file_that_is_not_a_config_is_named_in_the_error(text: str, what: str, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_best_checkpoint_is_the_default_where_the_run_kept_one(make_run) -> 
 
 def test_a_run_that_has_not_ended_is_used_as_far_as_it_is(make_run) -> None:
     folder = make_run()
-    with pytest.raises(ConfigError, match=r"checkpoint=last is not in .*; it has neither ended nor saved a checkpoint"):
+    with pytest.raises(ConfigError, match=r"checkpoint=last is not in .*; the run has no result and no checkpoint"):
         paceline.load(folder.path)
     save(folder, 3, 3.0)
     save(folder, 6, 6.0)
@@ -154,7 +154,7 @@ def test_what_there_is_is_listed_where_a_checkpoint_is_not_there(make_run) -> No
     finish(folder, 1.0)
     save(folder, 3, 3.0)
     for wanted in (4, "best", "first"):
-        with pytest.raises(ConfigError, match=f"checkpoint={wanted} is not in {folder.path}; there are last, 3$"):
+        with pytest.raises(ConfigError, match=f"checkpoint={wanted} is not in {folder.path}; choose from last, 3$"):
             paceline.load(folder.path, wanted)
 
 
@@ -302,7 +302,7 @@ def test_data_that_is_gone_must_be_given(make_run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         paceline.load(folder.path).predict()
     assert caught.value.problems == [
-        f"df={table} does not exist any more; give the data to use (--data)",
+        f"df={table} no longer exists; give the data to use (--data)",
         "val_df=<DataFrame> was given in memory and is not in the run folder; give the data to use (--data)",
     ]
 
@@ -310,7 +310,7 @@ def test_data_that_is_gone_must_be_given(make_run, tmp_path: Path) -> None:
 def test_a_run_without_validation_data_asks_for_data(make_run) -> None:
     folder = make_run(val_fraction=0)
     finish(folder, 1.0)
-    with pytest.raises(ConfigError, match="the run held out no validation data; give the data to use"):
+    with pytest.raises(ConfigError, match="the run has no validation data; give the data to use"):
         paceline.load(folder.path).evaluate()
 
 
@@ -340,7 +340,7 @@ def test_a_read_only_run_is_used_from_elsewhere(
     run = paceline.load(folder.path)
     if not is_here_writable:
         with pytest.raises(
-            ConfigError, match=f"^neither {folder.path} nor {tmp_path} can be written to; cd to a folder"
+            ConfigError, match=f"^neither {folder.path} nor {tmp_path} can be written to; change to a folder"
         ):
             run.evaluate()
         return

@@ -161,12 +161,12 @@ class Exacting(Exception):
 
 
 def test_a_value_that_does_not_unpickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"what train_fn returned does not unpickle, so result\.value is None"):
+    with pytest.warns(UserWarning, match=r"the return value of train_fn cannot be unpickled, so result\.value is None"):
         assert written(tmp_path, make_model(), Exacting(1, 2)).value is None
 
 
 def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"what train_fn returned does not pickle, so result\.value is None"):
+    with pytest.warns(UserWarning, match=r"the return value of train_fn cannot be pickled, so result\.value is None"):
         returned = written(tmp_path, make_model(), threading.Lock())
     assert returned.value is None
     assert returned.step == 7

@@ -54,7 +54,7 @@ def test_several_numbers_of_a_regression_have_no_highest_one(loss_fn: object) ->
 
 
 def test_outputs_that_make_no_table_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model gives 4 × 8 numbers for a sample, which make no table; use"):
+    with pytest.raises(ConfigError, match=r"the model returns 4 × 8 numbers per sample, which do not fit a table; use"):
         columns(torch.zeros(3, 4, 8))
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from paceline.config import Config
-from paceline.errors import TravelError
+from paceline.errors import PicklingError
 from paceline.run import job
 
 MakeConfig = Callable[..., Config]
@@ -140,12 +140,12 @@ def test_the_ranks_look_for_modules_where_the_caller_did(make_config: MakeConfig
 def test_what_cannot_travel_is_named_by_its_key(make_config: MakeConfig) -> None:
     lock = threading.Lock()
     config = make_config(model_fn=lambda: 3, metrics={"mine": lambda output, target: lock})
-    with pytest.raises(TravelError, match=r"^metrics → key 'mine' → closure 'lock' cannot travel to the ranks"):
+    with pytest.raises(PicklingError, match=r"^metrics → key 'mine' → closure 'lock' cannot be pickled for the ranks"):
         job.pack(config, a_task)
 
 
 def test_arguments_of_the_model_that_cannot_travel_are_named(make_config: MakeConfig) -> None:
-    with pytest.raises(TravelError, match=r"^model_args → key 'guard' cannot travel to the ranks: it is a lock"):
+    with pytest.raises(PicklingError, match=r"^model_args → key 'guard' cannot be pickled for the ranks: it is a lock"):
         job.pack(make_config(model_args={"guard": threading.Lock()}), a_task)
 
 

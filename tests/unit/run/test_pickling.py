@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import ConfigError, TravelError
-from paceline.run.pickling import explain, obstacle
+from paceline.errors import ConfigError, PicklingError
+from paceline.run.pickling import pickle_failure, pickling_error
 
 
 class Settings:
@@ -30,18 +30,18 @@ def in_main(source: str, **names: Any) -> Callable[..., Any]:
 
 def path(value: Any) -> str:
     """The way to what does not pickle, as the error tells it."""
-    assert obstacle(value) is not None
-    return str(explain("model_fn", value)).partition(" cannot travel to the ranks: it is a lock (")[0]
+    assert pickle_failure(value) is not None
+    return str(pickling_error("model_fn", value)).partition(" cannot be pickled for the ranks: it is a lock (")[0]
 
 
 def test_the_error_names_the_whole_path_the_type_the_reason_and_what_to_do() -> None:
     cfg = Settings(width=3, lock=threading.Lock())
-    error = explain("model_fn", lambda: cfg.width)
+    error = pickling_error("model_fn", lambda: cfg.width)
     assert str(error) == (
-        "model_fn → closure 'cfg' → attribute 'lock' cannot travel to the ranks: "
+        "model_fn → closure 'cfg' → attribute 'lock' cannot be pickled for the ranks: "
         "it is a lock (cannot pickle '_thread.lock' object); create it inside the function instead"
     )
-    assert isinstance(error, TravelError)
+    assert isinstance(error, PicklingError)
     assert isinstance(error, ConfigError)
 
 
@@ -102,13 +102,15 @@ def test_an_object_that_refuses_to_pickle_is_told_in_its_own_words() -> None:
             raise RuntimeError("stays at home")
 
     guest = Refuses()
-    told = str(explain("train_fn", lambda: guest))
-    assert told.startswith("train_fn → closure 'guest' cannot travel to the ranks: it is a Refuses (stays at home)")
+    told = str(pickling_error("train_fn", lambda: guest))
+    assert told.startswith(
+        "train_fn → closure 'guest' cannot be pickled for the ranks: it is a Refuses (stays at home)"
+    )
 
 
 @pytest.mark.parametrize("value", [3, [1, {"a": 2}], lambda: 3, Settings(width=3), Settings.build])
 def test_what_pickles_has_no_obstacle(value: Any) -> None:
-    assert obstacle(value) is None
+    assert pickle_failure(value) is None
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,6 @@ def test_a_closure_over_a_name_without_a_value_is_passed_by() -> None:
     def build() -> Any:
         return later, lock
 
-    if obstacle(lock) is None:
+    if pickle_failure(lock) is None:
         later = 3
     assert path(build) == "model_fn → closure 'lock'"

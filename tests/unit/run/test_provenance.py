@@ -45,7 +45,7 @@ def test_a_folder_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_git_that_takes_long_is_not_waited_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "GIT_S", 0.0)
+    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 0.0)
     assert commit_of(project) is None
 
 

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.run.result_file import read_result
 
 FACTS: dict[str, Any] = {"step": 6, "metrics": {"val_loss": 0.25}, "weights_sha256": "ab", "ema_sha256": None}
-ADVICE = "remove it, and the run counts as one that has not ended, with the checkpoints that it has"
+ADVICE = "remove it, and the run counts as unfinished"
 
 
 @pytest.fixture

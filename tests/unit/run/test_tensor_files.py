@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from paceline.run import tensor_files
-from paceline.run.tensor_files import DTYPES, Written, sha256_of_file, write, write_tensors
+from paceline.run.tensor_files import DTYPES, FileRecord, sha256_of_file, write, write_tensors
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -72,7 +72,7 @@ def test_size_and_checksum_are_those_of_the_file_however_it_is_cut(
     path = tmp_path / "x.safetensors"
     written = write_tensors(path, {"a": torch.arange(50.0), "b": torch.arange(3, dtype=torch.int8)})
     content = path.read_bytes()
-    assert written == Written("x.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    assert written == FileRecord("x.safetensors", len(content), hashlib.sha256(content).hexdigest())
     assert sha256_of_file(path) == written.sha256
     assert torch.equal(safetensors.torch.load_file(path)["a"], torch.arange(50.0))
 
@@ -86,7 +86,7 @@ def test_a_file_is_on_the_disk_before_it_is_called_written(tmp_path: Path, monke
 
 def test_a_disk_that_loses_bytes_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: os.ftruncate(handle, 2))
-    with pytest.raises(OSError, match="x reads back otherwise than it was written"):
+    with pytest.raises(OSError, match="x differs from what was written to it"):
         write(tmp_path / "x", [b"abc"])
 
 

@@ -1,4 +1,4 @@
-"""Starts ranks that evaluate a trained model or predict with it, on the held-out data of its run or on other data."""
+"""Starts ranks that evaluate a trained model or predict with it, on the validation data of its run or on other data."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from paceline.system.cores import chosen_threads
 from paceline.worker import predict as tasks
 
 if TYPE_CHECKING:
-    from paceline.results.result import Trained
+    from paceline.results.result import TrainedModel
 
 
-def apply(
-    task: Literal["evaluate", "predict"], config: Config, folder: Path, trained: Trained, df: Any, procs: int | None
+def run_inference(
+    task: Literal["evaluate", "predict"], trained: TrainedModel, folder: Path, df: Any, procs: int | None
 ) -> Any:
-    """Evaluate a trained model or predict with it, on the ranks: on its validation data, or on that of `df`."""
-    if problems := _obstacles(config, task, df):
+    """Evaluate a trained model or predict with it on new ranks, on the run's validation data or on `df`.
+
+    `folder` is that of a `.env` file, and of relative paths in the config.
+    """
+    config = trained.config
+    if problems := _problems(config, task, df):
         raise ConfigError(problems)
-    # The threads of the run, whatever the number of processes now: sums inside an operator depend on them.
+    # The number of threads of the run, at any number of processes: sums inside an operator depend on it.
     threads = config.threads or chosen_threads(trained.lanes)
     changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or config.procs}
     changes |= {"resume": "never", "max_restarts": 0, "log": config.log.model_copy(update={"trackers": []})}
-    changes |= {"nodes": None, "rendezvous": None}  # on this machine
+    changes |= {"nodes": None, "rendezvous": None}  # always on this machine
     if config.launcher == "ray":
         changes["launcher"] = "local"
     if df is not None:
@@ -45,15 +49,15 @@ def apply(
     try:
         return launch.start(changed, function, folder).load_value()
     except RankFailed as error:
-        if df is None or not (lacking := _lacking_columns(error, config.df, changed.df)):
+        if df is None or not (missing := _missing_columns(error, config.df, changed.df)):
             raise
         raise ConfigError(
-            f"df={to_plain(df)} has no column {', '.join(lacking)}, as the run's own data has; add it"
+            f"df={to_plain(df)} has no column {', '.join(missing)}, which the run was trained with; add it"
         ) from None
 
 
 def _folder_for(task: str, run_dir: Path, name: str) -> Path:
-    """A new folder for what ranks do with a trained model: in that of the run, or here if that is read-only."""
+    """A new folder for the ranks' logs: inside the run folder, or in the working folder if that is read-only."""
     try:
         return new_folder(None, run_dir / task)
     except ConfigError:
@@ -62,33 +66,33 @@ def _folder_for(task: str, run_dir: Path, name: str) -> Path:
         folder = new_folder(None, Path("runs") / name / task)
     except ConfigError:
         raise ConfigError(
-            f"neither {run_dir} nor {Path().resolve()} can be written to; cd to a folder of yours"
+            f"neither {run_dir} nor {Path().resolve()} can be written to; change to a folder that can"
         ) from None
     print(f"{run_dir} cannot be written to; logs are in {folder}", file=sys.stderr, flush=True)
     return folder
 
 
-def _obstacles(config: Config, task: str, df: Any) -> list[str]:
-    """Why a trained model cannot be used so, as far as it shows before a process starts."""
+def _problems(config: Config, task: str, df: Any) -> list[str]:
+    """Why the task cannot run, as far as this is known before a process starts."""
     if task == "evaluate" and config.loss_fn is None:
-        return ["evaluate needs a loss_fn; a run with train_fn measures in its own loop"]
+        return ["evaluate needs a loss_fn; a run with train_fn computes its metrics in its own loop"]
     needed = [config.model_fn, config.dataset_fn]
     if task == "evaluate":
         needed += [config.loss_fn, *(config.metrics.values() if isinstance(config.metrics, dict) else ())]
     if df is None:
         needed += [config.df, config.val_df, config.val_dataset_fn]
         if config.val_df is None and config.val_dataset_fn is None and not config.val_fraction:
-            return ["the run held out no validation data; give the data to use"]
-    missing = [each for each in needed if isinstance(each, Missing)]
+            return ["the run has no validation data; give the data to use"]
+    missing = [value for value in needed if isinstance(value, Missing)]
     return [
-        f"{', '.join(each.what for each in missing if each.why == why)} {why}"
-        for why in dict.fromkeys(each.why for each in missing)
+        f"{', '.join(value.what for value in missing if value.why == why)} {why}"
+        for why in dict.fromkeys(value.why for value in missing)
     ]
 
 
-def _lacking_columns(error: RankFailed, trained_on: Any, given: Any) -> list[str]:
-    """The columns that a run was trained on, that other data lacks, and that a rank has complained about."""
+def _missing_columns(error: RankFailed, trained_on: Any, given: Any) -> list[str]:
+    """The columns of the training data that the given data does not have and that the rank's error names."""
     if isinstance(trained_on, Missing):
         return []
-    there = columns_of(given)
-    return [name for name in columns_of(trained_on) if name not in there and f"'{name}'" in str(error)]
+    columns = columns_of(given)
+    return [name for name in columns_of(trained_on) if name not in columns and f"'{name}'" in str(error)]

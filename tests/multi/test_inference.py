@@ -124,9 +124,9 @@ def test_data_for_the_purpose_may_be_a_file_and_what_is_missing_is_said(tmp_path
     assert own.predict(df=table(5)).shape == (5, 2)
     with pytest.raises(ConfigError, match="evaluate needs a loss_fn"):
         own.evaluate(df=table(5))
-    with pytest.raises(ConfigError, match="held out no validation data"):
+    with pytest.raises(ConfigError, match="the run has no validation data"):
         own.predict()
-    with pytest.raises(ConfigError, match="df=<DataFrame> has no column y, as the run's own data has; add it"):
+    with pytest.raises(ConfigError, match="df=<DataFrame> has no column y, which the run was trained with; add it"):
         own.predict(df=table(5)[["x"]])
     with pytest.raises(RankFailed, match="TypeError"):  # all columns are there: it is something else
         own.predict(df=table(5).assign(x="far"))
