@@ -16,6 +16,7 @@ import yaml
 
 from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, read_manifest
 from paceline.config import Config, to_plain
+from paceline.data.trees import leaves_in
 from paceline.engine.precision import resolve
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
@@ -176,9 +177,7 @@ def _with_text_keys(tree: Any) -> Any:
     return [_with_text_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested mappings as one dict with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
+    leaves = leaves_in(tree, is_leaf=lambda node: not isinstance(node, Mapping))
+    return {".".join(map(str, path)): leaf for path, leaf in leaves}

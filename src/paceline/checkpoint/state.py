@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from paceline.data.trees import TreePath, map_leaves
 from paceline.engine.ema import Ema
 from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
@@ -58,14 +58,14 @@ def capture(
     weights, aliases = split_aliases(model.state_dict())
     values: dict[str, Any] = {"aliases": aliases, "counters": counters}
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
-    values["weights"] = _extract_tensors(weights, "", groups["weights"])
+    values["weights"] = _extract_tensors(weights, groups["weights"])
     optimizer_state = optimizer.state_dict() if sharding is None else sharding.state_dict()
-    values["optimizer"] = _extract_tensors(_with_float_rates(optimizer_state), "", groups["optimizer"])
+    values["optimizer"] = _extract_tensors(_with_float_rates(optimizer_state), groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
     if loss:
         groups["loss"] = {}
-        values["loss"] = _extract_tensors(loss, "", groups["loss"])
+        values["loss"] = _extract_tensors(loss, groups["loss"])
     return CheckpointState(groups, values, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
 
 
@@ -99,24 +99,24 @@ def _with_float_rates(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": groups}
 
 
-def _extract_tensors(tree: Any, path: str, tensors: Tensors) -> Any:
+def _extract_tensors(tree: Any, tensors: Tensors) -> Any:
     """Return the tree with references instead of tensors, and add the tensors to `tensors` under their paths.
 
     Tensors that safetensors cannot store stay in the tree, as copies on the CPU.
     """
-    if isinstance(tree, torch.Tensor):
-        if not tensor_files.can_hold(tree):
-            return tree.detach().cpu().clone()
-        while path in tensors:  # {"a": {"b": x}, "a.b": y}
-            path += "'"
-        tensors[path] = tree
-        return {REFERENCE: path}
-    if isinstance(tree, Mapping):
-        return {key: _extract_tensors(value, f"{path}.{key}".lstrip("."), tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        parts = [_extract_tensors(value, f"{path}.{index}".lstrip("."), tensors) for index, value in enumerate(tree)]
-        return tuple(parts) if isinstance(tree, tuple) else parts
-    return tree
+
+    def extract(path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not tensor_files.can_hold(leaf):
+            return leaf.detach().cpu().clone()
+        name = ".".join(f"{key}" for key in path).lstrip(".")
+        while name in tensors:  # {"a": {"b": x}, "a.b": y}
+            name += "'"
+        tensors[name] = leaf
+        return {REFERENCE: name}
+
+    return map_leaves(tree, extract, is_plain=True)
 
 
 # --- restore -------------------------------------------------------------------------------------------------------
@@ -218,4 +218,7 @@ def _insert_tensors(tree: Any, tensors: Tensors) -> Any:
     def is_reference(node: Any) -> bool:
         return isinstance(node, dict) and node.keys() == {REFERENCE}
 
-    return tree_map(lambda leaf: tensors[leaf[REFERENCE]] if is_reference(leaf) else leaf, tree, is_leaf=is_reference)
+    def insert(_: TreePath, leaf: Any) -> Any:
+        return tensors[leaf[REFERENCE]] if is_reference(leaf) else leaf
+
+    return map_leaves(tree, insert, is_leaf=is_reference)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.data.trees import leaves_in
 from paceline.errors import DataError
 
 
@@ -33,28 +34,22 @@ def compare_claims(seen: dict[int, int], what: str, claims: Iterable[tuple[int, 
 
 def _digest_of(sample: Any) -> bytes:
     digest = blake2b(digest_size=16)
-    for piece in _bytes_of(sample):
-        digest.update(piece)
+    for path, leaf in leaves_in(sample):
+        digest.update(repr(path).encode())
+        for piece in _bytes_of(leaf):
+            digest.update(piece)
     return digest.digest()
 
 
-def _bytes_of(sample: Any) -> Iterator[bytes]:
-    if isinstance(sample, torch.Tensor) and sample.layout is torch.strided:
-        yield f"{sample.dtype} {tuple(sample.shape)}".encode()
-        yield sample.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(sample, np.ndarray) and not sample.dtype.hasobject:
-        yield f"{sample.dtype} {sample.shape}".encode()
-        yield sample.tobytes()
-    elif isinstance(sample, Mapping):
-        for key, value in sample.items():
-            yield repr(key).encode()
-            yield from _bytes_of(value)
-    elif isinstance(sample, (tuple, list)):
-        yield str(len(sample)).encode()
-        for value in sample:
-            yield from _bytes_of(value)
+def _bytes_of(leaf: Any) -> Iterator[bytes]:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
+        yield leaf.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        yield f"{leaf.dtype} {leaf.shape}".encode()
+        yield leaf.tobytes()
     else:
         try:
-            yield pickle.dumps(sample)
-        except Exception:  # noqa: BLE001 - any object may raise anything; its words have to do
-            yield repr(sample).encode()
+            yield pickle.dumps(leaf)
+        except Exception:  # noqa: BLE001 - pickling an object of any class may raise anything
+            yield repr(leaf).encode()

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.order import Indices
 from paceline.data.sources import Part, is_stream
+from paceline.data.trees import map_tensors, tensors_in
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -24,17 +25,11 @@ class Rows:
     def __init__(self, tensors: tuple[torch.Tensor, ...] | dict[str, torch.Tensor], device: torch.device) -> None:
         """The tensors are moved to the device; on a CPU they stay where they lie."""
         self.device = device
-        self.tensors: Any = (
-            {key: tensor.detach().to(device) for key, tensor in tensors.items()}
-            if isinstance(tensors, dict)
-            else tuple(tensor.detach().to(device) for tensor in tensors)
-        )
+        self.tensors = map_tensors(tensors, lambda tensor: tensor.detach().to(device))
 
     def gather(self, indices: torch.Tensor) -> Any:
         """The batch of these samples, as collating them one by one would give it."""
-        if isinstance(self.tensors, dict):
-            return {key: tensor.index_select(0, indices) for key, tensor in self.tensors.items()}
-        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+        return map_tensors(self.tensors, lambda tensor: tensor.index_select(0, indices))
 
     def finder(self, dataset: Any) -> Callable[[Indices], torch.Tensor]:
         """How indices of `dataset`, which may be a part of the whole, become indices of rows on the device."""
@@ -72,7 +67,7 @@ class Gathered(Dataset[Any]):
 def gathered(dataset: Any) -> Any:
     """The data set, in a form that gathers whole batches if it offers its tensors and they lie on the CPU."""
     tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
-    if tensors is None or any(tensor.device.type != "cpu" for tensor in _values(tensors)):
+    if tensors is None or any(tensor.device.type != "cpu" for tensor in tensors_in(tensors)):
         return dataset
     return Gathered(dataset, Rows(tensors, torch.device("cpu")))
 
@@ -87,7 +82,7 @@ def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
         return None
     if world.device.type != "cuda":
         return Rows(tensors, world.device)
-    needed = sum(tensor.nbytes for tensor in _values(tensors) if tensor.device != world.device)
+    needed = sum(tensor.nbytes for tensor in tensors_in(tensors) if tensor.device != world.device)
     free, _ = torch.cuda.mem_get_info(world.device)
     fits = all(world.gather_objects(needed <= part * free))
     return Rows(tensors, world.device) if fits else None
@@ -106,10 +101,6 @@ def _offered_by(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tens
     return dataset.tensors if is_plain and isinstance(dataset, TensorDataset) else None
 
 
-def _values(tensors: tuple[torch.Tensor, ...] | dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-    return list(tensors.values()) if isinstance(tensors, dict) else tensors
-
-
 def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
     offered = dataset.as_tensors() if callable(dataset.as_tensors) else None
     if not offered or not isinstance(offered, (Mapping, tuple, list)):
@@ -118,7 +109,7 @@ def _checked(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
             f"one row a sample; it gave a {type(offered).__name__}"
         )
     tensors = dict(offered) if isinstance(offered, Mapping) else tuple(offered)
-    for tensor in _values(tensors):
+    for tensor in tensors.values() if isinstance(tensors, dict) else tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(dataset):
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise DataError(

@@ -1,4 +1,8 @@
-"""Batches as trees of tuples, lists and dicts: every tensor in one, or one with every tensor changed."""
+"""Trees of tensors: how batches and states, which are nested tuples, lists and mappings, are walked.
+
+A mapping of any type becomes a dict; tuples, named tuples and lists keep their type; everything else is a leaf.
+`torch.utils._pytree` knows only exact types (a BatchEncoding is a leaf for it) and takes five times as long.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,45 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+TreePath = tuple[Any, ...]  # the keys and places that lead from the root of a tree to a leaf
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tree of tuples, lists and dicts with every tensor changed."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    if isinstance(tree, PackedSequence):  # whose batch_sizes belong to the host
-        moved = (change(each) if each is not None else None for each in (tree.sorted_indices, tree.unsorted_indices))
-        return PackedSequence(change(tree.data), tree.batch_sizes, *moved)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, change) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(value, change) for value in tree)
-    return tree
+
+def map_leaves(
+    tree: Any,
+    change: Callable[[TreePath, Any], Any],
+    *,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    is_plain: bool = False,
+) -> Any:
+    """The tree with `change(path, leaf)` in place of each leaf.
+
+    `is_leaf` selects containers that are leaves as well. With `is_plain`, subclasses of tuple and list are not kept.
+    """
+
+    def walk(path: TreePath, node: Any) -> Any:
+        if isinstance(node, torch.Tensor) or is_leaf(node):
+            return change(path, node)
+        if isinstance(node, Mapping):
+            return {key: walk((*path, key), value) for key, value in node.items()}
+        if not isinstance(node, (tuple, list)):
+            return change(path, node)
+        values = [walk((*path, place), value) for place, value in enumerate(node)]
+        if is_plain:
+            return tuple(values) if isinstance(node, tuple) else values
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+
+    return walk((), tree)
+
+
+def leaves_in(tree: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[tuple[TreePath, Any]]:
+    """Every leaf of a tree with its path, in order."""
+    leaves: list[tuple[TreePath, Any]] = []
+    map_leaves(tree, lambda *leaf: leaves.append(leaf), is_leaf=is_leaf, is_plain=True)
+    return leaves
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in a batch of tuples, lists and dicts, in order."""
+    """Every tensor of a tree, in order. It is called for each step of a CUDA graph, so it builds no paths."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (tuple, list)):
@@ -34,13 +58,28 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return tensors_in(list(tree.values())) if isinstance(tree, Mapping) else []
 
 
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The tree with every tensor changed, except for the `batch_sizes` of packed sequences, which stay on the host."""
+    # Most batches are flat, and steps of tiny models are so short that the general walk would be seen.
+    if type(tree) is tuple and set(map(type, tree)) == {torch.Tensor}:
+        return tuple(map(change, tree))
+    if type(tree) is dict and set(map(type, tree.values())) == {torch.Tensor}:
+        return {key: change(tensor) for key, tensor in tree.items()}
+
+    def change_leaf(_: TreePath, leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            data, sizes, *indices = leaf
+            return PackedSequence(change(data), sizes, *(each if each is None else change(each) for each in indices))
+        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(tree, change_leaf, is_leaf=lambda node: isinstance(node, PackedSequence))
+
+
 def to_channels_last(batch: Any) -> Any:
-    """A batch whose images (four dimensions of floats) lie by channels; the rest is as it was."""
-    if isinstance(batch, torch.Tensor):
-        is_images = batch.ndim == 4 and batch.is_floating_point()
-        return batch.contiguous(memory_format=torch.channels_last) if is_images else batch
-    if isinstance(batch, dict):
-        return {key: to_channels_last(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(to_channels_last, batch))
-    return type(batch)(map(to_channels_last, batch)) if isinstance(batch, (list, tuple)) else batch
+    """The batch with its images (floats of four dimensions) in channels-last memory format."""
+    return map_tensors(batch, _image_to_channels_last)
+
+
+def _image_to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    is_image = tensor.ndim == 4 and tensor.is_floating_point()
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

@@ -26,7 +26,7 @@ from paceline.config import Settings
 from paceline.data.feed import LaneInputs
 from paceline.data.loader import Lane
 from paceline.data.seeding import seed_for, seed_generators
-from paceline.data.trees import map_tensors, tensors_in
+from paceline.data.trees import leaves_in, map_tensors, tensors_in
 from paceline.observe.clock import DeviceClock, Mark
 from paceline.observe.failures import user_location
 from paceline.world import Exchange, World
@@ -229,22 +229,19 @@ class StepGraph:
 
 def form_of(tree: Any) -> Any:
     """What a recorded step depends on in its inputs: their nesting, shapes and types. It can be a key."""
-    if isinstance(tree, torch.Tensor):
-        return tree.shape, tree.dtype, tree.device
-    if isinstance(tree, (tuple, list)):
-        return tuple(form_of(value) for value in tree)
-    return tuple((key, form_of(value)) for key, value in tree.items()) if isinstance(tree, dict) else type(tree)
+    return tuple(
+        (path, (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf))
+        for path, leaf in leaves_in(tree)
+    )
 
 
 def _check_inputs(tree: Any) -> None:
     """A recording can be given other tensors, but nothing else."""
-    if isinstance(tree, PackedSequence):
-        raise CannotRecord("a batch holds a packed sequence, whose lengths stay on the host")
-    if isinstance(tree, (tuple, list, dict)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            _check_inputs(value)
-    elif tree is not None and not isinstance(tree, torch.Tensor):
-        raise CannotRecord(f"a batch holds a {type(tree).__name__}, which is not a tensor")
+    for _, leaf in leaves_in(tree, is_leaf=lambda node: isinstance(node, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            raise CannotRecord("a batch holds a packed sequence, whose lengths stay on the host")
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise CannotRecord(f"a batch holds a {type(leaf).__name__}, which is not a tensor")
 
 
 def _first_cause(error: BaseException) -> str:

@@ -7,12 +7,13 @@ the gradients of parameters that other ranks own. Where an update depends on one
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from paceline.data.trees import TreePath, map_leaves
 from paceline.engine.muon import Muon
 from paceline.errors import ConfigError
 from paceline.run.tensor_files import DTYPES
@@ -25,13 +26,6 @@ class Transfer(NamedTuple):
     name: str
     source: int
     target: int
-
-
-class Form(NamedTuple):
-    """What is told of a tensor instead of sending it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Bucket(NamedTuple):
@@ -132,8 +126,7 @@ class Sharding:
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, with all parameters; tensors that only others have are on the device "meta". All ranks."""
         mine = self.optimizer.state_dict()
-        parts = self.world.gather_objects(_mapped(_form_of, mine["state"]))
-        parts = [_mapped(_without_contents, part) for part in parts]
+        parts = self.world.gather_objects(map_leaves(mine["state"], _without_contents, is_plain=True))
         parts[self.world.rank] = mine["state"]
         by_place = enumerate(self.owners)
         return {**mine, "state": {place: parts[owner][place] for place, owner in by_place if place in parts[owner]}}
@@ -186,22 +179,9 @@ def rounds_of(parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_
     return [[bucket for bucket in buckets if bucket is not None] for buckets in rounds]
 
 
-def _form_of(tensor: torch.Tensor) -> Form | torch.Tensor:
-    """A tensor that files do not know goes into the rest of a checkpoint, so it is sent as it is."""
-    return Form(tuple(tensor.shape), tensor.dtype) if tensor.dtype in DTYPES else tensor.cpu()
-
-
-def _without_contents(told: Form | torch.Tensor) -> torch.Tensor:
-    return torch.empty(told.shape, dtype=told.dtype, device="meta") if isinstance(told, Form) else told
-
-
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with its tensors changed."""
-    if isinstance(tree, (torch.Tensor, Form)):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(change, value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        parts = [_mapped(change, value) for value in tree]
-        return tuple(parts) if isinstance(tree, tuple) else parts
-    return tree
+def _without_contents(_: TreePath, leaf: Any) -> Any:
+    """A tensor of this shape on the device "meta", where a file can hold it: others are sent with their contents."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    is_in_file = leaf.dtype in DTYPES
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_in_file else leaf.cpu()
