@@ -8,7 +8,7 @@ from __future__ import annotations
 from paceline.errors import ConfigError, DataError
 
 
-def part(size: int, parts: int, index: int) -> range:
+def even_part(size: int, parts: int, index: int) -> range:
     """Part `index` of `size` positions cut into `parts` runs that differ by at most one in length."""
     return range(size * index // parts, size * (index + 1) // parts)
 
@@ -40,7 +40,7 @@ def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, la
     if lane >= ridden:
         return range(step.stop, step.stop)
     # Counted from the end, so that lane 0, whose statistics BatchNorm keeps, is among the longest.
-    mirrored = part(len(step), ridden, ridden - 1 - lane)
+    mirrored = even_part(len(step), ridden, ridden - 1 - lane)
     return range(step.stop - mirrored.stop, step.stop - mirrored.start)
 
 
@@ -52,7 +52,7 @@ def lanes_of(rank: int, world_size: int, lanes: int) -> range:
         raise ConfigError(
             f"lanes={lanes} cannot be ridden by {world_size} ranks; use a multiple of {world_size}, or --procs {words}"
         )
-    return part(lanes, world_size, rank)
+    return even_part(lanes, world_size, rank)
 
 
 # --- the user's own loop: every rank takes the same number of batches ----------------------------------------------
@@ -71,4 +71,4 @@ def batches_per_rank(size: int, batch_size: int, world_size: int, *, what: str =
 
 def batch_positions(batch: int, rank: int, size: int, batches: int, world_size: int) -> range:
     """The positions of one rank's batch when `size` samples are spread over `world_size × batches`."""
-    return part(size, batches * world_size, batch * world_size + rank)
+    return even_part(size, batches * world_size, batch * world_size + rank)

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.config import Config, Pacing
 from paceline.data.order import Indices
 from paceline.data.seeding import seed_generators
-from paceline.data.sources import Part, is_stream, original_indices, table_of
+from paceline.data.sources import SplitSubset, is_stream, original_indices, table_of
 from paceline.errors import DataError
 
 
@@ -34,10 +34,10 @@ class Curriculum:
 
     def samples_in(self, epoch: int) -> int:
         """How many samples an epoch may use (pure)."""
-        return max(1, round(share_at(epoch - self._first_epoch, self._pacing) * len(self._ranked)))
+        return max(1, round(fraction_at(epoch - self._first_epoch, self._pacing) * len(self._ranked)))
 
 
-def share_at(epoch: int, pacing: Pacing) -> float:
+def fraction_at(epoch: int, pacing: Pacing) -> float:
     """The share of the data that an epoch may use: `start` in the first, everything after `epochs` (pure)."""
     done, start = min(epoch / pacing.epochs, 1.0), pacing.start
     if pacing.name == "linear":
@@ -77,4 +77,4 @@ def _column(config: Config, training: Any) -> Any:
             f"curriculum.column={name} has {len(table)} rows for {size} samples; give a difficulty_fn instead"
         )
     values = table[name].to_numpy()
-    return values[original_indices(training, range(len(training)))] if isinstance(training, Part) else values
+    return values[original_indices(training, range(len(training)))] if isinstance(training, SplitSubset) else values

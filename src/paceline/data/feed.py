@@ -24,7 +24,7 @@ from paceline.data.loader import (
     lane_loader,
 )
 from paceline.data.rows import Rows, rows_of
-from paceline.data.sources import Part, is_stream, original_indices
+from paceline.data.sources import SplitSubset, is_stream, original_indices
 from paceline.data.trees import map_tensors, tensors_in, to_channels_last
 from paceline.world import World
 
@@ -55,7 +55,7 @@ class Feed:
             return sampler(form=self.rows.finder(self.dataset))
         config = self.config
         lanes = lane_loader(self.dataset, sampler(), seed=config.seed, workers=config.workers, world=self.world)
-        return one_ahead(lanes, self.world.device) if self.world.device.type == "cuda" else lanes
+        return prefetched(lanes, self.world.device) if self.world.device.type == "cuda" else lanes
 
     def dealt(self) -> tuple[Iterable[EvalBatch], EvalSampler]:
         """This rank's batches of the whole data set in its own order, and how they were dealt."""
@@ -122,24 +122,24 @@ def make_feeds(training: Any, validation: Any | None, config: Config, world: Wor
     feed = Feed(training, config, world, rows)
     if validation is None:
         return feed, None
-    if not (isinstance(training, Part) and isinstance(validation, Part) and training.base is validation.base):
+    if not (isinstance(training, SplitSubset) and isinstance(validation, SplitSubset) and training.base is validation.base):
         rows = rows_of(validation, config.data_on_device, world)
     return feed, Feed(validation, config, world, rows)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor in a batch of tuples, lists and dicts, on the device."""
-    return map_tensors(batch, lambda tensor: _brought(tensor, device))
+    return map_tensors(batch, lambda tensor: _to_device_aligned(tensor, device))
 
 
-def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_device_aligned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device; on the CPU at a round address, because some kernels sum otherwise at odd ones."""
     there = tensor.to(device, non_blocking=True)
     is_plain = device.type == "cpu" and there.layout is torch.strided and not there.is_nested
     return there.clone() if is_plain and there.data_ptr() % ROUND else there
 
 
-def one_ahead(lanes: Iterable[Lane], device: torch.device) -> Iterator[Lane]:
+def prefetched(lanes: Iterable[Lane], device: torch.device) -> Iterator[Lane]:
     """The lanes with their data on the GPU; the next one's is copied on a stream of its own while one is ridden."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: tuple[Lane, torch.cuda.Event] | None = None

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_colla
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum
 from paceline.data.order import Indices, indices_of
-from paceline.data.rows import gathered
+from paceline.data.rows import as_row_dataset
 from paceline.data.seeding import seed_for, seed_generators
-from paceline.data.sources import Part, fetch
-from paceline.data.workers import Workers, start_worker
+from paceline.data.sources import SplitSubset, fetch
+from paceline.data.workers import LoaderContext, start_worker
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -227,7 +227,7 @@ class EpochLoader(DataLoader[Any]):
     def __init__(
         self, dataset: Any, sampler: EpochSampler, on_batch: Callable[[int, int, int], None], **options: Any
     ) -> None:
-        quick = gathered(dataset)
+        quick = as_row_dataset(dataset)
         collate = collate_of(dataset) if quick is dataset else _as_it_is
         super().__init__(quick, batch_sampler=sampler, collate_fn=collate, **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
@@ -267,7 +267,7 @@ def _keyed_loader(dataset: Any, sampler: Any, seed: int, workers: int, world: Wo
 
 def collate_of(dataset: Any) -> Callable[[Any], Any]:
     """The data set's own `collate_fn` if it has one, else torch's default."""
-    base = dataset.base if isinstance(dataset, Part) else dataset
+    base = dataset.base if isinstance(dataset, SplitSubset) else dataset
     while isinstance(base, Subset) and not hasattr(base, "collate_fn"):
         base = base.dataset
     collate: Callable[[Any], Any] = getattr(base, "collate_fn", _collated)
@@ -297,7 +297,7 @@ def loader_options(workers: int, world: World, seed: int) -> dict[str, Any]:
         options |= {
             "worker_init_fn": start_worker,
             "persistent_workers": True,
-            "multiprocessing_context": Workers(),
+            "multiprocessing_context": LoaderContext(),
         }
     # The seeds of the workers come from here, so they differ between ranks.
     generator = torch.Generator()

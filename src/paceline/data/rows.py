@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.order import Indices
-from paceline.data.sources import Part, is_stream
+from paceline.data.sources import SplitSubset, is_stream
 from paceline.data.trees import map_tensors, tensors_in
 from paceline.errors import DataError
 from paceline.world import World
@@ -33,7 +33,7 @@ class Rows:
 
     def finder(self, dataset: Any) -> Callable[[Indices], torch.Tensor]:
         """How indices of `dataset`, which may be a part of the whole, become indices of rows on the device."""
-        originals = dataset.originals_of if isinstance(dataset, Part) else lambda indices: indices
+        originals = dataset.originals_of if isinstance(dataset, SplitSubset) else lambda indices: indices
 
         def find(indices: Indices) -> torch.Tensor:
             return torch.from_numpy(originals(indices)).to(self.device, non_blocking=True)
@@ -41,7 +41,7 @@ class Rows:
         return find
 
 
-class Gathered(Dataset[Any]):
+class RowDataset(Dataset[Any]):
     """A data set of tensors whose batches need no collating; in all else the data set itself."""
 
     def __init__(self, dataset: Any, rows: Rows) -> None:
@@ -64,12 +64,12 @@ class Gathered(Dataset[Any]):
         return getattr(self._dataset, name)
 
 
-def gathered(dataset: Any) -> Any:
+def as_row_dataset(dataset: Any) -> Any:
     """The data set, in a form that gathers whole batches if it offers its tensors and they lie on the CPU."""
-    tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
+    tensors = _offered_by(dataset.base if isinstance(dataset, SplitSubset) else dataset)
     if tensors is None or any(tensor.device.type != "cpu" for tensor in tensors_in(tensors)):
         return dataset
-    return Gathered(dataset, Rows(tensors, torch.device("cpu")))
+    return RowDataset(dataset, Rows(tensors, torch.device("cpu")))
 
 
 def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
@@ -77,7 +77,7 @@ def rows_of(dataset: Any, part: float, world: World) -> Rows | None:
 
     All ranks: either all of them have rows, or none.
     """
-    tensors = _offered_by(dataset.base if isinstance(dataset, Part) else dataset)
+    tensors = _offered_by(dataset.base if isinstance(dataset, SplitSubset) else dataset)
     if tensors is None or not part:
         return None
     if world.device.type != "cuda":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.data.loader import EvalBatch, KeyedDataset
-from paceline.data.rows import Gathered, gathered
+from paceline.data.rows import RowDataset, as_row_dataset
 from paceline.data.sources import is_stream
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
@@ -75,9 +75,9 @@ def fit_scalers(model: torch.nn.Module, training: Any, seed: int, progress: Prog
 
 
 def _chunks(dataset: Any, seed: int, of: int | str) -> Iterator[torch.Tensor]:
-    source, one_by_one = gathered(dataset), KeyedDataset(dataset, seed)
+    source, one_by_one = as_row_dataset(dataset), KeyedDataset(dataset, seed)
     for number, start in enumerate(range(0, len(dataset), CHUNK)):
         indices = list(range(start, min(start + CHUNK, len(dataset))))
-        is_tensors = isinstance(source, Gathered)
+        is_tensors = isinstance(source, RowDataset)
         data = source.__getitems__(indices) if is_tensors else one_by_one.whole(EvalBatch(number, indices)).data
         yield data[of] if isinstance(of, int) or isinstance(data, Mapping) else getattr(data, of)

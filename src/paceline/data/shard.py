@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 T = TypeVar("T")
 
 
-class Share:
+class DataShard:
     """One of `count` shares of a data set, and whether the data set has asked which one it is."""
 
     def __init__(self, index: int, count: int) -> None:
@@ -36,8 +36,8 @@ class Share:
             on_first_ask()
 
 
-WHOLE = Share(0, 1)
-_current: ContextVar[Share] = ContextVar("paceline_share", default=WHOLE)
+UNSHARDED = DataShard(0, 1)
+_current: ContextVar[DataShard] = ContextVar("paceline_share", default=UNSHARDED)
 
 
 @overload

@@ -17,7 +17,7 @@ SPLIT = -1  # the "epoch" whose order decides which samples are for validation; 
 TABLE_LIMIT = 1 << 22  # up to this many samples a Part keeps its indices (32 MB) instead of working them out
 
 
-class Part(Dataset[Any]):
+class SplitSubset(Dataset[Any]):
     """A run of positions in the seeded split of a data set, itself a data set."""
 
     def __init__(self, base: Any, seed: int, positions: range) -> None:
@@ -62,7 +62,7 @@ def fetch(dataset: Any, indices: Sequence[int]) -> Any:
 
 def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:
     """The indices that the user knows, in the data set that dataset_fn gave."""
-    return dataset.originals(indices) if isinstance(dataset, Part) else list(indices)
+    return dataset.originals(indices) if isinstance(dataset, SplitSubset) else list(indices)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -92,8 +92,8 @@ def make_datasets(config: Config) -> tuple[Any, Any | None]:
         held_out = min(max(held_out, 1), size - 1)
     if not held_out or size == 1:
         return dataset, None
-    training = Part(dataset, config.seed, range(size - held_out))
-    return training, Part(dataset, config.seed, range(size - held_out, size))
+    training = SplitSubset(dataset, config.seed, range(size - held_out))
+    return training, SplitSubset(dataset, config.seed, range(size - held_out, size))
 
 
 def columns_of(table: Any) -> list[str]:

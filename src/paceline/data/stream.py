@@ -15,23 +15,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paceline.data import batches
-from paceline.data.claims import claim_of, compare_claims
+from paceline.data.overlap import digest_of_samples, check_samples_differ
 from paceline.data.loader import Lane, StepInputs, collate_of, loader_options
 from paceline.data.seeding import seed_generators
-from paceline.data.shard import Share
+from paceline.data.shard import DataShard
 from paceline.data.workers import start_worker
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
 from paceline.world import Exchange, World
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 Key = tuple[int | str, ...]
 
 
-class Reading:
+class ShardReader:
     """One pass over a data set by one of those who share it."""
 
-    def __init__(self, dataset: Any, share: Share, *, common: Key, own: Key) -> None:
+    def __init__(self, dataset: Any, share: DataShard, *, common: Key, own: Key) -> None:
         """The generators are keyed by `common` until the data set asks for its share, then by `own`."""
         self.share, self._dataset, self._common, self._own = share, dataset, common, own
         self._samples: Iterator[Any] | None = None
@@ -52,7 +52,7 @@ class Reading:
             return first + list(islice(self._samples, size - 1))
 
 
-def offer_epoch(dataset: Any, epoch: int) -> None:
+def announce_epoch(dataset: Any, epoch: int) -> None:
     """Tell the data set which epoch begins, if it wants to know."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
@@ -61,7 +61,7 @@ def offer_epoch(dataset: Any, epoch: int) -> None:
 # --- the managed loop: what one process reads ------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
+class LaneStatus(NamedTuple):
     """What all ranks must know of a lane in a step."""
 
     samples: int = 0
@@ -71,14 +71,14 @@ class Facts(NamedTuple):
     is_unshared: int = 0  # the data set has not asked for its share
 
 
-class Fetched(NamedTuple):
+class FetchedLane(NamedTuple):
     """A lane in a step, and the facts about it; `step_samples` is not known yet."""
 
     lane: Lane
-    facts: Facts
+    facts: LaneStatus
 
 
-class Ask(NamedTuple):
+class ReadRequest(NamedTuple):
     """What one process is to read next: a batch for each of its lanes."""
 
     epoch: int
@@ -87,18 +87,18 @@ class Ask(NamedTuple):
     is_wanted: bool  # or only read, to get past it
 
 
-class Answer(NamedTuple):
+class ReadResponse(NamedTuple):
     """What it has read."""
 
     epoch: int
     step: int
-    fetched: list[Fetched]
+    fetched: list[FetchedLane]
 
 
-class OpenLane:
+class LaneCursor:
     """A lane in an epoch: how far it has been read."""
 
-    def __init__(self, reading: Reading, batch_size: int) -> None:
+    def __init__(self, reading: ShardReader, batch_size: int) -> None:
         self.reading, self.batch_size = reading, batch_size
         self.ahead: list[Any] = []
         self.batch: list[Any] = []  # the last one that was not empty
@@ -123,9 +123,9 @@ class LaneReader(Dataset[Any]):
         self.dataset, self.seed, self.batch_size, self.lanes = dataset, seed, batch_size, lanes
         self.collate = collate_of(dataset)
         self._epoch: int | None = None
-        self._open: dict[int, OpenLane] = {}
+        self._open: dict[int, LaneCursor] = {}
 
-    def __getitems__(self, ask: Ask) -> Answer:
+    def __getitems__(self, ask: ReadRequest) -> ReadResponse:
         is_first = ask.epoch != self._epoch
         if is_first:
             self._begin(ask)
@@ -134,21 +134,21 @@ class LaneReader(Dataset[Any]):
                 seed_generators(self.seed, "data", ask.step, lane)
             opened.advance()
         fetched = [self._fetch(ask, lane, is_first) for lane in ask.lanes] if ask.is_wanted else []
-        return Answer(ask.epoch, ask.step, fetched)
+        return ReadResponse(ask.epoch, ask.step, fetched)
 
-    def _begin(self, ask: Ask) -> None:
+    def _begin(self, ask: ReadRequest) -> None:
         self._epoch = ask.epoch
-        offer_epoch(self.dataset, ask.epoch)
+        announce_epoch(self.dataset, ask.epoch)
         for lane in ask.lanes:
-            reading = Reading(
+            reading = ShardReader(
                 self.dataset,
-                Share(lane, self.lanes),
+                DataShard(lane, self.lanes),
                 common=(self.seed, "epoch", ask.epoch),
                 own=(self.seed, "data", ask.step, lane),
             )
-            self._open[lane] = OpenLane(reading, self.batch_size)
+            self._open[lane] = LaneCursor(reading, self.batch_size)
 
-    def _fetch(self, ask: Ask, number: int, is_first: bool) -> Fetched:
+    def _fetch(self, ask: ReadRequest, number: int, is_first: bool) -> FetchedLane:
         opened = self._open[number]
         # A rank whose lanes are all empty rides its first one with the samples that it had last.
         is_needed = bool(opened.batch) and (opened.samples > 0 or number == ask.lanes[0])
@@ -160,20 +160,20 @@ class LaneReader(Dataset[Any]):
             indices=list(range(opened.first, opened.first + len(opened.batch))),
             data=self.collate(opened.batch) if is_needed else None,
         )
-        facts = Facts(
+        facts = LaneStatus(
             samples=opened.samples,
             is_over=not opened.ahead,
             is_void=not opened.batch,
-            claim=claim_of(opened.batch + opened.ahead) if is_first and self.lanes > 1 else 0,
+            claim=digest_of_samples(opened.batch + opened.ahead) if is_first and self.lanes > 1 else 0,
             is_unshared=is_first and self.lanes > 1 and not opened.reading.share.is_asked,
         )
-        return Fetched(lane, facts)
+        return FetchedLane(lane, facts)
 
 
 # --- the managed loop: what a rank makes of it -----------------------------------------------------------------------
 
 
-class Asks(Sampler[Ask]):
+class RequestSampler(Sampler[ReadRequest]):
     """One step after the other, without end; in each, every process is asked for its lanes."""
 
     def __init__(self, ridden: range, workers: int, *, epoch: int, began: int, wanted_from: int) -> None:
@@ -185,13 +185,13 @@ class Asks(Sampler[Ask]):
         """Ask for another epoch from now on, which begins with `step`."""
         self.epoch, self.step = epoch, step
 
-    def __iter__(self) -> Iterator[Ask]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         while True:
             epoch, step = self.epoch, self.step
             self.step += 1
             # The DataLoader deals these out in turn, so that a lane always comes to the same process.
             for place in range(self.processes):
-                yield Ask(epoch, step, self.ridden[place :: self.processes], step >= self.wanted_from)
+                yield ReadRequest(epoch, step, self.ridden[place :: self.processes], step >= self.wanted_from)
 
 
 @dataclass
@@ -209,7 +209,7 @@ class StreamSteps:
     mark: tuple[int, int]  # the epoch that it is in, and the step with which that began
     world: World
     progress: Progress
-    tell: Tell
+    tell: Notify
 
     def __iter__(self) -> Iterator[StepInputs]:
         """All ranks."""
@@ -220,7 +220,7 @@ class StreamSteps:
                 f"up to {(step - began) * self.batch_size} samples of each lane, are read once more and left out"
             )
         ridden = batches.lanes_of(self.world.rank, self.world.size, self.lanes)
-        asks = Asks(ridden, self.workers, epoch=epoch, began=began, wanted_from=step)
+        asks = RequestSampler(ridden, self.workers, epoch=epoch, began=began, wanted_from=step)
         answers = iter(self._loader(asks))
         while epoch < self.epochs and (self.max_steps is None or step < self.max_steps):
             fetched = self._fetched(answers, epoch, step, len(ridden))
@@ -244,16 +244,16 @@ class StreamSteps:
             )
             step += 1
 
-    def _loader(self, asks: Asks) -> DataLoader[Any]:
+    def _loader(self, asks: RequestSampler) -> DataLoader[Any]:
         reader = LaneReader(self.dataset, seed=self.seed, batch_size=self.batch_size, lanes=self.lanes)
         options = loader_options(asks.processes if self.workers else 0, self.world, self.seed)
         if self.workers:
             options["worker_init_fn"] = _start_lane_worker
         return DataLoader(reader, batch_sampler=asks, collate_fn=_as_it_is, **options)  # type: ignore[arg-type]
 
-    def _fetched(self, answers: Iterator[Answer], epoch: int, step: int, lanes: int) -> list[Fetched]:
+    def _fetched(self, answers: Iterator[ReadResponse], epoch: int, step: int, lanes: int) -> list[FetchedLane]:
         """The lanes of this rank in a step, in their order."""
-        fetched: list[Fetched] = []
+        fetched: list[FetchedLane] = []
         for answer in answers:
             if answer.epoch == epoch and answer.step < step:
                 self.progress.phase, self.progress.batch = "leaving out steps", answer.step
@@ -265,17 +265,17 @@ class StreamSteps:
             self.progress.phase, self.progress.batch = "training", None
         return sorted(fetched, key=lambda one: one.lane.lane)
 
-    def _agreed(self, exchange: Exchange, fetched: list[Fetched]) -> list[Facts]:
+    def _agreed(self, exchange: Exchange, fetched: list[FetchedLane]) -> list[LaneStatus]:
         """The facts of all lanes, on all ranks. All ranks."""
-        numbers = [0] * (len(Facts._fields) * self.lanes)
+        numbers = [0] * (len(LaneStatus._fields) * self.lanes)
         for lane, facts in fetched:
             start = len(facts) * lane.lane
             numbers[start : start + len(facts)] = map(int, facts)
         exchange.begin(*numbers)
         flat = iter(exchange.end())
-        return [Facts(*islice(flat, len(Facts._fields))) for _ in range(self.lanes)]
+        return [LaneStatus(*islice(flat, len(LaneStatus._fields))) for _ in range(self.lanes)]
 
-    def _check(self, facts: list[Facts], epoch: int, step: int) -> None:
+    def _check(self, facts: list[LaneStatus], epoch: int, step: int) -> None:
         """The same verdict on all ranks."""
         void = [lane for lane, fact in enumerate(facts) if fact.is_void]
         if void:
@@ -287,7 +287,7 @@ class StreamSteps:
             raise DataError(
                 f"the data set yields fewer samples in epoch {epoch + 1} than before the run was resumed at step {step}"
             )
-        compare_claims({}, "lane", ((lane, fact.claim) for lane, fact in enumerate(facts)))
+        check_samples_differ({}, "lane", ((lane, fact.claim) for lane, fact in enumerate(facts)))
         if epoch == self.mark[0] and any(fact.is_unshared for fact in facts):
             self.tell(
                 "the data set does not ask for its share: unless it makes samples up at random, every lane sees all of "
@@ -301,5 +301,5 @@ def _start_lane_worker(worker: int) -> None:
     torch.utils.data._utils.worker._worker_info = None
 
 
-def _as_it_is(answer: Answer) -> Answer:
+def _as_it_is(answer: ReadResponse) -> ReadResponse:
     return answer

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.data.claims import claim_of, compare_claims
+from paceline.data.overlap import digest_of_samples, check_samples_differ
 from paceline.data.loader import collate_of, loader_options
-from paceline.data.shard import Share
-from paceline.data.stream import Reading, Tell, offer_epoch
+from paceline.data.shard import DataShard
+from paceline.data.stream import ShardReader, Notify, announce_epoch
 from paceline.errors import DataError
 from paceline.world import Exchange, World
 
 
-class Counted(NamedTuple):
+class CountedBatch(NamedTuple):
     """A batch, its size, and what can be said of the first samples of whoever has read it."""
 
     samples: int
@@ -32,17 +32,17 @@ class CountingCollate:
         self.collate = collate
         self._first: list[Any] | None = []
 
-    def __call__(self, samples: list[Any]) -> Counted:
+    def __call__(self, samples: list[Any]) -> CountedBatch:
         claim = 0
         if self._first is not None:
             self._first += samples
             if len(self._first) > 1:
-                claim = claim_of(self._first)
+                claim = digest_of_samples(self._first)
                 self._first = None
-        return Counted(len(samples), claim, self.collate(samples))
+        return CountedBatch(len(samples), claim, self.collate(samples))
 
 
-class SharedStream(IterableDataset[Any]):
+class ShardedStream(IterableDataset[Any]):
     """A data set as this rank and this DataLoader worker read it; each pass of a loader is the next epoch."""
 
     def __init__(self, dataset: Any, *, seed: int, world: World) -> None:
@@ -63,9 +63,9 @@ class SharedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch, info = int(self._present), get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        share = Share(self.world.rank * workers + worker, self.world.size * workers)
-        offer_epoch(self.dataset, epoch)
-        reading = Reading(
+        share = DataShard(self.world.rank * workers + worker, self.world.size * workers)
+        announce_epoch(self.dataset, epoch)
+        reading = ShardReader(
             self.dataset, share, common=(self.seed, "epoch", epoch), own=(self.seed, "share", epoch, share.index)
         )
         while samples := reading.take(1):
@@ -84,10 +84,10 @@ class StreamLoader(DataLoader[Any]):
         workers: int,
         world: World,
         on_batch: Callable[[int, int, int], None],
-        tell: Tell,
+        tell: Notify,
     ) -> None:
         """`on_batch` takes the epoch, the batch and how many samples all ranks have in it. All ranks."""
-        self.shared = SharedStream(dataset, seed=seed, world=world)
+        self.shared = ShardedStream(dataset, seed=seed, world=world)
         collate = CountingCollate(collate_of(dataset))
         options = loader_options(workers, world, seed)
         super().__init__(self.shared, batch_size=batch_size, collate_fn=collate, **options)
@@ -99,7 +99,7 @@ class StreamLoader(DataLoader[Any]):
         """All ranks."""
         epoch, batches = self.shared.begin(), super().__iter__()
         for batch in count():
-            counted: Counted = next(batches, Counted(0, 0, None))
+            counted: CountedBatch = next(batches, CountedBatch(0, 0, None))
             sizes = self._agreed(batch, counted)
             if not all(sizes):
                 self._end(epoch, batch, sizes)
@@ -107,7 +107,7 @@ class StreamLoader(DataLoader[Any]):
             self.on_batch(epoch, batch, sum(sizes))
             yield counted.data
 
-    def _agreed(self, batch: int, mine: Counted) -> list[int]:
+    def _agreed(self, batch: int, mine: CountedBatch) -> list[int]:
         """How many samples each rank has in this batch. All ranks."""
         numbers = [0] * (2 * self.world.size)
         numbers[self.world.rank], numbers[self.world.size + self.world.rank] = mine.samples, mine.claim
@@ -116,7 +116,7 @@ class StreamLoader(DataLoader[Any]):
         sizes, claims = numbers[: self.world.size], numbers[self.world.size :]
         workers = max(1, self.num_workers)  # they take turns
         shares = ((rank * workers + batch % workers, claim) for rank, claim in enumerate(claims))
-        compare_claims(self._claims, "share", shares)
+        check_samples_differ(self._claims, "share", shares)
         return sizes
 
     def _end(self, epoch: int, batch: int, sizes: list[int]) -> None:

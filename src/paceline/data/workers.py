@@ -19,17 +19,17 @@ from multiprocessing.popen_fork import Popen
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import ignore_signals
 
-PATIENCE_S = 2.0  # at first; a child that is only slow has done nothing yet and is made anew, too
+START_TIMEOUT_S = 2.0  # at first; a child that is only slow has done nothing yet and is made anew, too
 
 
-class Worker(ForkProcess):
+class LoaderProcess(ForkProcess):
     """A process that says when it lives."""
 
     cry = -1  # where to
 
     @staticmethod
-    def _Popen(process_obj: Worker) -> Popen:  # type: ignore[override]  # noqa: N802, the standard library's name
-        return Birth(process_obj)
+    def _Popen(process_obj: LoaderProcess) -> Popen:  # type: ignore[override]  # noqa: N802, the standard library's name
+        return LoaderPopen(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         os.write(self.cry, b".")
@@ -37,18 +37,18 @@ class Worker(ForkProcess):
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
 
 
-class Birth(Popen):
+class LoaderPopen(Popen):
     """Forks until a child lives."""
 
-    def _launch(self, process_obj: Worker) -> None:
-        patience_s = PATIENCE_S
+    def _launch(self, process_obj: LoaderProcess) -> None:
+        patience_s = START_TIMEOUT_S
         while not self._lives(process_obj, patience_s):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.finalizer()  # type: ignore[misc]
             patience_s *= 2
 
-    def _lives(self, process_obj: Worker, patience_s: float) -> bool:
+    def _lives(self, process_obj: LoaderProcess, patience_s: float) -> bool:
         ear, process_obj.cry = os.pipe()
         try:
             super()._launch(process_obj)  # type: ignore[misc]
@@ -59,17 +59,17 @@ class Birth(Popen):
 
 
 @atexit.register  # after the standard library's own, so it comes before it
-def _end_workers() -> None:
+def _kill_workers() -> None:
     """Those of a loader that somebody still holds would be waited for, and they heed no other signal."""
     for child in active_children():
-        if isinstance(child, Worker):
+        if isinstance(child, LoaderProcess):
             child.kill()
 
 
-class Workers(ForkContext):
+class LoaderContext(ForkContext):
     """How a DataLoader is told to make such processes."""
 
-    Process = Worker
+    Process = LoaderProcess
 
 
 def start_worker(worker: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.checkpoint.weights import save_weights
 from paceline.config import Config
-from paceline.data.batches import part
+from paceline.data.batches import even_part
 from paceline.data.loader import epoch_loader
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream
@@ -28,7 +28,7 @@ def run_own_loop(context: Context, replica: Replica | Single, training: Any, val
     progress.phase = "building the loaders"
 
     def on_training_batch(epoch: int, batch: int, batches: int) -> None:
-        note_training_batch(epoch, batch, batches, len(part(len(training), batches, batch)))
+        note_training_batch(epoch, batch, batches, len(even_part(len(training), batches, batch)))
 
     def note_training_batch(epoch: int, batch: int, batches: int | None, samples: int) -> None:
         progress.phase, progress.epoch, progress.batch = "training", epoch, batch

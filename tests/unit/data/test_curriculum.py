@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from paceline import Sum
 from paceline.config import Config, Pacing
-from paceline.data.curriculum import Curriculum, make_curriculum, share_at
+from paceline.data.curriculum import Curriculum, make_curriculum, fraction_at
 from paceline.data.feed import Feed
 from paceline.data.loader import LaneSampler
-from paceline.data.sources import Part
+from paceline.data.sources import SplitSubset
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator
 from paceline.world import World
@@ -35,7 +35,7 @@ MakeConfig = Callable[..., Config]
 )
 def test_the_share_grows_from_the_start_to_everything(name: Any, shares: list[float]) -> None:
     pacing = Pacing(start=0.2, epochs=4, name=name)
-    assert [share_at(epoch, pacing) for epoch in range(6)] == pytest.approx(shares, abs=1e-4)
+    assert [fraction_at(epoch, pacing) for epoch in range(6)] == pytest.approx(shares, abs=1e-4)
 
 
 def test_an_epoch_uses_the_easiest_samples_equally_often() -> None:
@@ -73,7 +73,7 @@ def test_difficulty_comes_from_a_function_or_from_a_column(make_config: MakeConf
     for made in (by_function, by_column):
         assert made is not None
         assert made.choose(np.arange(4), 1).tolist() == [3, 1, 2, 0]
-    part = Part(samples, seed=0, positions=range(3))
+    part = SplitSubset(samples, seed=0, positions=range(3))
     of_part = make_curriculum(make_config(curriculum={"epochs": 1, "column": "hard"}, df=frame), part)
     assert of_part is not None
     ranked = of_part.choose(np.arange(3), 1).tolist()

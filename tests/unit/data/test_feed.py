@@ -17,7 +17,7 @@ from paceline.data.augment import Augment
 from paceline.data.feed import Feed, make_feeds, with_images
 from paceline.data.loader import Lane, LaneSampler, evaluation_loader, lane_loader
 from paceline.data.rows import rows_of
-from paceline.data.sources import Part
+from paceline.data.sources import SplitSubset
 from paceline.data.trees import map_tensors, tensors_in
 from paceline.world import World
 
@@ -26,7 +26,7 @@ IMAGES = torch.randint(
     0, 256, (SIZE, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
 )  # fmt: skip
 WHOLE = TensorDataset(IMAGES, torch.arange(SIZE))
-PART = Part(WHOLE, 5, range(2, 21))
+PART = SplitSubset(WHOLE, 5, range(2, 21))
 AUGMENT = {"normalize": {"mean": [0.5], "std": [0.25]}, "flip": "random", "translate": 2, "cutout": 2}
 
 MakeConfig = Callable[..., Config]
@@ -153,7 +153,7 @@ def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig
     images, numbers = feed.sample()
     assert numbers.tolist() == PART.originals(range(4 if way == "rows" else 2))  # rows cost nothing
     torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
-    assert len(feed_of(Part(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
+    assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
@@ -175,7 +175,7 @@ def test_images_lie_by_channels_where_the_model_does(make_config: MakeConfig, wa
 
 
 def test_training_and_validation_share_the_rows_of_one_data_set(make_config: MakeConfig) -> None:
-    parts = Part(WHOLE, 0, range(15)), Part(WHOLE, 0, range(15, SIZE))
+    parts = SplitSubset(WHOLE, 0, range(15)), SplitSubset(WHOLE, 0, range(15, SIZE))
     training, validation = make_feeds(*parts, make_config(), world())
     assert validation is not None
     assert training.rows is not None
@@ -215,7 +215,7 @@ class Finished(Dataset[Any]):
         return self.form(indices)
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Part(data, 0, range(6))], ids=["whole", "part"])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: SplitSubset(data, 0, range(6))], ids=["whole", "part"])
 def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated(wrap: Any) -> None:
     def numbers(form: Callable[[list[int]], Any]) -> list[Any]:
         dataset = wrap(Finished(form))

@@ -25,7 +25,7 @@ from paceline.data.loader import (
     lane_loader,
 )
 from paceline.data.order import indices_at
-from paceline.data.sources import Part
+from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -210,7 +210,7 @@ class WithCollate(Numbers):
         return "+".join(map(str, samples))
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Part(data, 0, range(4))], ids=["whole", "part"])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: SplitSubset(data, 0, range(4))], ids=["whole", "part"])
 def test_a_data_set_collates_its_own_way_also_when_it_is_split(wrap: Any) -> None:
     loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=make_world(0, 1))
     [batch] = loader
@@ -222,7 +222,7 @@ def test_a_data_set_of_which_a_user_took_a_part_collates_its_own_way() -> None:
         collate_fn = staticmethod(len)
 
     whole = WithCollate(4)
-    assert collate_of(Part(Subset(Subset(whole, [0, 1]), [1]), 0, range(1))) == whole.collate_fn
+    assert collate_of(SplitSubset(Subset(Subset(whole, [0, 1]), [1]), 0, range(1))) == whole.collate_fn
     assert collate_of(Own(whole, [0, 1])) is len
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from paceline.data.rows import Gathered, Rows, gathered, rows_of
-from paceline.data.sources import Part
+from paceline.data.rows import RowDataset, Rows, as_row_dataset, rows_of
+from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -86,7 +86,7 @@ def test_a_tensor_dataset_is_rows_where_it_lies(kind: type[TensorDataset]) -> No
 @pytest.mark.parametrize("kind", [OwnItem, OwnItems, OwnCollate])
 def test_who_makes_samples_or_batches_in_a_way_of_its_own_is_not(kind: type[TensorDataset]) -> None:
     assert rows(kind(PIXELS, CLASSES)) is None
-    assert rows(Part(kind(PIXELS, CLASSES), 0, range(4))) is None
+    assert rows(SplitSubset(kind(PIXELS, CLASSES), 0, range(4))) is None
 
 
 def test_a_collate_fn_of_the_object_alone_counts_too() -> None:
@@ -152,15 +152,15 @@ def test_zero_leaves_the_data_to_the_loader() -> None:
 def test_gathered_rows_are_the_collated_samples_to_the_last_bit(dataset: Any, indices: list[int]) -> None:
     found = rows(dataset)
     assert found is not None
-    gathered, collated = found.gather(torch.tensor(indices)), default_collate([dataset[index] for index in indices])
-    assert bits_of(gathered) == bits_of(collated)
+    as_row_dataset, collated = found.gather(torch.tensor(indices)), default_collate([dataset[index] for index in indices])
+    assert bits_of(as_row_dataset) == bits_of(collated)
     if isinstance(collated, dict):
-        assert list(gathered) == list(collated)
+        assert list(as_row_dataset) == list(collated)
 
 
 def test_indices_of_a_part_are_found_in_the_whole() -> None:
     whole = TensorDataset(CLASSES.new_tensor(range(SIZE)))
-    part = Part(whole, 7, range(4, 9))
+    part = SplitSubset(whole, 7, range(4, 9))
     found = rows(part)
     assert found is not None
     asked = np.array([4, 0, 2])
@@ -187,9 +187,9 @@ class Named(TensorDataset):
 
 def test_a_loader_of_gathered_batches_gives_what_torchs_loader_gives() -> None:
     whole = Named(torch.randn(23, 3, generator=torch.Generator().manual_seed(1)), torch.arange(23))
-    for dataset in (whole, Part(whole, 3, range(5, 20))):
-        quick = gathered(dataset)
-        assert isinstance(quick, Gathered)
+    for dataset in (whole, SplitSubset(whole, 3, range(5, 20))):
+        quick = as_row_dataset(dataset)
+        assert isinstance(quick, RowDataset)
         order = [[4, 0, 2], [1], [14, 3]]
         ours = DataLoader(quick, batch_sampler=order, collate_fn=lambda batch: batch)
         for mine, theirs in zip(ours, DataLoader(dataset, batch_sampler=order), strict=True):
@@ -200,7 +200,7 @@ def test_a_loader_of_gathered_batches_gives_what_torchs_loader_gives() -> None:
 
 
 def test_a_gathered_data_set_answers_as_the_users_own() -> None:
-    quick = gathered(Named(torch.zeros(4, 2), torch.zeros(4)))
+    quick = as_row_dataset(Named(torch.zeros(4, 2), torch.zeros(4)))
     assert quick.classes == ("cat", "dog")
     with pytest.raises(AttributeError, match="colours"):
         quick.colours  # noqa: B018
@@ -212,7 +212,7 @@ def test_what_makes_its_samples_itself_is_left_alone() -> None:
             return super().__getitem__(index)[0] * 2
 
     own = Own(torch.ones(3, 1))
-    assert gathered(own) is own
+    assert as_row_dataset(own) is own
 
 
 def test_a_stream_is_never_rows_and_gradients_do_not_reach_the_data() -> None:
@@ -237,4 +237,4 @@ def test_an_offer_that_is_none_is_told(offered: Any) -> None:
 
 def test_tensors_that_do_not_lie_on_the_cpu_are_left_where_they_lie() -> None:
     elsewhere = TensorDataset(torch.zeros(4, 2, device="meta"), torch.zeros(4))
-    assert gathered(elsewhere) is elsewhere
+    assert as_row_dataset(elsewhere) is elsewhere

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from paceline import StandardScaler
 from paceline.data.scaler import fit_scalers
-from paceline.data.sources import Part
+from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
 
@@ -55,7 +55,7 @@ def test_samples_as_dicts_are_scaled_by_key() -> None:
 
 
 def test_a_part_of_the_data_is_measured_alone() -> None:
-    part = Part(TensorDataset(TABLE, torch.zeros(9001)), seed=3, positions=range(4500))
+    part = SplitSubset(TensorDataset(TABLE, torch.zeros(9001)), seed=3, positions=range(4500))
     scaler = fitted(part)
     assert same(scaler, TABLE[part.originals(range(4500))])
     assert not same(scaler, TABLE)

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from paceline.config import Config, build
 from paceline.data import sources
 from paceline.data.order import indices_at
-from paceline.data.sources import Part, columns_of, fetch, make_datasets, size_of, table_of
+from paceline.data.sources import SplitSubset, columns_of, fetch, make_datasets, size_of, table_of
 from paceline.errors import DataError, MissingExtra
 
 MakeConfig = Callable[..., Config]
@@ -125,7 +125,7 @@ def test_a_part_is_the_same_whether_its_indices_are_kept_or_worked_out(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "TABLE_LIMIT", limit)
-    part = Part(Letters(), 3, range(4, 9))
+    part = SplitSubset(Letters(), 3, range(4, 9))
     order = indices_at(seed=3, epoch=-1, size=10, positions=range(4, 9))
     expected = ["abcdefghij"[index] for index in order]
     assert items(part) == expected
@@ -135,7 +135,7 @@ def test_a_part_is_the_same_whether_its_indices_are_kept_or_worked_out(
 
 @pytest.mark.parametrize("index", [5, -6, 100])
 def test_a_part_ends_where_it_ends(index: int) -> None:
-    part = Part(Letters(), 3, range(4, 9))
+    part = SplitSubset(Letters(), 3, range(4, 9))
     with pytest.raises(IndexError):
         part[index]
 
@@ -153,7 +153,7 @@ def test_samples_are_fetched_all_at_once_where_the_data_can() -> None:
     together, one_by_one = LettersAtOnce(), Letters()
     assert fetch(together, [2, 0, 1]) == fetch(one_by_one, [2, 0, 1]) == ["c", "a", "b"]
     assert (together.reads, one_by_one.reads) == (1, 3)
-    part = Part(together, 0, range(10))
+    part = SplitSubset(together, 0, range(10))
     assert sorted(part.__getitems__(range(10))) == list("abcdefghij")
     assert together.reads == 2
 

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline import shard
-from paceline.data.claims import claim_of
+from paceline.data.overlap import digest_of_samples
 from paceline.data.loader import Lane
-from paceline.data.shard import Share
-from paceline.data.stream import Reading, StreamSteps
+from paceline.data.shard import DataShard
+from paceline.data.stream import ShardReader, StreamSteps
 from paceline.data.stream_loader import StreamLoader
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
@@ -103,7 +103,7 @@ def test_shares_are_every_nth_sample_whenever_the_data_set_asks(dataset: Any) ->
         def __iter__(self) -> Iterator[int]:  # a generator: nothing runs before the first `next`
             yield from dataset()
 
-    readings = [Reading(Late(), Share(k, 3), common=(0,), own=(0, k)) for k in range(3)]
+    readings = [ShardReader(Late(), DataShard(k, 3), common=(0,), own=(0, k)) for k in range(3)]
     taken = [[], [], []]
     for _ in range(4):  # in turns, so that a share which is set only once would be another's
         for mine, reading in zip(taken, readings, strict=True):
@@ -113,7 +113,7 @@ def test_shares_are_every_nth_sample_whenever_the_data_set_asks(dataset: Any) ->
 
 
 def test_what_is_shuffled_before_it_is_shared_is_shared_without_loss() -> None:
-    readings = [Reading(Numbers(10, shuffles=True), Share(k, 3), common=(0, "x"), own=(0, k)) for k in range(3)]
+    readings = [ShardReader(Numbers(10, shuffles=True), DataShard(k, 3), common=(0, "x"), own=(0, k)) for k in range(3)]
     taken = [reading.take(9) for reading in readings]
     assert sorted(sample[0] for share in taken for sample in share) == list(range(10))
     drawn = [value for share in taken for sample in share for value in sample[2:]]
@@ -126,7 +126,7 @@ def test_a_data_set_that_does_not_ask_draws_numbers_of_its_own_after_the_first_s
             while True:
                 yield random.random()
 
-    first, second = (Reading(Noise(), Share(k, 2), common=(0,), own=(0, k)).take(4) for k in range(2))
+    first, second = (ShardReader(Noise(), DataShard(k, 2), common=(0,), own=(0, k)).take(4) for k in range(2))
     assert not set(first[1:]) & set(second)
     assert len(set(first)) == 4
 
@@ -290,14 +290,14 @@ def test_one_lane_and_samples_that_are_all_alike_need_no_shares() -> None:
 
 
 def test_claims_are_equal_where_samples_are() -> None:
-    assert claim_of([torch.zeros(2), torch.ones(2)]) == claim_of([torch.zeros(4)[::2], torch.ones(2)])
-    assert claim_of([torch.zeros(2), torch.ones(2)]) != claim_of([torch.zeros(2), torch.ones(1, 2)])
-    assert claim_of([{"a": 1}, {"a": 2}]) != claim_of([{"a": 1}, {"b": 2}])
+    assert digest_of_samples([torch.zeros(2), torch.ones(2)]) == digest_of_samples([torch.zeros(4)[::2], torch.ones(2)])
+    assert digest_of_samples([torch.zeros(2), torch.ones(2)]) != digest_of_samples([torch.zeros(2), torch.ones(1, 2)])
+    assert digest_of_samples([{"a": 1}, {"a": 2}]) != digest_of_samples([{"a": 1}, {"b": 2}])
     wave, sparse = torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()
-    assert claim_of([wave.conj(), sparse]) == claim_of([wave.conj(), sparse])
-    assert claim_of([wave.conj(), sparse]) != claim_of([wave.conj(), 2 * sparse])
-    assert claim_of([lambda: 1, 2]) > 0  # what does not pickle has words
-    assert claim_of([1]) == claim_of([]) == claim_of([1, 1]) == 0
+    assert digest_of_samples([wave.conj(), sparse]) == digest_of_samples([wave.conj(), sparse])
+    assert digest_of_samples([wave.conj(), sparse]) != digest_of_samples([wave.conj(), 2 * sparse])
+    assert digest_of_samples([lambda: 1, 2]) > 0  # what does not pickle has words
+    assert digest_of_samples([1]) == digest_of_samples([]) == digest_of_samples([1, 1]) == 0
 
 
 def test_a_lane_without_samples_is_named() -> None:

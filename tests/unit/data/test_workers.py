@@ -30,10 +30,10 @@ def fork_that_sticks(times: int) -> Callable[[], int]:
 
 
 def test_a_child_that_is_stuck_in_the_fork_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.2)
     monkeypatch.setattr(os, "fork", fork_that_sticks(times=2))
     before, children = psutil.Process().num_fds(), psutil.Process().children()
-    worker = workers.Workers().Process(target=os._exit, args=(7,))
+    worker = workers.LoaderContext().Process(target=os._exit, args=(7,))
     worker.start()
     worker.join()
     assert worker.exitcode == 7
@@ -43,16 +43,16 @@ def test_a_child_that_is_stuck_in_the_fork_is_made_anew(monkeypatch: pytest.Monk
 
 
 def test_a_dataloader_reads_through_such_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.2)
     monkeypatch.setattr(os, "fork", fork_that_sticks(times=1))
-    loader = DataLoader(range(6), batch_size=2, num_workers=2, multiprocessing_context=workers.Workers())  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(range(6), batch_size=2, num_workers=2, multiprocessing_context=workers.LoaderContext())  # type: ignore[arg-type, var-annotated]
     assert torch.cat(list(loader)).tolist() == list(range(6))
 
 
 def test_a_rank_with_a_thousand_open_files_can_have_workers() -> None:
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
-        worker = workers.Workers().Process(target=os._exit, args=(7,))
+        worker = workers.LoaderContext().Process(target=os._exit, args=(7,))
         worker.start()
         worker.join()
         assert worker.exitcode == 7
@@ -78,7 +78,7 @@ def test_garbage_of_the_parent_is_not_destroyed_in_a_worker() -> None:
     gc.disable()
     try:
         Loud(write)
-        worker = workers.Workers().Process(target=gc.collect)
+        worker = workers.LoaderContext().Process(target=gc.collect)
         worker.start()
         worker.join()
         os.set_blocking(read, False)

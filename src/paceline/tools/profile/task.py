@@ -20,7 +20,7 @@ from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Store
 from paceline.config import Config
-from paceline.data.rows import gathered
+from paceline.data.rows import as_row_dataset
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
 from paceline.engine.precision import resolve
@@ -209,7 +209,7 @@ def setting_of(stepper: Stepper, world: World) -> Setting:
         step_mode=config.step_mode,
         is_replayed=stepper.graph is not None and not stepper.graph.is_given_up,
         has_rows=stepper.feed.rows is not None,
-        is_tensors=gathered(dataset) is not dataset,
+        is_tensors=as_row_dataset(dataset) is not dataset,
         is_stream=is_stream(dataset),
         is_exact=config.exact,
         compression=config.compression,

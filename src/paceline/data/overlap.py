@@ -14,7 +14,7 @@ from paceline.data.trees import leaves_in
 from paceline.errors import DataError
 
 
-def claim_of(samples: Sequence[Any]) -> int:
+def digest_of_samples(samples: Sequence[Any]) -> int:
     """A digest of samples, to find the same ones elsewhere; 0 where they are all alike, as in made-up data."""
     digests = [_digest_of(sample) for sample in samples]
     if len(set(digests)) < 2:
@@ -22,7 +22,7 @@ def claim_of(samples: Sequence[Any]) -> int:
     return int.from_bytes(blake2b(b"".join(digests), digest_size=8).digest(), "little") >> 1
 
 
-def compare_claims(seen: dict[int, int], what: str, claims: Iterable[tuple[int, int]]) -> None:
+def check_samples_differ(seen: dict[int, int], what: str, claims: Iterable[tuple[int, int]]) -> None:
     """Raise if two places have claimed the same samples; `seen` keeps who has claimed what."""
     for place, claim in claims:
         if claim and seen.setdefault(claim, place) != place:
