@@ -73,7 +73,7 @@ def test_wrong_numbers_of_processes_are_said(run) -> None:
     for numbers, said in (
         ("1,two", "not a list of numbers"),
         ("0,1", "must be 1 or more"),
-        ("3,4", "lanes=4 cannot be ridden by 3"),
+        ("3,4", "lanes=4 cannot be split over 3"),
     ):
         ended = run("paceline", "compare", "digits", "--procs", numbers)
         assert ended.returncode == 2
