@@ -341,7 +341,7 @@ def test_unused_parameters_are_named_in_the_step_they_are_unused() -> None:
 
 
 def test_lanes_that_ranks_cannot_share_list_the_numbers_that_work() -> None:
-    with pytest.raises(Exception, match=r"lanes=6 cannot be ridden by 4 ranks.*--procs 1, 2, 3 or 6"):
+    with pytest.raises(Exception, match=r"lanes=6 cannot be split over 4 ranks.*--procs 1, 2, 3 or 6"):
         start(lanes=6, procs=4)
 
 

@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_with_other_ranks_gives_the_uninterrupted_hash(
     resumed = trainer(resume="auto", **options, **then).start()
     assert [event["step"] for event in events_of(run_dir, "resumed")] == [stopped_at]
     assert identity_of(resumed) == identity_of(whole)
-    texts = [event["text"] for event in events_of(run_dir, "warning") if "are read once more" in event["text"]]
+    texts = [event["text"] for event in events_of(run_dir, "warning") if "are read again" in event["text"]]
     assert [f"{stopped_at % 7} steps of epoch {stopped_at // 7 + 1}" in text for text in texts] == [True] * (
         stopped_at != 14
     )
@@ -197,7 +197,9 @@ def test_uneven_lengths_end_the_epoch_for_all_and_are_told_once() -> None:
     assert result.value == [[list(range(12))] * 2, [list(range(100, 109))] * 2]
     assert (result.step, result.samples) == (6, 42)
     [warning] = events_of(result.run_dir, "warning")
-    assert warning["text"].startswith("epoch 1 ends after 3 batches, because rank 1 has no more; at least 4 samples")
+    assert warning["text"].startswith(
+        "epoch 1 ends after 3 batches, because rank 1 has no more samples; at least 4 samples"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -213,7 +215,7 @@ def test_the_same_samples_on_every_rank_are_refused_in_an_own_loop() -> None:
             yield from (torch.tensor([float(number)]) for number in range(61))
 
     with pytest.raises(
-        RankFailed, match=r"same samples for share 0 and share 1; .*yield from paceline\.shard\(samples\)"
+        RankFailed, match=r"same samples for shard 0 and shard 1; .*yield from paceline\.shard\(samples\)"
     ):
         start_own_loop(Unshared())
 

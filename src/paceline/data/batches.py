@@ -1,6 +1,6 @@
 """Which positions of an epoch belong to which step, lane and rank (pure).
 
-Samples are never repeated or dropped: where they do not fill the last step, they are spread evenly over it.
+Samples are never repeated or dropped: where they do not fill the last step, they are spread evenly over its lanes.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from paceline.errors import ConfigError, DataError
 
 
 def even_part(size: int, parts: int, index: int) -> range:
-    """Part `index` of `size` positions cut into `parts` runs that differ by at most one in length."""
+    """Part `index` of `size` positions, cut into `parts` ranges whose lengths differ by at most one."""
     return range(size * index // parts, size * (index + 1) // parts)
 
 
-# --- the managed loop: a step is `lanes` micro-batches, however many ranks ride them -----------------------------
+# --- the managed loop: a step is `lanes` micro-batches, for any number of ranks ----------------------------------
 
 
 def steps_per_epoch(size: int, batch_size: int, lanes: int) -> int:
-    """How many optimizer steps one pass over `size` samples takes."""
+    """The number of optimizer steps in one pass over `size` samples."""
     return -(-size // (batch_size * lanes))
 
 
 def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -> range:
-    """The positions that a step takes; fewer than `lanes × batch_size` only at the end of the epoch."""
+    """The positions of a step's samples; fewer than `lanes × batch_size` only at the end of the epoch."""
     whole, last = batch_size * lanes, steps_per_epoch(size, batch_size, lanes) - 1
-    # A last step of one sample borrows another from the step before: BatchNorm needs two.
+    # A last step of one sample takes another from the step before: BatchNorm needs two.
     borrowed = 1 if size % whole == 1 and last > 0 and batch_size > 2 else 0
     first = step_in_epoch * whole - (borrowed if step_in_epoch == last else 0)
     return range(first, min((step_in_epoch + 1) * whole, size) - (borrowed if step_in_epoch == last - 1 else 0))
@@ -36,39 +36,39 @@ def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, la
     if len(step) == batch_size * lanes:
         return step[lane * batch_size : (lane + 1) * batch_size]
     # A short step is spread evenly, but over no more lanes than have two samples each: BatchNorm needs two.
-    ridden = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
-    if lane >= ridden:
+    used = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
+    if lane >= used:
         return range(step.stop, step.stop)
     # Counted from the end, so that lane 0, whose statistics BatchNorm keeps, is among the longest.
-    mirrored = even_part(len(step), ridden, ridden - 1 - lane)
+    mirrored = even_part(len(step), used, used - 1 - lane)
     return range(step.stop - mirrored.stop, step.stop - mirrored.start)
 
 
 def lanes_of(rank: int, world_size: int, lanes: int) -> range:
-    """The lanes that a rank rides."""
+    """The lanes that a rank processes."""
     if lanes % world_size:
         fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
         words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else "1"
         raise ConfigError(
-            f"lanes={lanes} cannot be ridden by {world_size} ranks; use a multiple of {world_size}, or --procs {words}"
+            f"lanes={lanes} cannot be split over {world_size} ranks; use a multiple of {world_size}, or --procs {words}"
         )
     return even_part(lanes, world_size, rank)
 
 
-# --- the user's own loop: every rank takes the same number of batches ----------------------------------------------
+# --- the user's own loop: every rank has the same number of batches ------------------------------------------------
 
 
 def batches_per_rank(size: int, batch_size: int, world_size: int, *, what: str = "the data set") -> int:
-    """How many batches every rank takes of `size` samples, none of them empty."""
+    """The number of batches of every rank for `size` samples, none of them empty."""
     if size < world_size:
         raise DataError(
             f"{what} has {size} samples, fewer than the {world_size} ranks; give it more samples or use fewer ranks"
         )
-    # With batch_size=1 the ranks cannot all take one sample at a time unless they share them evenly: then some
-    # batches hold two, which is better than a repeated or a lost sample.
+    # With batch_size=1 and a size that the ranks do not divide, some batches have two samples: better than a repeated
+    # or a dropped one.
     return min(-(-size // (batch_size * world_size)), size // world_size)
 
 
 def batch_positions(batch: int, rank: int, size: int, batches: int, world_size: int) -> range:
-    """The positions of one rank's batch when `size` samples are spread over `world_size × batches`."""
+    """The positions of one rank's batch, with `size` samples spread over `world_size × batches` batches."""
     return even_part(size, batches * world_size, batch * world_size + rank)

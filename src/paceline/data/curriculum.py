@@ -1,7 +1,7 @@
-"""Easy samples first: which of them an epoch may use, as a function of the epoch alone.
+"""Easy samples first: which samples an epoch may use, as a function of the epoch alone.
 
-An epoch has as many samples as ever, in its keyed order. While only a part of the data is in, its samples come several
-times, each as often as the others, give or take one.
+The number of samples in an epoch and their keyed order stay the same. While an epoch uses only a part of the data, it
+repeats the samples of that part, each equally often (counts differ by at most one).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from paceline.errors import DataError
 
 
 class Curriculum:
-    """The samples by their difficulty, and how many of them an epoch may use."""
+    """The samples sorted by difficulty, and how many of them each epoch may use."""
 
     def __init__(self, difficulties: Any, pacing: Pacing, *, first_epoch: int = 0) -> None:
-        """`difficulties` are numbers, one a sample; where two are equal, the order of the data set decides.
+        """`difficulties` are numbers, one per sample; where two are equal, the order of the data set decides.
 
-        NaN is harder than anything. `first_epoch` is the one that uses `pacing.start`.
+        NaN is harder than any number. `first_epoch` is the epoch that uses `pacing.start`.
         """
         self._ranked = np.argsort(np.asarray(difficulties, dtype=np.float64), kind="stable")
         self._pacing, self._first_epoch = pacing, first_epoch
 
     def choose(self, indices: Indices, epoch: int) -> Indices:
-        """The samples in place of those that the epoch's order has."""
+        """The samples that replace those of the epoch's order."""
         return self._ranked[indices % self.samples_in(epoch)]
 
     def samples_in(self, epoch: int) -> int:
-        """How many samples an epoch may use (pure)."""
+        """The number of samples that an epoch may use (pure)."""
         return max(1, round(fraction_at(epoch - self._first_epoch, self._pacing) * len(self._ranked)))
 
 
 def fraction_at(epoch: int, pacing: Pacing) -> float:
-    """The share of the data that an epoch may use: `start` in the first, everything after `epochs` (pure)."""
+    """The fraction of the data that an epoch may use: `start` in the first, 1 after `epochs` (pure)."""
     done, start = min(epoch / pacing.epochs, 1.0), pacing.start
     if pacing.name == "linear":
         return start + (1 - start) * done
@@ -48,7 +48,7 @@ def fraction_at(epoch: int, pacing: Pacing) -> float:
 
 
 def make_curriculum(config: Config, training: Any) -> Curriculum | None:
-    """The curriculum of a config, if it is known before training: every sample is asked for its difficulty once."""
+    """The curriculum of a config, if it is known before training; difficulty_fn is called once for every sample."""
     if config.curriculum is None:
         return None
     if is_stream(training):
@@ -57,17 +57,17 @@ def make_curriculum(config: Config, training: Any) -> Curriculum | None:
         return None
     if config.difficulty_fn is None:
         return Curriculum(_column(config, training), config.curriculum)
-    of = config.function("difficulty_fn")
-    seed_generators(config.seed, "difficulty")  # samples may be random, but not differ between ranks
-    difficulties = [of(training[index]) for index in range(len(training))]
+    difficulty_of = config.function("difficulty_fn")
+    seed_generators(config.seed, "difficulty")  # random samples must not differ between ranks
+    difficulties = [difficulty_of(training[index]) for index in range(len(training))]
     try:
         return Curriculum([float(number) for number in difficulties], config.curriculum)
     except (TypeError, ValueError) as error:
-        raise DataError(f"difficulty_fn must give a number for each sample: {error}") from None
+        raise DataError(f"difficulty_fn must return a number for each sample: {error}") from None
 
 
 def _column(config: Config, training: Any) -> Any:
-    """The difficulties in a column of the table."""
+    """The difficulties of the training samples, from a column of the table."""
     assert config.curriculum is not None
     name, table, size = config.curriculum.column, table_of(config.df), len(getattr(training, "base", training))
     if table is None or name not in table:

@@ -1,8 +1,8 @@
 """The order of samples: (seed, epoch, position) → index, by a keyed permutation (pure).
 
-The permutation is a Feistel network over a grid of a × b cells, a·b ≥ size: the two coordinates take turns to be
-shifted by a keyed hash of the other. Cells past the end are walked on until they fall inside; there are fewer than b
-of them, so a walk is rare. No table is built, so any position of any epoch costs the same and needs no memory.
+The permutation is a Feistel network over a grid of a × b cells, a·b ≥ size: in each round one coordinate is
+shifted by a keyed hash of the other. A cell past the end is permuted again until it is inside; there are fewer than b
+such cells, so this is rare. No table is built: any position of any epoch costs the same and needs no memory.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 16  # even; with 12, sizes of 5 and 6 still show a bias over 30,000 epochs
-CHUNK = 8192  # positions worked out at once: numpy's cost per call is then spread over many batches
+CHUNK = 8192  # positions computed at once: numpy's cost per call is then spread over many batches
 
 
 def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) -> Indices:
-    """The indices of the samples that stand at `positions` in this epoch's order."""
+    """The indices of the samples at `positions` in this epoch's order."""
     where = np.asarray(positions, dtype=np.int64)
     if size < 1:
         raise ValueError(f"size={size} must be at least 1")
     if where.size and (where.min() < 0 or where.max() >= size):
-        raise ValueError(f"positions reach from {where.min()} to {where.max()}; they must lie in 0..{size - 1}")
+        raise ValueError(f"positions reach from {where.min()} to {where.max()}; they must be in 0..{size - 1}")
     columns = math.isqrt(size - 1) + 1
     columns += columns % 2  # with both sides odd every shift would be an even permutation
     rows = -(-size // columns)
@@ -42,11 +42,11 @@ def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) ->
 
 
 def indices_of(
-    spans: Iterable[range], *, seed: int, epoch: int, size: int, form: Callable[[Indices], Any] = np.ndarray.tolist
+    spans: Iterable[range], *, seed: int, epoch: int, size: int, convert: Callable[[Indices], Any] = np.ndarray.tolist
 ) -> Iterator[Any]:
-    """The indices of each span of positions in turn; they are worked out for many spans at once.
+    """The indices of each span of positions; they are computed for many spans at once.
 
-    `form` makes of many what the spans are cut from: a list, or a tensor on a device.
+    `convert` makes the indices of many spans into a list or a tensor, of which each span's are a slice.
     """
     remaining = iter(spans)
     while True:
@@ -58,7 +58,7 @@ def indices_of(
         if not chunk:
             return
         positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-        indices = form(indices_at(seed=seed, epoch=epoch, size=size, positions=positions))
+        indices = convert(indices_at(seed=seed, epoch=epoch, size=size, positions=positions))
         first = 0
         for span in chunk:
             yield indices[first : first + len(span)]
@@ -67,30 +67,30 @@ def indices_of(
 
 def _permute(cells: Words, rows: int, columns: int, keys: list[np.uint64]) -> Words:
     row, column = np.divmod(cells, np.uint64(columns))
-    room = np.empty_like(row), np.empty_like(row)  # no memory is asked for in between: that would take most of the time
+    buffers = np.empty_like(row), np.empty_like(row)  # allocating in each round would take most of the time
     for even_key, odd_key in zip(keys[::2], keys[1::2], strict=True):
-        _shift(row, by=column, key=even_key, modulus=np.uint64(rows), room=room)
-        _shift(column, by=row, key=odd_key, modulus=np.uint64(columns), room=room)
+        _shift(row, by=column, key=even_key, modulus=np.uint64(rows), buffers=buffers)
+        _shift(column, by=row, key=odd_key, modulus=np.uint64(columns), buffers=buffers)
     moved: Words = row * np.uint64(columns) + column
     return moved
 
 
-def _shift(value: Words, *, by: Words, key: np.uint64, modulus: np.uint64, room: tuple[Words, Words]) -> None:
+def _shift(value: Words, *, by: Words, key: np.uint64, modulus: np.uint64, buffers: tuple[Words, Words]) -> None:
     """Shift `value`, in place, by a keyed hash of `by`."""
-    offset, other = room
+    offset, other = buffers
     np.add(by, key, out=offset)
     _mix(offset, other)
-    # The hash's upper 32 bits, scaled to 0..modulus-1: a multiplication where `%` would cost five times as much.
+    # The hash's upper 32 bits, scaled to 0..modulus-1 by a multiplication; `%` would take five times as long.
     np.right_shift(offset, np.uint64(32), out=offset)
     np.multiply(offset, modulus, out=offset)
     np.right_shift(offset, np.uint64(32), out=offset)
     np.add(value, offset, out=value)
-    # What has not reached the modulus becomes a huge number when it is subtracted.
+    # Unsigned: a value below the modulus becomes a huge number by the subtraction, so the minimum keeps the value.
     np.minimum(value, np.subtract(value, modulus, out=other), out=value)
 
 
 def _mix(x: Words, other: Words) -> None:
-    """The finaliser of SplitMix64, in place: every input bit reaches every output bit. Overflow is meant."""
+    """The finaliser of SplitMix64, in place: every input bit reaches every output bit. Overflow is intended."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         np.bitwise_xor(x, np.right_shift(x, np.uint64(shift), out=other), out=x)
         if factor != 1:

@@ -1,4 +1,4 @@
-"""The same samples in two places, found by digests of the first ones."""
+"""Shards of an iterable data set that yield the same samples, found by digests of their first samples."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from paceline.errors import DataError
 
 
 def digest_of_samples(samples: Sequence[Any]) -> int:
-    """A digest of samples, to find the same ones elsewhere; 0 where they are all alike, as in made-up data."""
+    """A positive digest of samples; 0 where they are all equal, as in synthetic data, and nothing can be compared."""
     digests = [_digest_of(sample) for sample in samples]
     if len(set(digests)) < 2:
         return 0
     return int.from_bytes(blake2b(b"".join(digests), digest_size=8).digest(), "little") >> 1
 
 
-def check_samples_differ(seen: dict[int, int], what: str, claims: Iterable[tuple[int, int]]) -> None:
-    """Raise if two places have claimed the same samples; `seen` keeps who has claimed what."""
-    for place, claim in claims:
-        if claim and seen.setdefault(claim, place) != place:
+def check_samples_differ(seen: dict[int, int], what: str, digests: Iterable[tuple[int, int]]) -> None:
+    """Raise if two shards, given as (index, digest), have the same samples; `seen` keeps the index of each digest."""
+    for index, digest in digests:
+        if digest and seen.setdefault(digest, index) != index:
             raise DataError(
-                f"the data set yields the same samples for {what} {seen[claim]} and {what} {place}; let __iter__ give "
-                f"each its own: `yield from paceline.shard(samples)`, or choose by `index, count = paceline.shard()`"
+                f"the data set yields the same samples for {what} {seen[digest]} and {what} {index}; let __iter__ "
+                "yield different ones: `yield from paceline.shard(samples)`, or select them by "
+                "`index, count = paceline.shard()`"
             )
 
 

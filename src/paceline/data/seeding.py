@@ -1,4 +1,4 @@
-"""Random generators keyed by what they are for, so that the same work draws the same numbers wherever it runs."""
+"""Random generators keyed by their purpose, so that the same work draws the same numbers on any rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def seed_for(*key: int | str) -> int:
 
 
 def seed_generators(*key: int | str) -> None:
-    """Key the global generators of torch (the CPU's and the present GPU's), numpy and `random`."""
+    """Key the global generators of torch (the CPU's and the current GPU's), numpy and `random`."""
     import torch
 
     seed = seed_for(*key)
-    # Not torch.manual_seed: before CUDA is in use it keeps each call, with its stack, for the day that it will be.
+    # Not torch.manual_seed: until CUDA is initialised it stores every call, with its stack, to repeat it then.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
@@ -31,7 +31,7 @@ def seed_generators(*key: int | str) -> None:
 
 @contextmanager
 def keyed_generators(*key: int | str) -> Iterator[None]:
-    """Generators keyed inside; outside they go on as if nothing had been."""
+    """Key the generators inside the block, and restore their states after it."""
     import torch
 
     numpy, python, host = np.random.get_state(), random.getstate(), torch.default_generator.get_state()

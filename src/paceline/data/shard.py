@@ -1,4 +1,4 @@
-"""Which share of an iterable data set is being read: `shard`, for the user's own `__iter__`."""
+"""Which shard of an iterable data set is being read: `shard`, for the user's own `__iter__`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ T = TypeVar("T")
 
 
 class DataShard:
-    """One of `count` shares of a data set, and whether the data set has asked which one it is."""
+    """One of `count` shards of a data set, and whether the data set has called `shard` while reading it."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
-        self.is_asked = False
-        self.on_first_ask: Callable[[], None] | None = None
+        self.is_called = False
+        self.on_first_call: Callable[[], None] | None = None
 
     @contextmanager
-    def being_read(self) -> Iterator[None]:
-        """Inside, `shard` gives this share. The body of a generator runs in `next`, so that has to be inside."""
+    def active(self) -> Iterator[None]:
+        """Make `shard` return this one inside. A generator's body runs in `next`, so call that inside, too."""
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
 
-    def ask(self) -> None:
-        """Note that the data set wants to know."""
-        self.is_asked = True
-        on_first_ask, self.on_first_ask = self.on_first_ask, None
-        if on_first_ask is not None:
-            on_first_ask()
+    def note_call(self) -> None:
+        """Note that the data set has called `shard`."""
+        self.is_called = True
+        on_first_call, self.on_first_call = self.on_first_call, None
+        if on_first_call is not None:
+            on_first_call()
 
 
 UNSHARDED = DataShard(0, 1)
-_current: ContextVar[DataShard] = ContextVar("paceline_share", default=UNSHARDED)
+_current: ContextVar[DataShard] = ContextVar("paceline_shard", default=UNSHARDED)
 
 
 @overload
@@ -45,13 +45,14 @@ def shard() -> tuple[int, int]: ...
 @overload
 def shard(samples: Iterable[T]) -> Iterator[T]: ...
 def shard(samples: Iterable[T] | None = None) -> Iterator[T] | tuple[int, int]:
-    """Every `count`-th of `samples`, from `index` on; without samples `(index, count)`. Outside of a run, all of them.
+    """Every `count`-th of `samples`, starting at `index`; without samples `(index, count)`. Outside of a run, all.
 
-    For the `__iter__` of an iterable data set: `yield from shard(lines)`. Until it is called the generators of torch,
-    numpy and `random` give all shares the same numbers, so what is shuffled before has one order; then each its own.
+    For the `__iter__` of an iterable data set: `yield from shard(lines)`. Until it is called, the generators of torch,
+    numpy and `random` yield the same numbers for all shards, so samples shuffled before the call have one order.
+    After the call each shard has random numbers of its own.
     """
-    share = _current.get()
-    share.ask()
+    current = _current.get()
+    current.note_call()
     if samples is None:
-        return share.index, share.count
-    return islice(samples, share.index, None, share.count)
+        return current.index, current.count
+    return islice(samples, current.index, None, current.count)

@@ -1,4 +1,4 @@
-"""Where the samples come from: tables, the user's data sets, and the split into training and validation."""
+"""Tables, the user's data sets, and their split into training and validation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.config import Config
 from paceline.data.order import Indices, indices_at
 from paceline.errors import DataError, MissingExtra
 
-SPLIT = -1  # the "epoch" whose order decides which samples are for validation; training counts from 0
-TABLE_LIMIT = 1 << 22  # up to this many samples a Part keeps its indices (32 MB) instead of working them out
+SPLIT_EPOCH = -1  # the order of this "epoch" decides which samples are for validation; training counts from 0
+TABLE_LIMIT = 1 << 22  # samples; up to this size a subset stores its indices (32 MB) instead of computing them
 
 
 class SplitSubset(Dataset[Any]):
-    """A run of positions in the seeded split of a data set, itself a data set."""
+    """A range of positions in the seeded split of a data set."""
 
     def __init__(self, base: Any, seed: int, positions: range) -> None:
         self.base = base
@@ -32,52 +32,54 @@ class SplitSubset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self.base[self.originals([index % len(self)])[0]]
+        return self.base[self.base_indices([index % len(self)])[0]]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        return fetch(self.base, self.originals(indices))
+        return fetch(self.base, self.base_indices(indices))
 
-    def originals(self, indices: Sequence[int]) -> list[int]:
-        """The same samples' indices in the whole data set."""
-        return self.originals_of(np.asarray(indices)).tolist()  # type: ignore[no-any-return]
+    def base_indices(self, indices: Sequence[int]) -> list[int]:
+        """The indices of the same samples in the whole data set."""
+        return self.base_index_array(np.asarray(indices)).tolist()  # type: ignore[no-any-return]
 
-    def originals_of(self, indices: Indices) -> Indices:
-        """The same, of many at once."""
+    def base_index_array(self, indices: Indices) -> Indices:
+        """`base_indices` of an array, as an array."""
         return self._look_up(indices) if self._table is None else self._table[indices]
 
-    def _look_up(self, where: Indices) -> Indices:
+    def _look_up(self, indices: Indices) -> Indices:
         size = len(self.base)
-        return indices_at(seed=self.seed, epoch=SPLIT, size=size, positions=where + self.positions.start)
+        return indices_at(seed=self.seed, epoch=SPLIT_EPOCH, size=size, positions=indices + self.positions.start)
 
 
 def fetch(dataset: Any, indices: Sequence[int]) -> Any:
-    """The samples at `indices`, all at once where the data set can do that."""
+    """The samples at `indices`, by `__getitems__` where the data set has it."""
     try:
         if getattr(dataset, "__getitems__", None):
             return dataset.__getitems__(indices)
         return [dataset[index] for index in indices]
-    except StopIteration as error:  # which would end whoever iterates over batches
-        raise DataError("the data set raised StopIteration for a sample; it must have one for every index") from error
+    except StopIteration as error:  # which would end the loop over batches without an error
+        raise DataError("the data set raised StopIteration for a sample; it must return one for every index") from error
 
 
 def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:
-    """The indices that the user knows, in the data set that dataset_fn gave."""
-    return dataset.originals(indices) if isinstance(dataset, SplitSubset) else list(indices)
+    """The indices of samples in the data set that dataset_fn returned."""
+    return dataset.base_indices(indices) if isinstance(dataset, SplitSubset) else list(indices)
 
 
 def is_stream(dataset: Any) -> bool:
     """Whether a data set can only be read from its beginning, as torch's IterableDataset."""
-    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # whose one only raises
+    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(
+        dataset, IterableDataset
+    )  # whose __getitem__ only raises
     return hasattr(dataset, "__iter__") and not is_indexed
 
 
 def size_of(dataset: Any) -> int | None:
-    """The number of samples, if the data set knows."""
+    """The number of samples; None for an iterable data set."""
     return None if is_stream(dataset) else len(dataset)
 
 
 def make_datasets(config: Config) -> tuple[Any, Any | None]:
-    """The training data and, if there is any, the validation data, by the user's functions."""
+    """The training data and, if there is any, the validation data, made by the user's functions."""
     make = config.function("dataset_fn")
     dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn", may_stream=True)
     if config.val_dataset_fn is not None:
@@ -85,7 +87,7 @@ def make_datasets(config: Config) -> tuple[Any, Any | None]:
     if config.val_df is not None:
         return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), "dataset_fn")
     size = size_of(dataset)
-    if size is None:  # nothing can be held out of samples that come one by one
+    if size is None:  # it cannot be split by index
         return dataset, None
     held_out = round(size * config.val_fraction)
     if config.val_fraction > 0 and size > 1:
@@ -130,8 +132,8 @@ def _checked(dataset: Any, source: str, *, may_stream: bool = False) -> Any:
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
             raise DataError(
-                f"{source} returned a {type(dataset).__name__}, which is its own iterator, so there is only one "
-                "reading of it; return an object whose __iter__ begins a new one, such as a torch IterableDataset"
+                f"{source} returned a {type(dataset).__name__}, which is its own iterator and can be read "
+                "only once; return an object whose __iter__ returns a new iterator, such as a torch IterableDataset"
             )
         if not may_stream:
             raise DataError(

@@ -1,4 +1,7 @@
-"""Iterable data sets in the user's own loop: each rank and DataLoader worker reads its share, all ranks end at once."""
+"""The loader of the user's own loop, for iterable data sets.
+
+Each rank and DataLoader worker reads its shard; an epoch ends on all ranks after the same number of batches.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +15,68 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from paceline.data.loader import collate_of, loader_options
 from paceline.data.overlap import check_samples_differ, digest_of_samples
 from paceline.data.shard import DataShard
-from paceline.data.stream import Notify, ShardReader, announce_epoch
+from paceline.data.stream import ShardReader, Warn, announce_epoch
 from paceline.errors import DataError
 from paceline.world import Exchange, World
 
 
 class CountedBatch(NamedTuple):
-    """A batch, its size, and what can be said of the first samples of whoever has read it."""
+    """A batch, its size, and a digest of the first samples of the process that has read it, or 0."""
 
     samples: int
-    claim: int
+    digest: int
     data: Any
 
 
 class CountingCollate:
-    """Collates, and counts before that."""
+    """Counts samples, then collates them."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
         self._first: list[Any] | None = []
 
     def __call__(self, samples: list[Any]) -> CountedBatch:
-        claim = 0
+        digest = 0
         if self._first is not None:
             self._first += samples
             if len(self._first) > 1:
-                claim = digest_of_samples(self._first)
+                digest = digest_of_samples(self._first)
                 self._first = None
-        return CountedBatch(len(samples), claim, self.collate(samples))
+        return CountedBatch(len(samples), digest, self.collate(samples))
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A data set as this rank and this DataLoader worker read it; each pass of a loader is the next epoch."""
+    """The shard of a data set that this rank and DataLoader worker read; each pass of a loader is the next epoch."""
 
     def __init__(self, dataset: Any, *, seed: int, world: World) -> None:
         self.dataset, self.seed, self.world = dataset, seed, world
         self.epoch = 0  # the next one
-        # Workers live longer than an epoch, so they must be able to see which one it is.
+        # Workers persist over epochs, so the number of the present epoch is in memory that they share.
         self._present: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch by hand, as loops written for DistributedSampler do. Not needed here."""
+        """Choose the epoch of the next pass, as loops written for DistributedSampler do. Not needed here."""
         self.epoch = epoch
 
-    def begin(self) -> int:
-        """Begin the next epoch; which one it is."""
+    def start_epoch(self) -> int:
+        """Start the next epoch and return its number."""
         self._present[0], self.epoch = self.epoch, self.epoch + 1
         return self.epoch - 1
 
     def __iter__(self) -> Iterator[Any]:
         epoch, info = int(self._present), get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        share = DataShard(self.world.rank * workers + worker, self.world.size * workers)
+        shard = DataShard(self.world.rank * workers + worker, self.world.size * workers)
         announce_epoch(self.dataset, epoch)
-        reading = ShardReader(
-            self.dataset, share, common=(self.seed, "epoch", epoch), own=(self.seed, "share", epoch, share.index)
+        reader = ShardReader(
+            self.dataset, shard, common=(self.seed, "epoch", epoch), own=(self.seed, "share", epoch, shard.index)
         )
-        while samples := reading.take(1):
+        while samples := reader.take(1):
             yield samples[0]
 
 
 class StreamLoader(DataLoader[Any]):
-    """A DataLoader over this rank's share that ends on all ranks at once, and tells how far it is."""
+    """A DataLoader over this rank's shard that ends on all ranks at once and reports each batch to `on_batch`."""
 
     def __init__(
         self,
@@ -84,51 +87,52 @@ class StreamLoader(DataLoader[Any]):
         workers: int,
         world: World,
         on_batch: Callable[[int, int, int], None],
-        tell: Notify,
+        warn: Warn,
     ) -> None:
-        """`on_batch` takes the epoch, the batch and how many samples all ranks have in it. All ranks."""
-        self.shared = ShardedStream(dataset, seed=seed, world=world)
+        """`on_batch` takes the epoch, the batch and the number of samples that all ranks have in it. All ranks."""
+        self.sharded = ShardedStream(dataset, seed=seed, world=world)
         collate = CountingCollate(collate_of(dataset))
         options = loader_options(workers, world, seed)
-        super().__init__(self.shared, batch_size=batch_size, collate_fn=collate, **options)
-        self.__dict__["sampler"] = self.shared  # for loops that call loader.sampler.set_epoch
-        self.world, self.on_batch, self.tell = world, on_batch, tell
-        self._exchange, self._claims, self._has_told = Exchange(world), dict[int, int](), False
+        super().__init__(self.sharded, batch_size=batch_size, collate_fn=collate, **options)
+        self.__dict__["sampler"] = self.sharded  # for loops that call loader.sampler.set_epoch
+        self.world, self.on_batch, self.warn = world, on_batch, warn
+        self._exchange, self._digests, self._has_warned = Exchange(world), dict[int, int](), False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """All ranks."""
-        epoch, batches = self.shared.begin(), super().__iter__()
+        """The batches of the next epoch. All ranks."""
+        epoch, batches = self.sharded.start_epoch(), super().__iter__()
         for batch in count():
             counted: CountedBatch = next(batches, CountedBatch(0, 0, None))
-            sizes = self._agreed(batch, counted)
+            sizes = self._exchange_sizes(batch, counted)
             if not all(sizes):
                 self._end(epoch, batch, sizes)
                 return
             self.on_batch(epoch, batch, sum(sizes))
             yield counted.data
 
-    def _agreed(self, batch: int, mine: CountedBatch) -> list[int]:
-        """How many samples each rank has in this batch. All ranks."""
+    def _exchange_sizes(self, batch: int, mine: CountedBatch) -> list[int]:
+        """The number of samples of each rank in this batch. All ranks."""
         numbers = [0] * (2 * self.world.size)
-        numbers[self.world.rank], numbers[self.world.size + self.world.rank] = mine.samples, mine.claim
+        numbers[self.world.rank], numbers[self.world.size + self.world.rank] = mine.samples, mine.digest
         self._exchange.begin(*numbers)
         numbers = self._exchange.end()
-        sizes, claims = numbers[: self.world.size], numbers[self.world.size :]
-        workers = max(1, self.num_workers)  # they take turns
-        shares = ((rank * workers + batch % workers, claim) for rank, claim in enumerate(claims))
-        check_samples_differ(self._claims, "share", shares)
+        sizes, digests = numbers[: self.world.size], numbers[self.world.size :]
+        workers = max(1, self.num_workers)  # which read batches round-robin
+        shards = ((rank * workers + batch % workers, digest) for rank, digest in enumerate(digests))
+        check_samples_differ(self._digests, "shard", shards)
         return sizes
 
     def _end(self, epoch: int, batch: int, sizes: list[int]) -> None:
+        """Warn about samples that are not used because another rank has no more."""
         without = ", ".join(str(rank) for rank, size in enumerate(sizes) if not size)
         if not batch:
             raise DataError(
-                f"the data set yields no samples for rank {without} of {self.world.size}; let __iter__ give each rank "
-                "some, for instance `yield from paceline.shard(samples)`, or use fewer ranks"
+                f"the data set yields no samples for rank {without} of {self.world.size}; let __iter__ yield some for "
+                "each rank, such as `yield from paceline.shard(samples)`, or use fewer ranks"
             )
-        if any(sizes) and not self._has_told:
-            self._has_told = True
-            self.tell(
-                f"epoch {epoch + 1} ends after {batch} batches, because rank {without} has no more; "
-                f"at least {sum(sizes)} samples of other ranks are left out"
+        if any(sizes) and not self._has_warned:
+            self._has_warned = True
+            self.warn(
+                f"epoch {epoch + 1} ends after {batch} batches, because rank {without} has no more samples; "
+                f"at least {sum(sizes)} samples of other ranks are not used"
             )

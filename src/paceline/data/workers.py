@@ -1,8 +1,9 @@
-"""The processes of a DataLoader: forked, so that data sets of a script or notebook need not be pickled.
+"""The worker processes of a DataLoader: forked, so that data sets of a script or notebook need not be pickled.
 
-A rank has threads, and a fork beside threads has two traps. In Python 3.11 the child may wait for ever, before it runs
-anything, for a lock that a thread of torch's held in that moment; so every child must say that it lives, or it is made
-anew. And a child that collects its parent's garbage may destroy a process group, which waits for threads that it lacks.
+A rank has threads, and a fork beside threads has two hazards. In Python 3.11 the child may wait forever, before it runs
+any of its code, for a lock that a thread of torch held at the fork; so every child must report that it has started, or
+it is killed and forked again. And a child that collects its parent's garbage may destroy a process group, which waits
+for threads that the child does not have.
 """
 
 from __future__ import annotations
@@ -19,60 +20,61 @@ from multiprocessing.popen_fork import Popen
 from paceline.system.parent import die_with_parent
 from paceline.system.signals import ignore_signals
 
-START_TIMEOUT_S = 2.0  # at first; a child that is only slow has done nothing yet and is made anew, too
+START_TIMEOUT_S = 2.0  # doubled with each fork; a slow child is forked again without harm, it has done nothing yet
 
 
 class LoaderProcess(ForkProcess):
-    """A process that says when it lives."""
+    """A process that reports when it has started."""
 
-    cry = -1  # where to
+    ready_fd = -1  # the pipe that it reports to
 
     @staticmethod
     def _Popen(process_obj: LoaderProcess) -> Popen:  # type: ignore[override]  # noqa: N802, the standard library's name
         return LoaderPopen(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        os.write(self.cry, b".")
+        os.write(self.ready_fd, b".")
         gc.freeze()
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
 
 
 class LoaderPopen(Popen):
-    """Forks until a child lives."""
+    """Forks until a child has started."""
 
     def _launch(self, process_obj: LoaderProcess) -> None:
-        patience_s = START_TIMEOUT_S
-        while not self._lives(process_obj, patience_s):
+        timeout_s = START_TIMEOUT_S
+        while not self._has_started(process_obj, timeout_s):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.finalizer()  # type: ignore[misc]
-            patience_s *= 2
+            timeout_s *= 2
 
-    def _lives(self, process_obj: LoaderProcess, patience_s: float) -> bool:
-        ear, process_obj.cry = os.pipe()
+    def _has_started(self, process_obj: LoaderProcess, timeout_s: float) -> bool:
+        """Fork, and return whether the child reports within `timeout_s`."""
+        receiver, process_obj.ready_fd = os.pipe()
         try:
             super()._launch(process_obj)  # type: ignore[misc]
-            return bool(wait([ear], patience_s))  # not select(), which knows no file beyond the 1023rd
+            return bool(wait([receiver], timeout_s))  # not select(), which fails for file descriptors above 1023
         finally:
-            os.close(ear)
-            os.close(process_obj.cry)
+            os.close(receiver)
+            os.close(process_obj.ready_fd)
 
 
-@atexit.register  # after the standard library's own, so it comes before it
+@atexit.register  # after multiprocessing has registered its own handler, so this one runs first
 def _kill_workers() -> None:
-    """Those of a loader that somebody still holds would be waited for, and they heed no other signal."""
+    """Kill the workers of loaders that still exist: multiprocessing would wait for them, and they ignore SIGTERM."""
     for child in active_children():
         if isinstance(child, LoaderProcess):
             child.kill()
 
 
 class LoaderContext(ForkContext):
-    """How a DataLoader is told to make such processes."""
+    """The `multiprocessing_context` with which a DataLoader starts such processes."""
 
     Process = LoaderProcess
 
 
 def start_worker(worker: int) -> None:
-    """In a worker, before it reads anything."""
+    """Set up signals in a worker; the DataLoader calls it there before anything is read."""
     ignore_signals()
     die_with_parent()

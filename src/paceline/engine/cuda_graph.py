@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from paceline.config import Settings
 from paceline.data.feed import LaneInputs
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
 from paceline.observe.clock import DeviceClock, Mark

@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.engine.buffers import LOSS, Copies, Name
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.config import Settings
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.engine.buffers import Buffers, Copies
 from paceline.engine.losses import number_on
 from paceline.engine.precision import Scaler

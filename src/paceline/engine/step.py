@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
-from paceline.data.loader import Lane, StepInputs
+from paceline.data.lanes import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
 from paceline.engine.cuda_graph import StepGraph
@@ -92,7 +92,12 @@ class Stepper:
         if settings.nan != "off" or settings.precision == "fp16":
             is_deferred = settings.nan == "skip" and settings.precision != "fp16" and can_skip(optimizer)
             self.guard = Guard(
-                replica.forward_state, settings, world, on_bad=say, original=feed.originals, is_deferred=is_deferred
+                replica.forward_state,
+                settings,
+                world,
+                on_bad=say,
+                original=feed.original_indices,
+                is_deferred=is_deferred,
             )
         self.sharding: Sharding | None = None
         if settings.shard_optimizer and world.size > 1:

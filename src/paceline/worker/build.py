@@ -14,10 +14,10 @@ from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
 from paceline.data.feed import make_feeds
-from paceline.data.loader import LaneSampler, StepInputs, steps_of
+from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
-from paceline.data.stream import StreamSteps
+from paceline.data.stream_steps import StreamSteps
 from paceline.engine.optimizers import lr_at, make_optimizer
 from paceline.engine.precision import resolve
 from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
@@ -75,7 +75,7 @@ def build_step(
     settings = build_settings(config, world, channels_last=is_channels_last(config, model, feed, world))
     for each in (feed, validation_feed):
         if each is not None:
-            each.by_channels = settings.channels_last
+            each.is_channels_last = settings.channels_last
     replica = replicate(model, settings, world)
     plan = build_plan(context, feed.dataset, settings.lanes)
     progress.phase = "building the optimizer"
@@ -175,8 +175,8 @@ def build_inputs(
     if is_stream(training):
         return lambda losses: StreamSteps(
             training, seed=settings.seed, batch_size=settings.batch_size, lanes=lanes, workers=settings.workers,
-            epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step, mark=state.stream_position,
-            world=world, progress=progress, tell=context.warn,
+            epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step,
+            stream_position=state.stream_position, world=world, progress=progress, warn=context.warn,
         )  # fmt: skip
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
@@ -197,7 +197,7 @@ def build_inputs(
             batch_size=settings.batch_size,
             lanes=lanes,
             steps=range(state.step, end),
-            ridden=batches.lanes_of(world.rank, world.size, lanes),
+            rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
             curriculum=paced,
         )
         return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)

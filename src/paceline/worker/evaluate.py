@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from paceline.config import Settings
+from paceline.data.evaluation import EvalBatch
 from paceline.data.feed import Feed, to_device
-from paceline.data.loader import EvalBatch
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.buffers import Buffers, Copies, Name
@@ -39,7 +39,7 @@ class Evaluator:
     def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[Name] | None = None) -> None:
         """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
         self.feed, self.settings, self.world, self.moving = feed, settings, world, moving
-        self.batches, self.sampler = feed.dealt()
+        self.batches, self.sampler = feed.evaluation_batches()
         metrics = make_metrics(settings.metrics)
         losses = {"val_loss": settings.function("loss_fn")} if settings.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}

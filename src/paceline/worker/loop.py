@@ -13,7 +13,7 @@ import torch
 from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
-from paceline.data.loader import StepInputs
+from paceline.data.lanes import StepInputs
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
 from paceline.observe.clock import DATA, OTHER
@@ -141,14 +141,14 @@ class Loop:
         state = self.state
         if state.is_epoch_cut_short:  # this step continues that epoch
             state.history.pop()
-        state.is_epoch_cut_short = inputs.breaks_off
+        state.is_epoch_cut_short = inputs.is_epoch_cut_short
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
         self.exchange.begin(self._stop_reason(), self.saver.is_time, self.saver.is_busy, self.run_view.save_requested)
         result = self.stepper.take(inputs)
         self.stepper.clock.enter(OTHER)
         state.step = self.progress.step = inputs.step + 1
         state.samples += inputs.lanes[0].step_samples
-        state.stream_position = inputs.mark
+        state.stream_position = inputs.stream_position
         self.progress.samples = state.samples
         self._log(inputs, result)
         self._compare_replicas(inputs)

@@ -10,7 +10,7 @@ import torch
 from paceline.checkpoint.weights import save_weights
 from paceline.config import Config
 from paceline.data.batches import even_part
-from paceline.data.loader import epoch_loader
+from paceline.data.epoch_loader import epoch_loader
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream
 from paceline.data.stream_loader import StreamLoader
@@ -53,7 +53,7 @@ def run_own_loop(context: Context, replica: Replica | Single, training: Any, val
         train_loader = StreamLoader(
             training,
             on_batch=lambda epoch, batch, samples: note_training_batch(epoch, batch, None, samples),
-            tell=context.warn,
+            warn=context.warn,
             **shared,
         )
     else:

@@ -67,7 +67,7 @@ def _apply(
     progress.phase = "evaluating"
     feed, _ = make_feeds(dataset, None, config, world)
     settings = build_settings(config, world, channels_last=is_channels_last(config, model, feed, world))
-    feed.by_channels = settings.channels_last
+    feed.is_channels_last = settings.channels_last
     model = place(model, settings, world.device)
     method: Any = getattr(Evaluator(feed, settings, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.data.loader import StepInputs
+from paceline.data.lanes import StepInputs
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import StepResult
 from paceline.observe.clock import OTHER, PHASES, REDUCTION, Clock
@@ -226,7 +226,7 @@ class StepLog:
 def is_recorded(inputs: StepInputs, every_steps: int | None) -> bool:
     """Whether a step gets a `step` event: a function of the run alone, so that the curves of equal runs are equal."""
     step = inputs.step + 1
-    return step % (every_steps or record_interval(step)) == 0 or (inputs.ends_epoch and not inputs.breaks_off)
+    return step % (every_steps or record_interval(step)) == 0 or (inputs.ends_epoch and not inputs.is_epoch_cut_short)
 
 
 def record_interval(step: int) -> int:

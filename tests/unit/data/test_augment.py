@@ -205,7 +205,7 @@ def test_nothing_depends_on_the_data_on_the_host() -> None:
     ("section", "shape", "words"),
     [
         ({}, (8, 10), r"4 dimensions .* shape \(8, 10\)"),
-        ({"normalize": COLOURS}, (2, 1, 8, 8), r"3 numbers each, but images have 1 channels"),
+        ({"normalize": COLOURS}, (2, 1, 8, 8), r"3 numbers in mean and in std, but images have 1 channels"),
         ({"translate": 8}, (2, 3, 8, 9), r"translate=8 is too large .* at most 7"),
         ({"cutout": 9}, (2, 3, 9, 8), r"cutout=9 is too large .* at most 8"),
     ],

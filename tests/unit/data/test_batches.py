@@ -38,9 +38,9 @@ def test_lanes_cover_their_step_in_one_piece_and_evenly(size: int, batch_size: i
         covered = [position for part in parts for position in part]
         assert covered == list(batches.step_positions(step, size, batch_size, lanes))
         lengths = [len(part) for part in parts]
-        ridden = [length for length in lengths if length]
-        assert ridden == lengths[: len(ridden)]  # empty lanes come last
-        assert max(ridden) - min(ridden) <= 1
+        used = [length for length in lengths if length]
+        assert used == lengths[: len(used)]  # empty lanes are last
+        assert max(used) - min(used) <= 1
         assert max(lengths) <= batch_size
         assert lengths[0] == max(lengths) >= 1  # lane 0, whose BatchNorm statistics are kept, is never empty
 
@@ -56,16 +56,16 @@ def test_a_lane_has_a_single_sample_only_where_nothing_else_is_possible(size: in
 
 @given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
 @settings(max_examples=60, deadline=None)
-def test_every_position_is_ridden_once_at_any_number_of_ranks(size: int, batch_size: int, lanes: int) -> None:
+def test_every_position_is_in_one_lane_of_one_rank_at_any_world_size(size: int, batch_size: int, lanes: int) -> None:
     steps = batches.steps_per_epoch(size, batch_size, lanes)
     for world_size in divisors(lanes):
-        ridden = [batches.lanes_of(rank, world_size, lanes) for rank in range(world_size)]
-        assert {len(share) for share in ridden} == {lanes // world_size}
+        of_ranks = [batches.lanes_of(rank, world_size, lanes) for rank in range(world_size)]
+        assert {len(rank_lanes) for rank_lanes in of_ranks} == {lanes // world_size}
         taken = [
             position
             for step in range(steps)
-            for share in ridden
-            for lane in share
+            for rank_lanes in of_ranks
+            for lane in rank_lanes
             for position in batches.lane_positions(step, lane, size, batch_size, lanes)
         ]
         assert taken == list(range(size))
@@ -85,7 +85,7 @@ def test_lanes_that_do_not_fit_the_ranks_name_the_world_sizes_that_do(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         batches.lanes_of(0, world_size, lanes)
-    assert str(caught.value) == f"lanes={lanes} cannot be ridden by {world_size} ranks; {what_to_do}"
+    assert str(caught.value) == f"lanes={lanes} cannot be split over {world_size} ranks; {what_to_do}"
 
 
 # --- the user's own loop ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from paceline import Sum
 from paceline.config import Config, Pacing
 from paceline.data.curriculum import Curriculum, fraction_at, make_curriculum
 from paceline.data.feed import Feed
-from paceline.data.loader import LaneSampler
+from paceline.data.lanes import LaneSampler
 from paceline.data.sources import SplitSubset
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator
@@ -54,7 +54,7 @@ def test_at_least_one_sample_is_in_and_equals_keep_their_order() -> None:
 
 def test_lanes_follow_it_and_a_resumed_run_sees_the_same() -> None:
     curriculum = Curriculum(np.arange(40)[::-1], Pacing(start=0.25, epochs=2))
-    options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "lanes": 2, "ridden": range(2)}
+    options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "lanes": 2, "rank_lanes": range(2)}
     whole = list(LaneSampler(**options, steps=range(15), curriculum=curriculum))
     later = list(LaneSampler(**options, steps=range(7, 15), curriculum=curriculum))
     assert later == whole[14:]
@@ -91,7 +91,7 @@ def test_mistakes_are_named(make_config: MakeConfig) -> None:
         make_config(curriculum={"by": "loss"})
     with pytest.raises(ConfigError, match="difficulty_fn belongs to a curriculum"):
         make_config(difficulty_fn=len)
-    with pytest.raises(DataError, match="difficulty_fn must give a number for each sample"):
+    with pytest.raises(DataError, match="difficulty_fn must return a number for each sample"):
         make_curriculum(make_config(curriculum={"epochs": 1}, difficulty_fn=lambda sample: "hard"), [1, 2])
     short = make_config(curriculum={"epochs": 1, "column": "hard"}, df=pandas.DataFrame({"hard": [1]}))
     with pytest.raises(DataError, match="has 1 rows for 2 samples"):

@@ -14,8 +14,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from paceline.config import Config, build
 from paceline.data import batches
 from paceline.data.augment import Augment
+from paceline.data.evaluation import evaluation_loader
 from paceline.data.feed import Feed, make_feeds, with_images
-from paceline.data.loader import Lane, LaneSampler, evaluation_loader, lane_loader
+from paceline.data.lanes import Lane, LaneSampler
+from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
 from paceline.data.trees import map_tensors, tensors_in
@@ -48,21 +50,21 @@ def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
     per_epoch = batches.steps_per_epoch(size, BATCH, LANES)
     sampler = partial(
         LaneSampler, seed=1, size=size, batch_size=BATCH, lanes=LANES, steps=range(3 * per_epoch),
-        ridden=batches.lanes_of(here.rank, here.size, LANES),
+        rank_lanes=batches.lanes_of(here.rank, here.size, LANES),
     )  # fmt: skip
     found = []
     for lane in feed.lanes(sampler):
         images, numbers = feed.batch(feed.inputs(lane, lane.step // per_epoch))
-        facts = lane.step, lane.lane, lane.samples, lane.step_samples, feed.originals(lane.indices)
+        facts = lane.step, lane.lane, lane.samples, lane.step_samples, feed.original_indices(lane.indices)
         found.append((*facts, images.numpy().tobytes(), numbers.tolist()))
     return found
 
 
 def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
-    dealt, sampler = feed.dealt()
+    dealt, sampler = feed.evaluation_batches()
     found = [(one, *feed.evaluation_batch(one)) for one in dealt]
     assert len(sampler) == len(found)
-    return [(d.batch, feed.originals(d.indices), images.numpy().tobytes(), y.tolist()) for d, images, y in found]
+    return [(d.batch, feed.original_indices(d.indices), images.numpy().tobytes(), y.tolist()) for d, images, y in found]
 
 
 # --- both ways give the same ----------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def test_training_sees_the_same_batches_by_both_ways(
     per_epoch = batches.steps_per_epoch(len(dataset), BATCH, LANES)
     if ranks == 1:
         first = sorted(number for step, *_, numbers in gathered if step < per_epoch for number in numbers)
-        assert first == sorted(range(SIZE) if dataset is WHOLE else PART.originals(range(len(PART))))
+        assert first == sorted(range(SIZE) if dataset is WHOLE else PART.base_indices(range(len(PART))))
 
 
 @pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
@@ -117,7 +119,7 @@ def test_images_are_augmented_by_the_users_index_and_the_epoch(
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world(), way)
-    dealt, _ = feed.dealt()
+    dealt, _ = feed.evaluation_batches()
     [images] = [feed.evaluation_batch(one)[0] for one in dealt]
     torch.testing.assert_close(images, (IMAGES / 255 - 0.5) / 0.25)
 
@@ -128,7 +130,7 @@ def test_a_batch_that_is_a_dict_is_augmented_in_its_first_tensor(make_config: Ma
         Offered(), make_config(batch_size=4, augment={"normalize": {"mean": [0.5], "std": [1.0]}}), world(), way
     )
     [lane, *_] = feed.lanes(
-        partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), ridden=range(1))
+        partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
     )
     batch = feed.batch(feed.inputs(lane, 0))
     assert list(batch) == ["pixels", "labels"]
@@ -151,7 +153,7 @@ class Offered(Dataset[Any]):
 def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world(), way)
     images, numbers = feed.sample()
-    assert numbers.tolist() == PART.originals(range(4 if way == "rows" else 2))  # rows cost nothing
+    assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows cost nothing
     torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
     assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
 
@@ -160,14 +162,11 @@ def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig
 def test_images_lie_by_channels_where_the_model_does(make_config: MakeConfig, way: str) -> None:
     floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
     feed = feed_of(floats, make_config(batch_size=4), world(), way)
-    feed.by_channels = True
-    lane = next(
-        iter(
-            feed.lanes(partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), ridden=range(1)))
-        )
-    )
+    feed.is_channels_last = True
+    sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
+    lane = next(iter(feed.lanes(sampler)))
     assert feed.batch(feed.inputs(lane, 0))[0].is_contiguous(memory_format=torch.channels_last)
-    dealt, _ = feed.dealt()
+    dealt, _ = feed.evaluation_batches()
     assert feed.evaluation_batch(next(iter(dealt)))[0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -180,7 +179,7 @@ def test_training_and_validation_share_the_rows_of_one_data_set(make_config: Mak
     assert validation is not None
     assert training.rows is not None
     assert validation.rows is training.rows
-    known = [training.originals(range(15)), validation.originals(range(8))]
+    known = [training.original_indices(range(15)), validation.original_indices(range(8))]
     assert sorted([*known[0], *known[1]]) == list(range(SIZE))
 
 
@@ -221,8 +220,8 @@ class Finished(Dataset[Any]):
 def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated(wrap: Any) -> None:
     def numbers(form: Callable[[list[int]], Any]) -> list[Any]:
         dataset = wrap(Finished(form))
-        sampler = LaneSampler(seed=0, size=6, batch_size=3, lanes=1, steps=range(1), ridden=range(1))
-        [lane] = lane_loader(dataset, sampler, seed=0, workers=0, world=world())
+        sampler = LaneSampler(seed=0, size=6, batch_size=3, lanes=1, steps=range(1), rank_lanes=range(1))
+        [lane] = keyed_loader(dataset, sampler, seed=0, workers=0, world=world())
         [first, _] = evaluation_loader(dataset, batch_size=3, seed=0, workers=0, world=world())
         return [lane.data, first.data]
 
@@ -266,9 +265,9 @@ def test_nothing_is_a_tree_without_tensors() -> None:
 
 def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
     by_loader, by_rows = (feed_of(PART, make_config(), world(), way) for way in ("loader", "rows"))
-    assert by_loader.originals([3, 1]) == PART.originals([3, 1]) != [3, 1]
-    assert by_rows.originals(torch.tensor([3, 1])) == [3, 1]
-    assert feed_of(WHOLE, make_config(), world(), "loader").originals([3, 1]) == [3, 1]
+    assert by_loader.original_indices([3, 1]) == PART.base_indices([3, 1]) != [3, 1]
+    assert by_rows.original_indices(torch.tensor([3, 1])) == [3, 1]
+    assert feed_of(WHOLE, make_config(), world(), "loader").original_indices([3, 1]) == [3, 1]
     lane = Lane(0, 0, 2, 2, torch.tensor([3, 1]))
     assert by_rows.batch(by_rows.inputs(lane, 0))[1].tolist() == [3, 1]
 

@@ -12,18 +12,11 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from paceline.data import batches
+from paceline.data.epoch_loader import EpochSampler, epoch_loader
+from paceline.data.evaluation import EvalBatch, evaluation_loader
 from paceline.data.feed import to_device
-from paceline.data.loader import (
-    EpochSampler,
-    EvalBatch,
-    KeyedDataset,
-    Lane,
-    LaneSampler,
-    collate_of,
-    epoch_loader,
-    evaluation_loader,
-    lane_loader,
-)
+from paceline.data.lanes import Lane, LaneSampler
+from paceline.data.loader import KeyedDataset, collate_of, keyed_loader
 from paceline.data.order import indices_at
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
@@ -48,7 +41,7 @@ def sample_lanes(
                 batch_size=batch_size,
                 lanes=lanes,
                 steps=steps,
-                ridden=batches.lanes_of(rank, world_size, lanes),
+                rank_lanes=batches.lanes_of(rank, world_size, lanes),
             )
         )
         for rank in range(world_size)
@@ -94,14 +87,12 @@ def test_lanes_hold_the_samples_that_order_and_batches_say(size: int, batch_size
 
 @pytest.mark.parametrize(("size", "batch_size", "lanes"), SHAPES)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_lane_is_the_same_on_whichever_rank_it_is_ridden(
-    size: int, batch_size: int, lanes: int, world_size: int
-) -> None:
+def test_a_lane_is_the_same_on_any_rank(size: int, batch_size: int, lanes: int, world_size: int) -> None:
     steps = range(2 * batches.steps_per_epoch(size, batch_size, lanes))
     [alone] = sample_lanes(size, batch_size, lanes, steps)
     ranks = sample_lanes(size, batch_size, lanes, steps, world_size=world_size)
-    ridden = [lane for rank in ranks for lane in rank if lane.samples]
-    assert sorted(ridden, key=lambda lane: (lane.step, lane.lane)) == alone
+    counted = [lane for rank in ranks for lane in rank if lane.samples]
+    assert sorted(counted, key=lambda lane: (lane.step, lane.lane)) == alone
 
 
 @pytest.mark.parametrize(("size", "batch_size", "lanes"), SHAPES)
@@ -175,9 +166,9 @@ def loaded(world_size: int, dataset: Any, seed: int = 5) -> dict[tuple[int, int]
             batch_size=3,
             lanes=4,
             steps=range(4),
-            ridden=batches.lanes_of(rank, world_size, 4),
+            rank_lanes=batches.lanes_of(rank, world_size, 4),
         )
-        for lane in lane_loader(dataset, sampler, seed=seed, workers=0, world=make_world(rank, world_size)):
+        for lane in keyed_loader(dataset, sampler, seed=seed, workers=0, world=make_world(rank, world_size)):
             if lane.samples:
                 found[lane.step, lane.lane] = [part.tolist() for part in lane.data]
     return found
@@ -200,7 +191,7 @@ def test_augmentation_differs_between_lanes_steps_and_seeds() -> None:
 def test_a_lane_is_fetched_and_collated_with_its_samples() -> None:
     keyed = KeyedDataset(Numbers(10), seed=0)
     lane = Lane(step=3, lane=1, samples=2, step_samples=8, indices=[4, 7])
-    gathered = keyed.gather(keyed.__getitems__(lane))
+    gathered = keyed.collate_batch(keyed.__getitems__(lane))
     assert gathered.data.tolist() == [4, 7]
     assert (gathered.step, gathered.lane, gathered.samples, gathered.step_samples) == (3, 1, 2, 8)
 
@@ -384,5 +375,7 @@ def test_a_finished_batch_must_have_a_row_for_each_sample() -> None:
             return torch.zeros(len(indices) - 1, 2), torch.zeros(len(indices) - 1)
 
     keyed = KeyedDataset(Short(), seed=0)
-    with pytest.raises(DataError, match="__getitems__ gave 2 rows for 3 samples; it must give one row a sample"):
-        keyed.whole(EvalBatch(0, [4, 7, 9]))
+    with pytest.raises(
+        DataError, match="__getitems__ returned 2 rows for 3 samples; it must return one row per sample"
+    ):
+        keyed.load(EvalBatch(0, [4, 7, 9]))

@@ -115,7 +115,7 @@ def test_offered_tensors_may_be_a_tuple_a_list_or_a_dict(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offered", "gave"),
+    ("offered", "shape"),
     [
         ((PIXELS, CLASSES[:-1]), "(11,)"),
         ({"x": PIXELS, "y": CLASSES[:1]}, "(1,)"),
@@ -123,11 +123,11 @@ def test_offered_tensors_may_be_a_tuple_a_list_or_a_dict(wrap: Any) -> None:
         ((PIXELS, CLASSES.numpy()), "ndarray"),
     ],
 )
-def test_tensors_that_do_not_have_a_row_a_sample_are_told(offered: Any, gave: str) -> None:
+def test_tensors_without_one_row_per_sample_are_refused(offered: Any, shape: str) -> None:
     with pytest.raises(DataError) as caught:
         rows(Offering(offered))
     assert str(caught.value) == (
-        f"as_tensors() of Offering gave {gave} for 12 samples; each tensor must have one row a sample"
+        f"as_tensors() of Offering returned {shape} for 12 samples; each tensor must have one row per sample"
     )
 
 
@@ -167,16 +167,16 @@ def test_indices_of_a_part_are_found_in_the_whole() -> None:
     found = rows(part)
     assert found is not None
     asked = np.array([4, 0, 2])
-    places = found.finder(part)(asked)
+    places = found.index_converter(part)(asked)
     assert places.dtype == torch.int64
-    assert places.tolist() == part.originals([4, 0, 2]) != [4, 0, 2]
+    assert places.tolist() == part.base_indices([4, 0, 2]) != [4, 0, 2]
     assert found.gather(places)[0].tolist() == [part[index][0].item() for index in asked]
 
 
 def test_indices_of_the_whole_are_its_own() -> None:
     found = rows(TensorDataset(PIXELS))
     assert found is not None
-    assert found.finder(TensorDataset(PIXELS))(np.array([5, 1])).tolist() == [5, 1]
+    assert found.index_converter(TensorDataset(PIXELS))(np.array([5, 1])).tolist() == [5, 1]
 
 
 # --- in the user's own loop -------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_samples_as_dicts_are_scaled_by_key() -> None:
 def test_a_part_of_the_data_is_measured_alone() -> None:
     part = SplitSubset(TensorDataset(TABLE, torch.zeros(9001)), seed=3, positions=range(4500))
     scaler = fitted(part)
-    assert same(scaler, TABLE[part.originals(range(4500))])
+    assert same(scaler, TABLE[part.base_indices(range(4500))])
     assert not same(scaler, TABLE)
 
 

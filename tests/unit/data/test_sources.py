@@ -201,7 +201,7 @@ def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
     [
         (
             {"dataset_fn": lambda: (letter for letter in "abc")},
-            "dataset_fn returned a generator, which is its own iterator, so there is only one reading of it; return",
+            "dataset_fn returned a generator, which is its own iterator and can be read only once; return",
         ),
         (
             {"dataset_fn": lambda: None},
@@ -225,7 +225,7 @@ def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
     ids=[
         "generator",
         "none",
-        "one reading",
+        "read once",
         "iterable validation",
         "iterable validation of a table",
         "empty",

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline import shard
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.data.overlap import digest_of_samples
 from paceline.data.shard import DataShard
-from paceline.data.stream import ShardReader, StreamSteps
+from paceline.data.stream import ShardReader
 from paceline.data.stream_loader import StreamLoader
+from paceline.data.stream_steps import StreamSteps
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
 from paceline.world import World
@@ -56,8 +57,8 @@ class ByHand:
 
 def turns_of(dataset: Any, **options: Any) -> StreamSteps:
     defaults: dict[str, Any] = {
-        "seed": 3, "batch_size": 4, "lanes": 3, "workers": 0, "epochs": 1, "max_steps": None, "step": 0, "mark": (0, 0),
-        "world": ALONE, "progress": Progress(), "tell": lambda text: pytest.fail(text),
+        "seed": 3, "batch_size": 4, "lanes": 3, "workers": 0, "epochs": 1, "max_steps": None, "step": 0,
+        "stream_position": (0, 0), "world": ALONE, "progress": Progress(), "warn": lambda text: pytest.fail(text),
     }  # fmt: skip
     return StreamSteps(dataset, **{**defaults, **options})
 
@@ -72,7 +73,8 @@ def plain(turns: Any) -> list[Any]:
         return lane.lane, lane.samples, lane.step_samples, lane.indices, listed(lane.data)
 
     return [
-        (turn.step, turn.epoch, turn.ends_epoch, turn.ends_run, turn.mark, *map(about, turn.lanes)) for turn in turns
+        (turn.step, turn.epoch, turn.ends_epoch, turn.ends_run, turn.stream_position, *map(about, turn.lanes))
+        for turn in turns
     ]
 
 
@@ -184,7 +186,7 @@ def test_a_rank_without_samples_rides_its_last_batch_again(monkeypatch: pytest.M
             self.step += 1
             return [4, self.step == 3, 0, 0, 0, *self.numbers[5:]]
 
-    monkeypatch.setattr("paceline.data.stream.Exchange", Other)
+    monkeypatch.setattr("paceline.data.stream_steps.Exchange", Other)
     world = World(rank=1, local_rank=1, size=2, device=torch.device("cpu"), backend="gloo")
     turns = list(turns_of(ByHand(99, 6), lanes=2, world=world))
     assert [(turn.lanes[0].lane, turn.lanes[0].samples, turn.lanes[0].step_samples) for turn in turns] == [
@@ -208,9 +210,17 @@ def test_a_run_goes_on_with_the_samples_that_it_had_not_seen(at: int, workers: i
     dataset, told = Numbers(50, shuffles=True), []
     whole = list(turns_of(dataset, epochs=2))
     assert len(whole) == 10
-    mark = whole[at - 1].mark
+    position = whole[at - 1].stream_position
     progress = Progress(phase="training")
-    rest = turns_of(dataset, epochs=2, step=at, mark=mark, tell=told.append, workers=workers, progress=progress)
+    rest = turns_of(
+        dataset,
+        epochs=2,
+        step=at,
+        stream_position=position,
+        warn=told.append,
+        workers=workers,
+        progress=progress,
+    )
     assert plain(rest) == plain(whole[at:])
     assert progress.phase == "training"
     steps = at % 5
@@ -226,13 +236,13 @@ def test_a_run_that_goes_on_with_an_epoch_reads_nothing_of_the_last_one() -> Non
             return super().__iter__()
 
     whole = list(turns_of(Numbers(50), epochs=2))
-    assert plain(turns_of(Watched(50), epochs=2, step=5, mark=whole[4].mark)) == plain(whole[5:])
+    assert plain(turns_of(Watched(50), epochs=2, step=5, stream_position=whole[4].stream_position)) == plain(whole[5:])
     assert epochs == [1, 1, 1]
 
 
 def test_a_lane_that_had_ended_before_still_has_its_last_batch() -> None:
     whole = list(turns_of(ByHand(3, 20, 3)))
-    rest = list(turns_of(ByHand(3, 20, 3), step=3, mark=whole[2].mark, tell=lambda text: None))
+    rest = list(turns_of(ByHand(3, 20, 3), step=3, stream_position=whole[2].stream_position, warn=lambda text: None))
     assert plain(rest) == plain(whole[3:])
 
 
@@ -240,8 +250,8 @@ def test_max_steps_ends_the_run_in_the_middle_and_more_of_them_go_on_there() -> 
     whole = list(turns_of(Numbers(50), epochs=2))
     short = list(turns_of(Numbers(50), epochs=2, max_steps=3))
     assert [(turn.ends_epoch, turn.ends_run) for turn in short] == [(False, False), (False, False), (True, True)]
-    assert short[-1].mark == (0, 0)
-    rest = turns_of(Numbers(50), epochs=2, step=3, mark=short[-1].mark, tell=lambda text: None)
+    assert short[-1].stream_position == (0, 0)
+    rest = turns_of(Numbers(50), epochs=2, step=3, stream_position=short[-1].stream_position, warn=lambda text: None)
     assert plain(rest) == plain(whole[3:])
 
 
@@ -277,7 +287,7 @@ class Unshared(IterableDataset):
     ids=["number", "tuple", "dict"],
 )
 def test_the_same_samples_in_two_lanes_are_refused(make: Any, batch_size: int, workers: int) -> None:
-    turns = turns_of(Unshared(make), batch_size=batch_size, workers=workers, tell=lambda text: None)
+    turns = turns_of(Unshared(make), batch_size=batch_size, workers=workers, warn=lambda text: None)
     with pytest.raises(DataError, match=r"the same samples for lane 0 and lane 1; .*`yield from paceline\.shard"):
         next(iter(turns))
 
@@ -285,8 +295,8 @@ def test_the_same_samples_in_two_lanes_are_refused(make: Any, batch_size: int, w
 def test_one_lane_and_samples_that_are_all_alike_need_no_shares() -> None:
     assert len(list(turns_of(Unshared(), lanes=1))) == 5
     told: list[str] = []
-    assert len(list(turns_of(Unshared(lambda number: torch.ones(2)), tell=told.append))) == 5
-    assert [text.partition(":")[0] for text in told] == ["the data set does not ask for its share"]
+    assert len(list(turns_of(Unshared(lambda number: torch.ones(2)), warn=told.append))) == 5
+    assert [text.partition(":")[0] for text in told] == ["the data set does not call paceline.shard"]
 
 
 def test_claims_are_equal_where_samples_are() -> None:
@@ -306,9 +316,9 @@ def test_a_lane_without_samples_is_named() -> None:
 
 
 def test_a_data_set_that_has_shrunk_since_the_run_was_saved_is_refused() -> None:
-    mark = next(iter(turns_of(Numbers(50)))).mark
+    stream_position = next(iter(turns_of(Numbers(50)))).stream_position
     with pytest.raises(DataError, match="fewer samples in epoch 1 than before the run was resumed at step 3"):
-        next(iter(turns_of(Numbers(20), step=3, mark=mark, tell=lambda text: None)))
+        next(iter(turns_of(Numbers(20), step=3, stream_position=stream_position, warn=lambda text: None)))
 
 
 # --- the user's own loop --------------------------------------------------------------------------------------------
@@ -317,7 +327,7 @@ def test_a_data_set_that_has_shrunk_since_the_run_was_saved_is_refused() -> None
 def loader_of(dataset: Any, **options: Any) -> StreamLoader:
     defaults: dict[str, Any] = {
         "batch_size": 4, "seed": 3, "workers": 0, "world": ALONE, "on_batch": lambda *args: None,
-        "tell": lambda text: pytest.fail(text),
+        "warn": lambda text: pytest.fail(text),
     }  # fmt: skip
     return StreamLoader(dataset, **{**defaults, **options})
 
@@ -349,7 +359,7 @@ def test_an_epoch_chosen_by_hand_reaches_the_data_set(workers: int) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_workers_that_read_the_same_samples_are_refused(batch_size: int) -> None:
-    with pytest.raises(DataError, match="the same samples for share 0 and share 1; "):
+    with pytest.raises(DataError, match="the same samples for shard 0 and shard 1; "):
         list(loader_of(Unshared(), workers=2, batch_size=batch_size))
     assert len(list(loader_of(Unshared(lambda number: 1), workers=2))) == 10
 
@@ -376,8 +386,9 @@ def test_the_epoch_ends_when_one_rank_has_no_more(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("paceline.data.stream_loader.Exchange", Other)
     world = World(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
     told: list[str] = []
-    loader = loader_of(Numbers(40), world=world, tell=told.append)
+    loader = loader_of(Numbers(40), world=world, warn=told.append)
     assert [len(list(loader)) for _ in range(2)] == [3, 3]
     assert told == [
-        "epoch 1 ends after 3 batches, because rank 1 has no more; at least 4 samples of other ranks are left out"
+        "epoch 1 ends after 3 batches, because rank 1 has no more samples; "
+        "at least 4 samples of other ranks are not used"
     ]

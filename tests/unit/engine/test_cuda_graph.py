@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.config import Config
 from paceline.data.feed import LaneInputs
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.engine.cuda_graph import (
     MOST_FORMS,
     WARM_UP,

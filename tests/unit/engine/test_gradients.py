@@ -13,7 +13,7 @@ from torch import nn
 from paceline import Sum
 from paceline.config import build
 from paceline.data.feed import Feed
-from paceline.data.loader import Lane
+from paceline.data.lanes import Lane
 from paceline.engine.buffers import Buffers
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on

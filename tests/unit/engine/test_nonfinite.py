@@ -12,7 +12,7 @@ from torch import nn
 from paceline import Sum
 from paceline.config import build
 from paceline.data.feed import Feed
-from paceline.data.loader import Lane, StepInputs
+from paceline.data.lanes import Lane, StepInputs
 from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.nonfinite import are_finite
 from paceline.engine.precision import GROW_AFTER, Scaler

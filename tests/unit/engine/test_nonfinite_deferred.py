@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.config import build
 from paceline.data.feed import Feed
-from paceline.data.loader import Lane, StepInputs
+from paceline.data.lanes import Lane, StepInputs
 from paceline.engine.buffers import Buffers
 from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.ema import Ema

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import Lane, StepInputs
+from paceline.data.lanes import Lane, StepInputs
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import NO_NORM, StepResult
 from paceline.observe.clock import PHASES, Clock
@@ -64,9 +64,11 @@ def make(
     return record, fit, listener
 
 
-def turn(step: int, *, ends_epoch: bool = False, breaks_off: bool = False) -> StepInputs:
+def turn(step: int, *, ends_epoch: bool = False, is_epoch_cut_short: bool = False) -> StepInputs:
     lanes = [Lane(step, lane, 2, 2 * LANES, [step, lane]) for lane in range(LANES)]
-    return StepInputs(step, 0, lanes, ends_epoch=ends_epoch, ends_run=breaks_off, breaks_off=breaks_off)
+    return StepInputs(
+        step, 0, lanes, ends_epoch=ends_epoch, ends_run=is_epoch_cut_short, is_epoch_cut_short=is_epoch_cut_short
+    )
 
 
 def lr_of(step: int) -> float:
@@ -187,11 +189,11 @@ def test_the_config_may_choose_the_interval() -> None:
     assert recorded(23, every_steps=10) == [10, 20]
 
 
-def test_an_epoch_ends_with_a_record_unless_the_run_only_breaks_off_there() -> None:
+def test_an_epoch_ends_with_a_record_unless_the_run_only_is_epoch_cut_short_there() -> None:
     """So a run that is made longer has the records of one that was as long from the beginning."""
     assert recorded(23, every_steps=10, epoch=8) == [8, 10, 16, 20]
-    assert not is_recorded(turn(12, ends_epoch=True, breaks_off=True), 10)
-    assert is_recorded(turn(19, ends_epoch=True, breaks_off=True), 10)
+    assert not is_recorded(turn(12, ends_epoch=True, is_epoch_cut_short=True), 10)
+    assert is_recorded(turn(19, ends_epoch=True, is_epoch_cut_short=True), 10)
 
 
 def records(chance: random.Random | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,110 @@
+"""The lanes of the managed loop, for data sets with a length: which samples each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import groupby, tee
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from paceline.data import batches
+from paceline.data.curriculum import Curriculum
+from paceline.data.order import Indices, indices_of
+
+
+class Lane(NamedTuple):
+    """One micro-batch: `indices` are known before it is fetched, `data` afterwards."""
+
+    step: int
+    lane: int
+    samples: int
+    step_samples: int
+    indices: Any  # a list, or a tensor on the device where rows are gathered there (rows.py)
+    data: Any = None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What its random numbers depend on."""
+        return "data", self.step, self.lane
+
+
+class StepInputs(NamedTuple):
+    """The inputs of one step: the lanes of this rank."""
+
+    step: int
+    epoch: int
+    lanes: list[Lane]
+    ends_epoch: bool  # or the run
+    ends_run: bool
+    is_epoch_cut_short: bool = False  # the run ends in the middle of the epoch
+    stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and that epoch's first step
+
+
+class LaneSampler(Sampler[Lane]):
+    """The lanes of one rank, step by step, over all epochs of the run."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        size: int,
+        batch_size: int,
+        lanes: int,
+        steps: range,
+        rank_lanes: range,
+        curriculum: Curriculum | None = None,
+        convert: Callable[[Indices], Any] = np.ndarray.tolist,
+    ) -> None:
+        """`convert` makes the indices of many lanes into the list or tensor that each lane's are slices of."""
+        self.seed, self.size, self.batch_size, self.lanes = seed, size, batch_size, lanes
+        self.steps, self.rank_lanes, self.curriculum, self.convert = steps, rank_lanes, curriculum, convert
+
+    def __iter__(self) -> Iterator[Lane]:
+        per_epoch = batches.steps_per_epoch(self.size, self.batch_size, self.lanes)
+        for epoch in range(self.steps.start // per_epoch, -(-self.steps.stop // per_epoch)):
+            first = max(self.steps.start - epoch * per_epoch, 0)
+            last = min(self.steps.stop - epoch * per_epoch, per_epoch)
+            lanes, ahead = tee(self._lanes_of(range(first, last)))
+            spans = (positions for *_, positions in ahead)
+            convert = partial(self._choose, epoch=epoch) if self.curriculum is not None else self.convert
+            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, convert=convert)
+            for (step, lane, samples, step_samples, _), indices in zip(lanes, chosen, strict=True):
+                yield Lane(epoch * per_epoch + step, lane, samples, step_samples, indices)
+
+    def _choose(self, indices: Indices, epoch: int) -> Any:
+        assert self.curriculum is not None
+        return self.convert(self.curriculum.choose(indices, epoch))
+
+    def _lanes_of(self, steps: range) -> Iterator[tuple[int, int, int, int, range]]:
+        """The lanes of each step: step, lane, samples of the lane and of the step, positions."""
+        for step in steps:
+            step_samples = len(batches.step_positions(step, self.size, self.batch_size, self.lanes))
+            is_empty = True
+            for lane in self.rank_lanes:
+                if positions := self._positions(step, lane):
+                    yield step, lane, len(positions), step_samples, positions
+                    is_empty = False
+            if is_empty:
+                # The rank must take part in the reduction of the step: its first lane borrows the samples of lane 0,
+                # with weight zero.
+                yield step, self.rank_lanes[0], 0, step_samples, self._positions(step, 0)
+
+    def _positions(self, step: int, lane: int) -> range:
+        return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)
+
+
+def steps_of(lanes: Iterable[Lane], *, steps_per_epoch: int, total_steps: int) -> Iterator[StepInputs]:
+    """The lanes of this rank, grouped by step."""
+    for step, step_lanes in groupby(lanes, key=lambda lane: lane.step):
+        ends_epoch, ends_run = (step + 1) % steps_per_epoch == 0, step + 1 == total_steps
+        yield StepInputs(
+            step=step,
+            epoch=step // steps_per_epoch,
+            lanes=list(step_lanes),
+            ends_epoch=ends_epoch or ends_run,
+            ends_run=ends_run,
+            is_epoch_cut_short=ends_run and not ends_epoch,
+        )
