@@ -120,7 +120,7 @@ def test_where_the_time_goes_is_the_mean_over_all_steps_of_the_last_ranks(tmp_pa
     def told(number: int, data: list[float], reduction: list[float]) -> dict[str, Any]:
         return step(number, step_ms=[10.0] * len(data), phase_ms={"data": data, "reduction": reduction})
 
-    late = {"event": "straggler", "step": 40, "rank": 1, "text": "rank 1 on n2 holds the others back"}
+    late = {"event": "straggler", "step": 40, "rank": 1, "text": "rank 1 on n2 delays the others"}
     folder = leave(
         tmp_path / "r", STARTED, told(10, [9.0], [0.0]),  # one rank, which counts no more
         STARTED, {"event": "resumed", "step": 10, "checkpoint": "c", "changes": []},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.observe.pace import slowest
+from paceline.observe.bottleneck import find_bottleneck
 from paceline.tools.profile.facts import Profile
 
 MUCH_DATA = 0.2  # shares of a step, from which something is worth a sentence
@@ -63,7 +63,7 @@ def _reduction(profile: Profile) -> Iterator[str]:
     if profile.ranks < 2 or share <= MUCH_REDUCTION:
         return
     begin = f"{percent(share)} of a step is reduction"
-    found = slowest(profile.step_ms, profile.phase_ms)
+    found = find_bottleneck(profile.step_ms, profile.phase_ms)
     if found is not None and found.rank is not None and found.share > LATE:
         if profile.device == "cpu" and profile.last_in[found.rank] < MOSTLY:
             yield f"{begin}, for ranks that are late in turns; see what else runs on these cores"
