@@ -85,8 +85,8 @@ class LineSink(paceline.Sink):
     def write(self, event):
         self.file.write(json.dumps(event) + "\\n")
 
-    def close(self):
-        self.file.close()
+    def flush(self):
+        self.file.flush()
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import struct
 import sys
@@ -281,6 +282,21 @@ def test_an_unknown_name_is_reported_with_the_known_ones_and_with_all_other_mist
     known = "wandb, mlflow, works, wrong, missing"
     assert trackers.startswith(f"log.trackers='comet' is not known; use {known}, or install a package")
     assert metrics.startswith("metrics='nothing' is not known")
+
+
+def test_the_sink_in_the_documentation_works(folder: RunFolder) -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(import json\n.*?)```", docs, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    feeder = SinkFeeder(folder.events, names["LineSink"](folder.path))
+    write(folder, ("run_started", {}), *steps(1, 2))
+    feeder.deliver()
+    rewind(folder.events, 1)
+    write(folder, EPOCH)
+    feeder.deliver()
+    received = [json.loads(line)["event"] for line in (folder.path / "lines.txt").read_text().splitlines()]
+    assert received == ["step", "epoch"]
 
 
 def test_a_sink_must_implement_write(tmp_path: Path) -> None:
