@@ -15,7 +15,7 @@ DATA, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, OTHER = range(6)
 PHASES = ("data", "forward", "backward", "reduction", "optimizer", "other")
 
 
-class Clock:
+class PhaseClock:
     """Seconds of each phase since the last restart, measured on this rank's host."""
 
     def __init__(self) -> None:
@@ -46,7 +46,9 @@ class Clock:
 
     def mean_ms(self, steps: int) -> list[float]:
         """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
-        Clock.enter(self, self._phase)  # not the method of a subclass: only the host's times are brought up to date
+        PhaseClock.enter(
+            self, self._phase
+        )  # not the method of a subclass: only the host's times are brought up to date
         return [1e3 * seconds / max(steps, 1) for seconds in (self.elapsed, *self._spent)]
 
     def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
@@ -61,7 +63,7 @@ class PhaseMark(NamedTuple):
     moment: torch.cuda.Event
 
 
-class DeviceClock(Clock):
+class DeviceClock(PhaseClock):
     """A clock for a GPU, which runs behind its host: on request it times one step on the device itself.
 
     Only such a step has marks between its phases, and only then does the host wait for the end of a step.

@@ -17,7 +17,7 @@ from paceline.data.loader import StepInputs
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import StepResult
 from paceline.observe.bottleneck import StragglerDetector
-from paceline.observe.clock import OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.clock import OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.system.memory import Memory
 from paceline.worker.state import LoopPlan, TrainState
@@ -60,7 +60,7 @@ class StepLog:
         state: TrainState,
         plan: LoopPlan,
         events: Events,
-        clock: Clock,
+        clock: PhaseClock,
         stragglers: StragglerDetector,
         review: Callable[[Sequence[FinishedStep]], None],
     ) -> None:

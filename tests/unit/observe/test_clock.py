@@ -14,8 +14,8 @@ from paceline.observe.clock import (
     OTHER,
     PHASES,
     REDUCTION,
-    Clock,
     DeviceClock,
+    PhaseClock,
     split_step,
 )
 
@@ -28,7 +28,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_each_phase_has_the_time_until_the_next_one_begins(now: list[float]) -> None:
-    clock = Clock()
+    clock = PhaseClock()
     for phase, seconds in ((DATA, 1), (FORWARD, 2), (BACKWARD, 4), (FORWARD, 8), (BACKWARD, 16), (REDUCTION, 32)):
         clock.enter(phase)
         now[0] += seconds
@@ -41,7 +41,7 @@ def test_each_phase_has_the_time_until_the_next_one_begins(now: list[float]) -> 
 
 
 def test_the_current_phase_counts_so_far_and_continues_after_a_restart(now: list[float]) -> None:
-    clock = Clock()
+    clock = PhaseClock()
     clock.enter(DATA)
     now[0] += 3
     assert clock.mean_ms(1)[1 + DATA] == 3000
