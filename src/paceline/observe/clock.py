@@ -46,9 +46,7 @@ class PhaseClock:
 
     def mean_ms(self, steps: int) -> list[float]:
         """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
-        PhaseClock.enter(
-            self, self._phase
-        )  # not the method of a subclass: only the host's times are brought up to date
+        PhaseClock.enter(self, self._phase)  # not the method of a subclass: only the host's times are updated
         return [1e3 * seconds / max(steps, 1) for seconds in (self.elapsed, *self._spent)]
 
     def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:

@@ -38,7 +38,7 @@ class Sink:
         """Called when all events that are known so far have been written."""
 
     def close(self) -> None:
-        """Called once, after the last event."""
+        """Called once, after the last event; not after an error."""
 
 
 class SinkFeeder:
