@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Trainer
-from paceline.observe.clock import Clock, DeviceClock
+from paceline.observe.clock import DeviceClock, PhaseClock
 from paceline.observe.events import Events
 from paceline.worker.step_log import StepLog
 
@@ -41,12 +41,12 @@ class Switch:
     def __init__(self, steps: int, note: Path) -> None:
         self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
         self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; silent, telling, silent …
-        self.kept = Clock.enter, DeviceClock.enter, StepLog.is_due, Events.write
+        self.kept = PhaseClock.enter, DeviceClock.enter, StepLog.is_due, Events.write
         add = StepLog.add
 
         def counted(record: StepLog, *arguments: Any) -> None:
             if self.done and self.done % steps == 0:
-                record._clock.forget()
+                record._clock.discard_sample()
                 record.collect()
                 self.change()
             add(record, *arguments)
@@ -66,7 +66,7 @@ class Switch:
             self.note.write_text(json.dumps(self.us))
         self.is_telling = not self.is_telling
         enter, is_due, write = (lambda *_: None), (lambda *_: False), (lambda *_, **fields: None)
-        Clock.enter, DeviceClock.enter, StepLog.is_due, Events.write = (  # type: ignore[method-assign]
+        PhaseClock.enter, DeviceClock.enter, StepLog.is_due, Events.write = (  # type: ignore[method-assign]
             self.kept if self.is_telling else (enter, enter, is_due, write)  # type: ignore[assignment]
         )
         self.began = time.perf_counter(), time.process_time()

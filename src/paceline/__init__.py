@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Callback", "Muon", "Result", "Run", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets", "errors",
-    "indices_at", "linear_cross_entropy", "load", "models", "shard",
+    "Callback", "Muon", "Result", "Run", "Sink", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets",
+    "errors", "indices_at", "linear_cross_entropy", "load", "models", "shard",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.engine.muon import Muon
     from paceline.hub import datasets, models
     from paceline.hub.cache import cached_tensors
+    from paceline.observe.sinks.sink import Sink
     from paceline.results.load import load
     from paceline.results.result import Result
     from paceline.trainer import Trainer
@@ -31,6 +32,7 @@ _HOMES = {
     "Run": "paceline.callbacks",
     "Result": "paceline.results.result",
     "Muon": "paceline.engine.muon",
+    "Sink": "paceline.observe.sinks.sink",
     "StandardScaler": "paceline.data.scaler",
     "Sum": "paceline.engine.losses",
     "cached_tensors": "paceline.hub.cache",

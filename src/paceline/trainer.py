@@ -14,8 +14,14 @@ if TYPE_CHECKING:
 
 
 def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
-    """A valid config whose optimizer, metrics and loss exist, or one ConfigError that lists every mistake."""
-    return build(raw, folder=folder, checks=[_engine_problems])
+    """A valid config whose trackers, optimizer, metrics and loss exist, or one ConfigError that lists every mistake."""
+    return build(raw, folder=folder, checks=[_unknown_trackers, _engine_problems])
+
+
+def _unknown_trackers(config: Config) -> list[str]:
+    from paceline.observe.sinks.registry import problems_with
+
+    return problems_with(config.log.trackers)
 
 
 def _engine_problems(config: Config) -> Iterator[str]:
@@ -55,9 +61,9 @@ class Trainer:
         """Train, on as many ranks as the config says, and return the result; may be called again."""
         with requests_noted():
             from paceline import launch
-            from paceline.observe.sinks import trackers
+            from paceline.observe.sinks import registry
 
-            trackers.check(self.config.log.trackers)
+            registry.check(self.config.log.trackers)
             launch.prepare(self.config.__dict__, self._folder)  # before torch is imported here, too
             from paceline.results.result import result_of
             from paceline.worker.main import train

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.observe.events import Events
-from paceline.observe.sinks.sink import Channel
-from paceline.observe.sinks.tensorboard import Board
+from paceline.observe.sinks.sink import SinkFeeder
+from paceline.observe.sinks.tensorboard import TensorBoardSink
 
 PACELINE = Path(sys.executable).with_name("paceline")
 TABLE = {"allowedStatuses": ["STATUS_SUCCESS"], "colParams": [], "startIndex": 0, "sliceSize": 10}
@@ -29,8 +29,8 @@ def write_run(folder: Path, lr: float) -> None:
     events.write("epoch", step=1, epoch=1, accuracy=0.75)
     events.write("run_finished", step=1, config={"optimizer": {"lr": lr}})
     events.close()
-    board = Channel(folder / "events.jsonl", Board(folder / "tensorboard"))
-    board.look()
+    board = SinkFeeder(folder / "events.jsonl", TensorBoardSink(folder))
+    board.deliver()
     board.sink.close()
 
 

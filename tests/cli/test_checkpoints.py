@@ -43,7 +43,7 @@ def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started
     assert not (tmp_path / "job" / "result.json").exists()
     again = run("python", "main.py", "job", HIT="SIGTERM")
     assert again.returncode == 0, again.stderr
-    assert "going on from step" in again.stderr
+    assert "resuming from step" in again.stderr
     whole = run("python", "main.py", "whole")
     assert again.stdout == whole.stdout
 

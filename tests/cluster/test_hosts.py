@@ -195,7 +195,7 @@ def test_torchrun_on_each_host_does_the_same(lab: Lab, expected: dict[str, objec
     go_on()
     assert [process.wait(120) for process in started] == [0, 0]
     assert outcome(Path()) == expected
-    assert "going on from step" in said("n1") + said("n2")
+    assert "resuming from step" in said("n1") + said("n2")
 
 
 def _child_of(parent: int) -> int:

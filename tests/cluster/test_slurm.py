@@ -121,7 +121,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, expected: di
     job = submit()  # the same folder: the run goes on
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
-    assert "going on from step" in log()
+    assert "resuming from step" in log()
 
 
 @pytest.mark.long
@@ -135,7 +135,7 @@ def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: d
     wait_for(slurm, other, "COMPLETED")
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
-    assert "going on from step" in log()
+    assert "resuming from step" in log()
 
 
 @pytest.mark.long

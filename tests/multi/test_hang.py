@@ -181,7 +181,7 @@ def test_an_interpreter_that_answers_nobody_is_named_by_its_line(run_script, tmp
     """)
     assert ended.returncode == 1
     line = line_of("holds the interpreter", tmp_path)
-    assert f"rank 0 is stuck in `{line}` (its interpreter does not answer)" in ended.stderr
+    assert f"rank 0 is stuck in `{line}` (its interpreter does not respond)" in ended.stderr
     assert "most recent call first" not in ended.stdout + ended.stderr
     if procs == 2:
         assert "; rank 1 waits for it in the gradient reduction of batch 2 at " in ended.stderr

@@ -34,10 +34,10 @@ from paceline.checkpoint.store import MANIFEST, Store, content_sha256
 from paceline.cli import slurm, trained, views
 from paceline.config import build
 from paceline.errors import ConfigError, PacelineError
-from paceline.observe import follow
 from paceline.observe.event_types import complete
 from paceline.observe.events import read
-from paceline.observe.live import Facts, after, view
+from paceline.observe.screen import follower
+from paceline.observe.screen.live import LiveState, after, view
 from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
 from paceline.tools import compare
@@ -199,15 +199,15 @@ def commands(folder: RunFolder, sound: RunFolder) -> dict[str, Callable[[], Any]
 
 def draw(folder: RunFolder) -> None:
     """What a terminal shows after each event."""
-    facts, console = Facts(), Console(file=io.StringIO(), width=80)
+    state, console = LiveState(), Console(file=io.StringIO(), width=80)
     for event in read(folder.events):
-        facts = after(facts, complete(event))
-        console.print(view(facts, 1.0, 80))
+        state = after(state, complete(event))
+        console.print(view(state, 1.0, 80))
 
 
 def findings(rounds: int, seed: int, top: Path) -> Iterator[str]:
     """What broke in so many rounds for each file: the file, the command and the traceback."""
-    follow.INTERVAL_S, follow.TORN_S, follow.IDLE_S, follow.AGAIN_S = 0.001, 0.0, 0.0, 0.0
+    follower.INTERVAL_S, follower.INCOMPLETE_S, follower.IDLE_S, follower.RESUMED_S = 0.001, 0.0, 0.0, 0.0
     folder, sound = make_run(top, "run"), make_run(top, "sound")
     raised: list[str] = []
     threading.excepthook = lambda args: raised.append("".join(traceback.format_exception(args.exc_value)))

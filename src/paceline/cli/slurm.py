@@ -76,7 +76,7 @@ def watch(run: Run = None) -> None:
 
     It may run in another terminal, on another host, or as a Slurm job.
     """
-    from paceline.observe.follow import show
+    from paceline.observe.screen.follower import show
 
     folder = find_run(run or newest_run())
     try:
@@ -91,7 +91,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new output until Ctrl-C.")] = False,
 ) -> None:
     """Print the output of a run."""
-    from paceline.observe.follow import replay
+    from paceline.observe.screen.follower import replay
     from paceline.tools.submit import find_log
 
     folder = find_run(run or newest_run())

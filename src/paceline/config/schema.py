@@ -118,7 +118,7 @@ class Log(_Section):
 
     every_steps: int | None = Field(None, ge=1)  # None: every step at first, then less often
     tensorboard: bool = True
-    trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(_listed)] = []
+    trackers: Annotated[list[str], BeforeValidator(_listed)] = []  # names of sinks; the trainer checks that they exist
     digests: bool = False
 
 

@@ -27,7 +27,7 @@ from paceline.data.feed import LaneInputs
 from paceline.data.lanes import Lane
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
-from paceline.observe.clock import DeviceClock, Mark
+from paceline.observe.clock import DeviceClock, PhaseMark
 from paceline.observe.failures import user_location
 from paceline.world import Exchange, World
 
@@ -50,7 +50,7 @@ class Recording(NamedTuple):
     graphs: list[torch.cuda.CUDAGraph]  # one for each lane
     inputs: list[torch.Tensor]
     row: torch.Tensor
-    marks: list[Mark]  # between its phases, if it was made for the clock
+    marks: list[PhaseMark]  # between its phases, if it was made for the clock
     randomness: torch.Generator  # whose seed and offset its graphs read
 
 
@@ -98,7 +98,7 @@ class StepGraph:
             return None
         row = self._take(lanes, inputs)
         if row is None:
-            self.clock.forget()  # its time is not like that of other steps
+            self.clock.discard_sample()  # its time is not like that of other steps
         return row
 
     def _take(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor | None:
@@ -131,7 +131,7 @@ class StepGraph:
         for lane, graph in zip(lanes, recording.graphs, strict=True):
             generator.manual_seed(seed_for(self.settings.seed, "forward", lane.step, lane.lane))
             graph.replay()
-        self.clock.take_in(recording.marks)
+        self.clock.add_marks(recording.marks)
         return recording.row.clone()
 
     # --- recording ---------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class StepGraph:
         self._looks_to_wait -= 1
         if self._timed is not None and self._timed_form == form:
             return self._timed
-        self.clock.forget()
+        self.clock.discard_sample()
         if self._timed_form is None and self._looks_to_wait < 0:
             found, self._timed_form = self._record(lanes, inputs, with_marks=True), form
             reasons, _ = self._agree(found)
@@ -196,7 +196,7 @@ class StepGraph:
         try:
             _check_inputs(inputs)
             copies = [map_tensors(one, torch.clone) for one in inputs]
-            with self.clock.apart(with_marks=with_marks) as marks:
+            with self.clock.separate_marks(with_marks=with_marks) as marks:
                 row = self.work(lanes, copies, partial(self._recording, graphs))
             if change := host.first_change():
                 raise CannotRecord(f"the model changes {change} on the host, which a replay would not do again")

@@ -19,7 +19,7 @@ from paceline.engine.precision import HALF, autocast
 from paceline.engine.reduce import BucketHook, Gradients, LaneSum, Reduction, cast, reduce_after_backward, reduce_bucket
 from paceline.engine.replica import Replica, Single, run_model
 from paceline.errors import ConfigError, UnusedParameters
-from paceline.observe.clock import BACKWARD, FORWARD, REDUCTION, Clock
+from paceline.observe.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.world import World
 
 ROUND = 32  # bytes: four numbers of up to 64 bits, which kernels read at once
@@ -43,7 +43,7 @@ class Backward:
         *,
         lanes_per_rank: int,
         world: World,
-        clock: Clock,
+        clock: PhaseClock,
         through_ddp: bool,
     ) -> None:
         """All ranks."""

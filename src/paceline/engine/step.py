@@ -24,7 +24,7 @@ from paceline.engine.probe import probe_forward, uneven_warning
 from paceline.engine.replica import Replica, Single
 from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
-from paceline.observe.clock import FORWARD, OPTIMIZER, Clock, DeviceClock
+from paceline.observe.clock import FORWARD, OPTIMIZER, DeviceClock, PhaseClock
 from paceline.world import World
 
 Number = torch.Tensor | float
@@ -102,7 +102,7 @@ class Stepper:
         self.sharding: Sharding | None = None
         if settings.shard_optimizer and world.size > 1:
             self.sharding = Sharding(optimizer, world, bucket_bytes=settings.bucket_mb * 2**20)
-        self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else Clock()
+        self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else PhaseClock()
         self.backward = Backward(
             replica, settings, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,

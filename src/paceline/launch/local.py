@@ -24,8 +24,8 @@ from paceline.launch.stalls import StallDetector
 from paceline.observe import failures, hangs
 from paceline.observe.events import Events
 from paceline.observe.failures import Failure
-from paceline.observe.follow import Follower
-from paceline.observe.sinks.trackers import tracking
+from paceline.observe.screen.follower import Follower
+from paceline.observe.sinks.supervisor import running_sinks
 from paceline.observe.tail import NO_FILE, identity_of
 from paceline.run import job
 from paceline.run.job import Job, Task
@@ -67,7 +67,7 @@ def _start(config: Config, task: Task, site: Machines, request: StopRequest) -> 
     batches.lanes_of(0, ranks, config.lanes or ranks)
     packed = job.pack(config, task)
     with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
-        with laid_out(packed, folder), tracking(config.log.trackers, folder), failure_told(folder):
+        with laid_out(packed, folder), running_sinks(config.log.trackers, folder), failure_told(folder):
             if request.signal:
                 raise request.stopped(BEFORE)
             is_managed = task is train and config.train_fn is None
@@ -156,7 +156,7 @@ def _live(
 ) -> Failure | None:  # fmt: skip
     """One life of the ranks, shown on the screen; the first failure, if it ends with one."""
     clear_last_attempt(folder)
-    shown = Follower(folder, ranks, from_now=True, board=config.log.tensorboard)
+    shown = Follower(folder, ranks, from_now=True, tensorboard=config.log.tensorboard)
     with site.meeting(ranks) as meeting, shown:
         if news:
             with closing(Events(folder.events)) as events:

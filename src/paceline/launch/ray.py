@@ -38,8 +38,8 @@ from paceline.launch.machines import fitting, room_among, serve_store, variables
 from paceline.launch.ray_worker import Orders
 from paceline.launch.relocation import FolderWatcher, loss_of
 from paceline.observe import hangs
-from paceline.observe.follow import Follower
-from paceline.observe.sinks.trackers import tracking
+from paceline.observe.screen.follower import Follower
+from paceline.observe.sinks.supervisor import running_sinks
 from paceline.run import job
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
@@ -98,7 +98,7 @@ def _start(config: Config, task: Task, request: StopRequest) -> Outcome:
             is_managed = task is training and config.train_fn is None
             orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
             told = failure_told(folder)
-            with laid_out(packed, folder), tracking(config.log.trackers, folder), told, _fresh(folder):
+            with laid_out(packed, folder), running_sinks(config.log.trackers, folder), told, _fresh(folder):
                 if request.signal:
                     raise request.stopped(BEFORE)
                 trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
@@ -168,7 +168,7 @@ def _run_to_end(
 ) -> None:  # fmt: skip
     """Train, and show it; pass a request to stop on. Raises RankFailed if Ray has given up, or the ranks have."""
     with (
-        Follower(folder, ranks, from_now=True, board=config.log.tensorboard) as shown,
+        Follower(folder, ranks, from_now=True, tensorboard=config.log.tensorboard) as shown,
         hearing(request, f"the run folder is {folder.path}"),
     ):
         if there.lacks(ranks, there.share(ranks, config.device)):

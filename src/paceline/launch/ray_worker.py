@@ -99,7 +99,7 @@ def _watch(started: LocalRanks, folder: RunFolder, rank: int, silence: StallDete
 def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
     """The failure that came first and caused the others, of those that have been written down."""
     with suppress(FileNotFoundError):  # forgotten meanwhile
-        if told := failures.written(folder, range(ranks)):
+        if told := failures.read(folder, range(ranks)):
             return failures.first(folder, dict.fromkeys(told, 1))
     return None
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from paceline.launch.fork_server import LOOK_S
 from paceline.launch.machines import RankGroup
 from paceline.observe import hangs
-from paceline.observe.hangs import place_by_dump, read_place
-from paceline.observe.lines import failed_line
+from paceline.observe.hangs import position_in_dump, read_position
+from paceline.observe.rank_log import failed_line
 from paceline.observe.watchdog import BEAT_S, DUMP_BEATS, DUMP_SIGNAL, LAST_RESORT_S
 from paceline.run.layout import RunFolder
 
@@ -37,7 +37,7 @@ class StallDetector:
         """Whether no rank has beaten since the last look, and one should have: it has begun, and not ended."""
         is_expected = False
         for rank in range(self.ranks):
-            beat = read_place(self.folder, rank).beat
+            beat = read_position(self.folder, rank).beat
             if beat > 0:
                 before, self._beats[rank] = self._beats.get(rank), beat
                 is_expected = True
@@ -54,6 +54,6 @@ class StallDetector:
         until = time.monotonic() + DUMP_BEATS * BEAT_S
         while started.pids and time.monotonic() < until:
             started.look(LOOK_S)
-        places = [read_place(self.folder, rank) for rank in range(self.ranks)]
-        places = [place_by_dump(replace(p, is_silent=True), self.folder) if p.beat > 0 else p for p in places]
-        hangs.write_hang(places, by, self.timeout_s, self.folder)
+        positions = [read_position(self.folder, rank) for rank in range(self.ranks)]
+        positions = [position_in_dump(replace(p, is_silent=True), self.folder) if p.beat > 0 else p for p in positions]
+        hangs.write_hang(positions, by, self.timeout_s, self.folder)

@@ -16,9 +16,9 @@ from paceline.errors import ConfigError, RankFailed
 from paceline.launch.environment import is_restarted, ranks_here
 from paceline.launch.relocation import FolderWatcher
 from paceline.observe import failures
-from paceline.observe.follow import Follower
 from paceline.observe.progress import Progress
-from paceline.observe.sinks.trackers import tracking
+from paceline.observe.screen.follower import Follower
+from paceline.observe.sinks.supervisor import running_sinks
 from paceline.observe.watchdog import watching
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
@@ -43,9 +43,9 @@ def start(config: Config, task: Task) -> Outcome:
         folder = RunFolder(path)
         try:
             # torchrun owns the terminal and the ranks' output; rank 0 adds only the progress.
-            follower = Follower(folder, ranks=0, from_now=True, board=config.log.tensorboard)
+            follower = Follower(folder, ranks=0, from_now=True, tensorboard=config.log.tensorboard)
             watch = watching(config, folder, world.rank, world.size, progress, has_launcher=False)
-            tracked = tracking(config.log.trackers if world.is_main else (), folder)
+            tracked = running_sinks(config.log.trackers if world.is_main else (), folder)
             with tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
         except Exception as error:

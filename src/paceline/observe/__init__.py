@@ -1,4 +1,8 @@
-"""What a run reports: events, progress, the screen, logs, failures and hangs, and where events are sent.
+"""What a run reports: events, progress, failures and hangs, the screen, and where events are sent.
+
+Inside a rank: `clock`, `progress`, `watchdog` and the writer in `events`. Inside the launcher: `screen/` shows a run,
+`sinks/` sends its events elsewhere. Both sides read `event_types`, `failures`, `hangs`, `rank_log` and `bottleneck`,
+and meet only in the files of the run folder.
 
 Promises that reporting never changes, delays or ends a run. Must not decide anything about training.
 """

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: a clock that is told when the next phase of a step begins."""
+"""How a rank's time is divided among the phases of a step: a clock that is notified when the next phase begins."""
 
 from __future__ import annotations
 
@@ -15,123 +15,123 @@ DATA, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, OTHER = range(6)
 PHASES = ("data", "forward", "backward", "reduction", "optimizer", "other")
 
 
-class Clock:
-    """Seconds of each phase on this rank's host, since it was restarted."""
+class PhaseClock:
+    """Seconds of each phase since the last restart, measured on this rank's host."""
 
     def __init__(self) -> None:
         self._phase, self._since = OTHER, 0.0
         self.restart()
 
     def enter(self, phase: int) -> None:
-        """From now on it is `phase`."""
+        """End the current phase and begin `phase`."""
         now = perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     def restart(self) -> None:
-        """Begin to count anew, in the phase that it is."""
+        """Set all times to zero; the current phase continues."""
         self._spent = [0.0] * len(PHASES)
         self._since = self._began = perf_counter()
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was restarted."""
+        """Seconds since the last restart."""
         return perf_counter() - self._began
 
-    def ask(self) -> None:
-        """Look at the next step closely; this clock always does."""
+    def sample_next_step(self) -> None:
+        """Time the phases of the next step on the device; not needed here, the host times every step."""
 
-    def forget(self) -> None:
-        """This step says nothing about others."""
+    def discard_sample(self) -> None:
+        """Do not time this step on the device: it is not like the others."""
 
-    def means(self, steps: int) -> list[float]:
-        """Milliseconds of a step on this rank, then those of each phase; NaN where it is not known."""
-        Clock.enter(self, self._phase)  # and nothing else, whatever others make of it
+    def mean_ms(self, steps: int) -> list[float]:
+        """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
+        PhaseClock.enter(self, self._phase)  # not the method of a subclass: only the host's times are updated
         return [1e3 * seconds / max(steps, 1) for seconds in (self.elapsed, *self._spent)]
 
     def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-        """What the means of all ranks say about each phase: for each, the milliseconds of every rank."""
-        return {name: [of_rank[1 + place] for of_rank in means] for place, name in enumerate(PHASES)}
+        """Milliseconds of each rank in each phase, from the `mean_ms` of all ranks."""
+        return {name: [of_rank[1 + index] for of_rank in means] for index, name in enumerate(PHASES)}
 
 
-class Mark(NamedTuple):
-    """The beginning of a phase, when the device comes to it."""
+class PhaseMark(NamedTuple):
+    """A CUDA event at the beginning of a phase."""
 
     phase: int
     moment: torch.cuda.Event
 
 
-class DeviceClock(Clock):
-    """The same for a GPU, which works far behind its host: when it is asked to, it times one step on the device itself.
+class DeviceClock(PhaseClock):
+    """A clock for a GPU, which runs behind its host: on request it times one step on the device itself.
 
-    Only then are there marks between the phases, and only then does the host wait for a step to end.
+    Only such a step has marks between its phases, and only then does the host wait for the end of a step.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone` says that there is no other rank to wait for."""
-        self._is_alone, self._is_asked = is_alone, False
-        self._marks: list[Mark] | None = None
+        """`is_alone` is true if this is the only rank."""
+        self._is_alone, self._is_requested = is_alone, False
+        self._marks: list[PhaseMark] | None = None
         self._sample: list[float] | None = None  # milliseconds of the phases of one step
         super().__init__()
 
     @property
     def is_sampling(self) -> bool:
-        """Whether this is a step with marks."""
+        """Whether this step is timed on the device."""
         return self._marks is not None
 
-    def ask(self) -> None:
-        """Have the next step timed."""
-        self._is_asked = True
+    def sample_next_step(self) -> None:
+        """Time the phases of the next step on the device."""
+        self._is_requested = True
 
     def enter(self, phase: int) -> None:
-        """From now on it is `phase`."""
+        """End the current phase and begin `phase`."""
         super().enter(phase)
         if self._marks is not None:
             self._marks.append(_mark(phase))
-        if phase == DATA:  # a step has been handed out, and the next one begins
+        if phase == DATA:  # all work of a step is queued on the device, and the next step begins
             if self._marks is not None:
-                self._sample = milliseconds(self._marks)
-            self._marks = [_mark(DATA)] if self._is_asked else None
-            self._is_asked = False
+                self._sample = phase_times_ms(self._marks)
+            self._marks = [_mark(DATA)] if self._is_requested else None
+            self._is_requested = False
 
-    def forget(self) -> None:
-        """This step says nothing about others."""
+    def discard_sample(self) -> None:
+        """Do not time this step on the device: it is not like the others."""
         self._marks = None
 
     @contextmanager
-    def apart(self, *, with_marks: bool) -> Iterator[list[Mark]]:
-        """Keep the marks that are set meanwhile, if any shall be, out of this step: they belong to a recording."""
-        marks: list[Mark] = []
-        kept, self._marks = self._marks, marks if with_marks else None
+    def separate_marks(self, *, with_marks: bool) -> Iterator[list[PhaseMark]]:
+        """Keep marks that are set inside, while a CUDA graph is recorded, out of this step; collect them if wanted."""
+        marks: list[PhaseMark] = []
+        outer, self._marks = self._marks, marks if with_marks else None
         try:
             yield marks
         finally:
-            self._marks = kept
+            self._marks = outer
 
-    def take_in(self, marks: list[Mark]) -> None:
-        """Those of a recording that has been replayed in this step."""
+    def add_marks(self, marks: list[PhaseMark]) -> None:
+        """Add the marks of a CUDA graph that was replayed in this step."""
         if self._marks is not None:
             self._marks += marks
 
-    def means(self, steps: int) -> list[float]:
-        """Milliseconds of a step on this rank, then those of each phase; NaN where it is not known."""
-        step, data, *others = super().means(steps)
+    def mean_ms(self, steps: int) -> list[float]:
+        """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
+        step, data, *others = super().mean_ms(steps)
         return [step, data, *(self._sample[FORWARD:] if self._sample is not None else (math.nan for _ in others))]
 
     def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-        """What the means of all ranks say about each phase; only of data, until all of them have timed a step."""
+        """Milliseconds of each rank in each phase; only in the phase data until all ranks have timed a step."""
         if any(math.isnan(number) for of_rank in means for number in of_rank):
             return {PHASES[DATA]: [of_rank[1 + DATA] for of_rank in means]}
-        spreads = [spread(step, sample, is_alone=self._is_alone) for step, *sample in means]
-        return {name: list(values) for name, values in zip(PHASES, zip(*spreads, strict=True), strict=True)}
+        split = [split_step(step, sample, is_alone=self._is_alone) for step, *sample in means]
+        return {name: list(values) for name, values in zip(PHASES, zip(*split, strict=True), strict=True)}
 
 
-def spread(step: float, sample: Sequence[float], *, is_alone: bool) -> list[float]:
+def split_step(step: float, sample: Sequence[float], *, is_alone: bool) -> list[float]:
     """The phases of a mean step on a GPU, which add up to `step` (pure).
 
-    `sample` are those of one step on the device; its first is how long the host has waited for data in the mean, part
-    of it while the device was busy. What one step cannot tell, such as waiting for a neighbour who is slow only now and
-    then, is what is left.
+    `sample` has the phases of one step on the device, except its first value: that is the mean time for which the host
+    has waited for data, part of it while the device was busy. The remainder is what one sampled step cannot show, such
+    as waiting for a rank that is slow only sometimes.
     """
     own = [sample[phase] for phase in (FORWARD, BACKWARD, OPTIMIZER)]
     scale = min(1.0, step / max(sum(own), 1e-9))
@@ -142,8 +142,8 @@ def spread(step: float, sample: Sequence[float], *, is_alone: bool) -> list[floa
     return [data, forward, backward, rest - data - other, optimizer, other]
 
 
-def milliseconds(marks: list[Mark]) -> list[float]:
-    """Of each phase, once the device has come to the last mark."""
+def phase_times_ms(marks: list[PhaseMark]) -> list[float]:
+    """Milliseconds of each phase between the marks; waits until the device has reached the last one."""
     marks[-1].moment.synchronize()
     spent = [0.0] * len(PHASES)
     for begin, end in pairwise(marks):
@@ -151,7 +151,7 @@ def milliseconds(marks: list[Mark]) -> list[float]:
     return spent
 
 
-def _mark(phase: int) -> Mark:
+def _mark(phase: int) -> PhaseMark:
     moment = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
     moment.record()
-    return Mark(phase, moment)
+    return PhaseMark(phase, moment)

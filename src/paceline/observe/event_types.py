@@ -1,7 +1,7 @@
-"""What a line of `events.jsonl` may hold, by the kind of event; docs/events.md has the meaning of each field.
+"""The fields that a line of `events.jsonl` may have, by kind of event; docs/events.md explains each field.
 
-Whatever reads events takes them from `parse`, or from a `Parser` where epochs count: a field that is there has its
-type, and a damaged line is no event. `complete` adds the fields that are missing, for readers that show all of them.
+All readers use `parse`, or a `Parser` if they need the epoch: each field of a parsed event has its type, and a damaged
+line gives no event. `complete` adds missing fields, for readers that show all of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing_extensions import NotRequired, TypedDict
 
 Event = dict[str, Any]
 
-Count = Annotated[int, Field(ge=0, le=2**53)]  # JavaScript, too, has these numbers
-Moment = Annotated[float, Field(ge=0, le=1e11)]  # seconds since 1970
+Count = Annotated[int, Field(ge=0, le=2**53)]  # the integers that JavaScript represents exactly
+UnixTime = Annotated[float, Field(ge=0, le=1e11)]  # seconds since 1970
 Measured = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
-OfRanks = list[Measured]
+PerRank = list[Measured]
 
 STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -32,11 +32,11 @@ class MachineFields(TypedDict):
 
 
 @with_config(STRICT)
-class RunStarted(TypedDict):
+class RunStartedEvent(TypedDict):
     """The ranks have started."""
 
     event: Literal["run_started"]
-    time: Moment
+    time: UnixTime
     version: NotRequired[Count]
     name: NotRequired[str]
     run_dir: NotRequired[str]
@@ -51,32 +51,32 @@ class RunStarted(TypedDict):
 
 
 @with_config(STRICT)
-class Resumed(TypedDict):
+class ResumedEvent(TypedDict):
     """The run continues from a checkpoint."""
 
     event: Literal["resumed"]
-    time: Moment
+    time: UnixTime
     step: Count
     checkpoint: NotRequired[str]
     changes: NotRequired[list[str]]
 
 
 @with_config(STRICT)
-class WithText(TypedDict):
-    """What is said in words."""
+class TextEvent(TypedDict):
+    """An event that is described by a text."""
 
     event: Literal["restarted", "warning", "run_failed"]
-    time: Moment
+    time: UnixTime
     text: str
     step: NotRequired[Count]
 
 
 @with_config(STRICT)
-class Straggler(TypedDict):
-    """One rank holds the others back."""
+class StragglerEvent(TypedDict):
+    """One rank delays the others."""
 
     event: Literal["straggler"]
-    time: Moment
+    time: UnixTime
     text: str
     step: NotRequired[Count]
     rank: NotRequired[Count]
@@ -87,11 +87,11 @@ class Straggler(TypedDict):
 
 
 @with_config(STRICT)
-class Step(TypedDict):
-    """A recorded step, or how fast training is; in version 1 of the events, `step` was both."""
+class StepEvent(TypedDict):
+    """A recorded step, or the speed of training; in version 1 of the events, `step` was both."""
 
     event: Literal["step", "pace"]
-    time: Moment
+    time: UnixTime
     step: Count
     steps: NotRequired[Count | None]
     epoch: NotRequired[Count]
@@ -100,38 +100,38 @@ class Step(TypedDict):
     lr: NotRequired[float]
     samples_per_s: NotRequired[Measured]
     grad_norm: NotRequired[float | None]
-    step_ms: NotRequired[OfRanks]
-    phase_ms: NotRequired[dict[str, OfRanks]]
-    memory_mb: NotRequired[OfRanks]
+    step_ms: NotRequired[PerRank]
+    phase_ms: NotRequired[dict[str, PerRank]]
+    memory_mb: NotRequired[PerRank]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
-class Epoch(TypedDict):
+class EpochEvent(TypedDict):
     """An epoch has ended; each metric has a field of its own."""
 
     event: Literal["epoch"]
-    time: Moment
+    time: UnixTime
     epoch: Count
     step: Count
     train_loss: NotRequired[float | None]
 
 
 @with_config(STRICT)
-class Evaluating(TypedDict):
-    """How far an evaluation is."""
+class EvaluatingEvent(TypedDict):
+    """The progress of an evaluation."""
 
     event: Literal["evaluating"]
-    time: Moment
+    time: UnixTime
     batch: NotRequired[Count]
     batches: NotRequired[Count | None]
 
 
 @with_config(STRICT)
 class ProgressEvent(TypedDict):
-    """How far a pass of the user's own loop is."""
+    """The progress of a pass of the user's own loop."""
 
     event: Literal["progress"]
-    time: Moment
+    time: UnixTime
     phase: NotRequired[str]
     epoch: NotRequired[Count]
     batch: NotRequired[Count]
@@ -139,53 +139,53 @@ class ProgressEvent(TypedDict):
 
 
 @with_config(STRICT)
-class Saving(TypedDict):
-    """The state has been copied."""
+class SavingEvent(TypedDict):
+    """The state has been copied and is being written."""
 
     event: Literal["saving"]
-    time: Moment
+    time: UnixTime
     step: Count
     held_s: NotRequired[Measured]
 
 
 @with_config(STRICT)
-class CheckpointSaved(TypedDict):
+class CheckpointEvent(TypedDict):
     """A checkpoint is published."""
 
     event: Literal["checkpoint"]
-    time: Moment
+    time: UnixTime
     step: Count
     bytes: NotRequired[Count]
     seconds: NotRequired[Measured]
 
 
 @with_config(STRICT)
-class Digests(TypedDict):
+class DigestsEvent(TypedDict):
     """A digest of each parameter."""
 
     event: Literal["digests"]
-    time: Moment
+    time: UnixTime
     step: Count
     digests: list[int]
 
 
 @with_config(STRICT)
-class RunStopped(TypedDict):
+class RunStoppedEvent(TypedDict):
     """The run has stopped on request."""
 
     event: Literal["run_stopped"]
-    time: Moment
+    time: UnixTime
     step: Count
     reason: NotRequired[str]
     is_saved: NotRequired[bool]
 
 
 @with_config(STRICT)
-class RunFinished(TypedDict):
+class RunFinishedEvent(TypedDict):
     """The run is done."""
 
     event: Literal["run_finished"]
-    time: Moment
+    time: UnixTime
     step: NotRequired[Count | None]
     epoch: NotRequired[Count | None]
     metrics: NotRequired[dict[str, float]]
@@ -193,15 +193,15 @@ class RunFinished(TypedDict):
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
-class Unknown(TypedDict):
+class UnknownEvent(TypedDict):
     """An event of a later version."""
 
     event: str
-    time: Moment
+    time: UnixTime
 
 
-def _ranks_agree(event: Step) -> Step:
-    """The times of a step have one number for each rank."""
+def _ranks_agree(event: StepEvent) -> StepEvent:
+    """Check that the times of a step have one number per rank."""
     ranks = len(event.get("step_ms", ()))
     if any(len(ms) != ranks for ms in event.get("phase_ms", {}).values()):
         raise ValueError("phase_ms has another number of ranks than step_ms")
@@ -209,7 +209,7 @@ def _ranks_agree(event: Step) -> Step:
 
 
 def _only_numbers(event: Event) -> Event:
-    """An epoch without fields that are no metrics."""
+    """The epoch with only those fields that are numbers."""
     return {
         name: value
         for name, value in event.items()
@@ -217,25 +217,25 @@ def _only_numbers(event: Event) -> Event:
     }
 
 
-Known = Annotated[
-    RunStarted
-    | Resumed
-    | WithText
-    | Straggler
-    | Annotated[Step, AfterValidator(_ranks_agree)]
-    | Annotated[Epoch, AfterValidator(_only_numbers)]
-    | Evaluating
+KnownEvent = Annotated[
+    RunStartedEvent
+    | ResumedEvent
+    | TextEvent
+    | StragglerEvent
+    | Annotated[StepEvent, AfterValidator(_ranks_agree)]
+    | Annotated[EpochEvent, AfterValidator(_only_numbers)]
+    | EvaluatingEvent
     | ProgressEvent
-    | Saving
-    | CheckpointSaved
-    | Digests
-    | RunStopped
-    | RunFinished,
+    | SavingEvent
+    | CheckpointEvent
+    | DigestsEvent
+    | RunStoppedEvent
+    | RunFinishedEvent,
     Field(discriminator="event"),
 ]
 
 
-# For fields that an event does not have; those of metrics and times have no value that could stand for them.
+# Values of fields that an event does not have. Metrics and times are not here: no value can stand for them.
 MISSING: dict[str, Event] = {
     "run_started": {
         "name": "run", "run_dir": "?", "seed": 0, "world_size": 1, "lanes": 1, "device": "?", "backend": "?",
@@ -252,27 +252,27 @@ MISSING: dict[str, Event] = {
 
 
 def complete(event: Event) -> Event:
-    """The event with all fields that readers show, also those that its line did not have."""
+    """The event with all fields that readers show; those that its line did not have get a default."""
     return {**MISSING.get(event["event"], {}), **event}
 
 
 def parse(line: bytes | str) -> Event | None:
-    """The event in a line, without fields that are not known; None if the line is empty, torn or damaged."""
+    """The event in a line, without unknown fields; None if the line is empty, incomplete or damaged."""
     try:
-        event: Event = _adapter(Known).validate_json(line)
+        event: Event = _adapter(KnownEvent).validate_json(line)
     except ValidationError as error:
         return _later_event(line) if error.errors()[0]["type"] == "union_tag_invalid" else None
     return event
 
 
 class Parser:
-    """Parses the lines of one file in their order; epochs count from 1, also in version 1, where they began at 0."""
+    """Parses the lines of one file in order; epochs count from 1, also those of version 1, which counts from 0."""
 
     def __init__(self) -> None:
         self._is_version_1 = False
 
     def parse(self, line: bytes | str) -> Event | None:
-        """The event in the next line, or None, as `parse` gives them."""
+        """The event in the next line, or None, as `parse` returns it."""
         event = parse(line)
         if event is not None and event["event"] == "run_started":
             self._is_version_1 = event.get("version") == 1
@@ -282,9 +282,9 @@ class Parser:
 
 
 def _later_event(line: bytes | str) -> Event | None:
-    """An event of a kind that this version does not know."""
+    """The event in a line whose kind this version does not know; None if the line is damaged."""
     try:
-        event: Event = _adapter(Unknown).validate_json(line)
+        event: Event = _adapter(UnknownEvent).validate_json(line)
     except ValidationError:
         return None
     return event
@@ -292,5 +292,5 @@ def _later_event(line: bytes | str) -> Event | None:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Made when it is first needed: a rank reads no events."""
+    """The validator of a type, built at its first use: ranks write events and never need one."""
     return TypeAdapter(kind)

@@ -1,6 +1,6 @@
-"""`events.jsonl`: one JSON object a line. Rank 0 writes it; the launcher does between two lives of the ranks.
+"""`events.jsonl`: one JSON object per line. Rank 0 writes it, and the launcher between two attempts of the ranks.
 
-Trackers add a warning if they must.
+A sink that fails adds a warning.
 """
 
 from __future__ import annotations
@@ -17,72 +17,72 @@ from typing import Any
 from paceline.observe.event_types import Event, Parser, parse
 
 VERSION = 2  # of the events and their fields, which docs/events.md lists
-WAITING_LIMIT = 1 << 20  # bytes of events that wait for a full disk; later ones are lost
-LINES_LISTED = 10  # of those that are damaged
+UNWRITTEN_LIMIT = 1 << 20  # bytes of events that are kept in memory while the disk is full; later ones are lost
+LINES_LISTED = 10  # numbers of damaged lines in a message
 REPEATED = ("step", "pace", "epoch", "digests")  # removed where a run resumes from an earlier step
 
 
 class Events:
-    """The writer. Ranks other than 0 have one without a file, so that no code branches on the rank.
+    """Writes events. Ranks other than 0 have a writer without a file, so that no code branches on the rank.
 
-    With `is_held` the file is not touched until `release`: a run that is resumed may still be refused.
+    With `is_held` the file is not touched until `release`: a resumed run may still be refused.
     """
 
     def __init__(self, path: Path | None, *, is_held: bool = False) -> None:
         self._path = path
         self._file: FileIO | None = None
         self._last: dict[str, float] = {}
-        self._waiting = bytearray()
+        self._unwritten = bytearray()
         self._is_batch = False
         if not is_held:
             self.release()
 
     @property
     def is_held(self) -> bool:
-        """Whether all events wait until they are released."""
+        """Whether events are kept in memory until `release`."""
         return self._path is not None and self._file is None
 
     def release(self) -> None:
-        """Open the file, and write what has waited for that."""
+        """Open the file, and write the events that were held."""
         if self._path is None:
             return
         self._file = self._path.open("ab", buffering=0)
-        is_any_held = bool(self._waiting)
-        if not _ends_whole(self._path):  # the last line of a killed writer may have no end
-            self._waiting[:0] = b"\n"
+        is_any_held = bool(self._unwritten)
+        if not _ends_with_newline(self._path):  # a writer that was killed may have left an incomplete line
+            self._unwritten[:0] = b"\n"
         if is_any_held:
             self._flush()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add one event, at once; a field `time` replaces the present time. While the disk is full, events wait."""
+        """Write one event at once; a field `time` replaces the current time. A full disk keeps events in memory."""
         if self._path is None:
             return
         line = _line(event, fields)
-        if len(self._waiting) + len(line) <= WAITING_LIMIT:
-            self._waiting += line
+        if len(self._unwritten) + len(line) <= UNWRITTEN_LIMIT:
+            self._unwritten += line
         if not self._is_batch:
             self._flush()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Write the events that are added inside with a single system call."""
+        """Write all events of the body with a single system call."""
         self._is_batch = True
         try:
             yield
         finally:
             self._is_batch = False
-            if self._waiting:
+            if self._unwritten:
                 self._flush()
 
     def write_sometimes(self, event: str, *, every_s: float = 0.5, **fields: Any) -> None:
-        """Add an event unless one of its kind was added a moment ago: for things that happen very often."""
+        """Write an event unless one of its kind was written less than `every_s` ago."""
         now = time.monotonic()
         if self._path is not None and now - self._last.get(event, 0.0) >= every_s:
             self._last[event] = now
             self.write(event, **fields)
 
     def close(self) -> None:
-        """End of the run."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -91,17 +91,17 @@ class Events:
             return
         self._follow_path()
         with suppress(OSError):
-            written = self._file.write(self._waiting)
-            del self._waiting[:written]
+            written = self._file.write(self._unwritten)
+            del self._unwritten[:written]
 
     def _follow_path(self) -> None:
-        """Write to the file that has the path now: the old one may have been deleted with the run folder."""
+        """Write to the file that is at the path now: the old one may have been deleted with the run folder."""
         assert self._path is not None
         assert self._file is not None
         with suppress(FileNotFoundError):
             if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
-        with suppress(OSError):  # while a folder that was moved is not in its place, its file is the right one
+        with suppress(OSError):  # while the run folder is moved away, the old file is still the right one
             old, self._file = self._file, self._path.open("ab", buffering=0)
             old.close()
 
@@ -109,13 +109,13 @@ class Events:
 def _line(event: str, fields: dict[str, Any]) -> bytes:
     content = {"event": event, "time": round(time.time(), 3), **fields}
     line = json.dumps(content)
-    if "\\ud" in line:  # perhaps half of a surrogate pair, from a file name that is not UTF-8: invalid in JSON
+    if "\\ud" in line:  # maybe half of a surrogate pair, from a file name that is not UTF-8: invalid in JSON
         line = json.dumps(json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")))
     return line.encode() + b"\n"
 
 
 def read(path: Path, damaged: list[int] | None = None) -> Iterator[Event]:
-    """The events in a file; the numbers of damaged lines, which are left out, are added to `damaged`."""
+    """The events in a file; damaged lines are skipped, and their numbers are added to `damaged`."""
     parser = Parser()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -127,14 +127,14 @@ def read(path: Path, damaged: list[int] | None = None) -> Iterator[Event]:
 
 
 def damage_text(lines: Sequence[int]) -> str:
-    """Which lines of a file are damaged, such as "2 damaged lines of events.jsonl were left out: 3, 17"."""
+    """A message such as "2 damaged lines of events.jsonl were skipped: 3, 17"."""
     listed = ", ".join(map(str, lines[:LINES_LISTED])) + (", …" if len(lines) > LINES_LISTED else "")
     words = "damaged line of events.jsonl was" if len(lines) == 1 else "damaged lines of events.jsonl were"
-    return f"{len(lines)} {words} left out: {listed}"
+    return f"{len(lines)} {words} skipped: {listed}"
 
 
 def rewind(path: Path, step: int) -> None:
-    """Forget what will be said again: steps and epochs that end after `step`."""
+    """Remove the steps and epochs after `step`, which the resumed run reports again."""
     if not path.exists():
         return
     partial = path.with_name(f".{path.name}")
@@ -146,7 +146,7 @@ def rewind(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def _ends_whole(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return True

@@ -1,4 +1,4 @@
-"""A rank's failure: caught in the rank, written down, and told in a few lines by whoever watches the ranks."""
+"""The failure of a rank: captured and written to a file in the rank, read and described by the launcher."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from typing import Any
 from paceline import errors
 from paceline.errors import ConfigError, PacelineError, RankFailed
 from paceline.observe.progress import Progress
+from paceline.observe.rank_log import read_end
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.system.exit_codes import ENDED_EARLY
 
-# What a rank reports when a neighbour is gone. Gloo raises these as plain RuntimeErrors.
-NEIGHBOUR_IS_GONE = re.compile(
+# What a rank reports when another rank has ended. Gloo raises these as plain RuntimeErrors.
+OTHER_RANK_ENDED = re.compile(
     r"gloo/|Connection (closed|reset) by peer|Broken pipe|NCCL (error|communicator)|recvValue failed|"
     r"Software caused connection abort|Application timeout caused pair closure"
 )
-OURS = f"{errors.__name__}."  # before the name of an error of ours, in a traceback
+OWN_ERRORS = f"{errors.__name__}."  # precedes the name of an error of Paceline in a traceback
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Code under these folders is never the user's own.
+# Code in these folders is not the user's.
 LIBRARIES = tuple(
     {
         sysconfig.get_path("stdlib"),
@@ -41,31 +42,31 @@ LIBRARIES = tuple(
 )
 
 
-HANG = "Hang"  # in place of an error's name: no rank has moved for hang_timeout_s
-MISMATCH = "Mismatch"  # the ranks have called different collectives
-HOST_LOST = -1000  # in place of an exit code, of ranks on a host that does not answer any more
+HANG = "Hang"  # in place of an error's name: no rank has made progress for hang_timeout_s
+MISMATCH = "Mismatch"  # in place of an error's name: the ranks have called different collectives
+HOST_LOST = -1000  # in place of an exit code: the rank's host no longer responds
 
 
 @dataclass
 class Failure:
-    """What went wrong in one rank."""
+    """The failure of one rank."""
 
     rank: int
     host: str
-    place: str
+    place: str  # the position in the run, as Progress.describe returns it
     error: str
     text: str
     location: str | None
     log: str
     time: float
-    is_echo: bool = False  # a neighbour's death, seen from this rank
-    is_killed: bool = False  # by a signal; it raised nothing itself
-    is_config: bool = False  # a mistake in the config that only a rank could see
+    is_echo: bool = False  # only a consequence: another rank has ended
+    is_killed: bool = False  # by a signal; the rank raised no error
+    is_config: bool = False  # a mistake in the config that only a rank can find
     step: int | None = None  # of `place`
-    story: str | None = None  # the whole text where several ranks are concerned, with a row for each
+    story: str | None = None  # the complete text if several ranks are involved, with a row for each
 
     def describe(self) -> str:
-        """The block that people read, at most 10 lines; or the story."""
+        """The text for the user: `story`, or a block of at most 10 lines."""
         if self.story is not None:
             return self.story
         lines = [line for line in self.text.strip().splitlines() if line.strip()] or [""]
@@ -80,27 +81,27 @@ class Failure:
         return "\n".join(block)
 
     def summarize(self, saved_step: int) -> str:
-        """One line for the screen, when the ranks start again from the checkpoint of `saved_step`."""
+        """One line for the screen, when the ranks restart from the checkpoint of `saved_step`."""
         if self.error == HANG:
             return f"hang: {self.text}"
-        end = "lost its neighbour" if self.is_echo else "failed"  # whose host may be gone
-        # The place of a rank that was killed is up to a second old.
+        verb = "lost another rank" if self.is_echo else "failed"
+        # The position of a rank that was killed is up to a second old.
         is_old = self.step is not None and self.step < saved_step
-        return f"rank {self.rank} {end} ({f'after step {saved_step}' if is_old else self.place}): {self.error}"
+        return f"rank {self.rank} {verb} ({f'after step {saved_step}' if is_old else self.place}): {self.error}"
 
     def to_error(self) -> PacelineError:
-        """What the launcher raises: a ConfigError as the rank raised it, otherwise RankFailed."""
+        """The error that the launcher raises: a ConfigError if the rank raised one, otherwise RankFailed."""
         return ConfigError(self.text.splitlines()) if self.is_config else RankFailed(self.describe())
 
 
 def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunFolder) -> Failure:
-    """The failure that `error` means, from inside the rank."""
+    """The failure that `error` is; called inside the rank."""
     text, name, kind = str(error), type(error).__name__, type(error)
     cause = _worker_cause(text)
     if cause:
         name, text = cause
-        if name.startswith(OURS):
-            name = name.removeprefix(OURS)
+        if name.startswith(OWN_ERRORS):
+            name = name.removeprefix(OWN_ERRORS)
             kind = getattr(errors, name)
     if isinstance(error, SystemExit):
         text = f"sys.exit({error.code}) was called during the run"
@@ -113,15 +114,15 @@ def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunF
         location=user_location(error),
         log=str(folder.log(rank)),
         time=time.time(),
-        # A network error of the user's own is an OSError, or comes from a DataLoader worker.
-        is_echo=isinstance(error, RuntimeError) and cause is None and bool(NEIGHBOUR_IS_GONE.search(text)),
+        # A network error in the user's code is an OSError, or raised in a DataLoader worker.
+        is_echo=isinstance(error, RuntimeError) and cause is None and bool(OTHER_RANK_ENDED.search(text)),
         is_config=issubclass(kind, ConfigError),
         step=progress.step,
     )
 
 
 def write(failure: Failure, folder: RunFolder, spare: Path | None = None) -> None:
-    """Leave the failure where the launcher looks for it; in the folder `spare` if the run folder's disk is full."""
+    """Write the failure to the run folder for the launcher, or to the folder `spare` if that disk is full."""
     try:
         write_json(folder.failure(failure.rank), asdict(failure))
     except OSError:
@@ -130,8 +131,8 @@ def write(failure: Failure, folder: RunFolder, spare: Path | None = None) -> Non
         write_json(spare / folder.failure(failure.rank).name, asdict(failure))
 
 
-def written(folder: RunFolder, ranks: Iterable[int], spare: Path | None = None) -> dict[int, Failure]:
-    """What ranks have written of their failures."""
+def read(folder: RunFolder, ranks: Iterable[int], spare: Path | None = None) -> dict[int, Failure]:
+    """The failures that ranks have written, by rank."""
     paths = {rank: folder.failure(rank) for rank in ranks}
     if spare is not None:
         paths |= {rank: spare / path.name for rank, path in paths.items() if not path.exists()}
@@ -139,12 +140,12 @@ def written(folder: RunFolder, ranks: Iterable[int], spare: Path | None = None) 
 
 
 def first(folder: RunFolder, exit_codes: Mapping[int, int], spare: Path | None = None) -> Failure:
-    """The failure that came first and caused the others, from what the ranks wrote and how they ended."""
-    told = written(folder, exit_codes, spare)
-    ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in told and code]
-    candidates = sorted(told.values(), key=lambda failure: failure.time)
+    """The failure that caused the others, from what the ranks wrote and from their exit codes."""
+    written = read(folder, exit_codes, spare)
+    ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in written and code]
+    candidates = sorted(written.values(), key=lambda failure: failure.time)
     own = [failure for failure in candidates if not failure.is_echo]
-    # The launcher ends the survivors by SIGTERM, so a death by that signal comes last.
+    # The launcher ends the remaining ranks by SIGTERM, so that signal is the least likely cause.
     ended.sort(key=lambda failure: failure.error == "SIGTERM")
     return [*own, *ended, *candidates][0]
 
@@ -156,25 +157,27 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
             "the process was killed; most likely the machine ran out of memory (see `dmesg`)",
         )
     elif code == HOST_LOST:
-        error, text = "HostLost", "its host does not answer any more"
+        error, text = "HostLost", "its host no longer responds"
     elif code == ENDED_EARLY:
         error, text = (
             "Exit",
             "the process ended with exit code 0 before the run was over; something called os._exit or exec",
         )
     elif code < 0:
-        names = {signal.value: signal.name for signal in Signals}  # real-time signals have none
+        names = {signal.value: signal.name for signal in Signals}  # real-time signals have no name
         error, text = names.get(-code, "Signal"), f"the process was ended by signal {-code}"
     else:
         error, text = "Exit", f"the process ended with exit code {code}"
-    tail = [line for line in _tail(folder.log(rank)) if line.strip()]
-    last = _last_place(folder.place(rank))
+    # The stacks that faulthandler dumps when a process crashes are for the log only.
+    output = read_end(folder.log(rank), limit=1 << 16).partition("Fatal Python error: ")[0]
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = _last_position(folder.place(rank))
     return Failure(
         rank=rank,
         host=last.get("host") or socket.gethostname(),
-        place=f"last seen {last['place']}" if last else "place unknown",
+        place=f"last seen {last['place']}" if last else "position unknown",
         error=error,
-        text="\n".join([text, *(f"last output: {line}" for line in tail[-1:])]),
+        text="\n".join([text, *(f"last output: {line}" for line in lines[-1:])]),
         location=last.get("location"),
         log=str(folder.log(rank)),
         time=time.time(),
@@ -183,22 +186,12 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
     )
 
 
-def _last_place(path: Path) -> dict[str, Any]:
-    """What a rank told of itself a moment before it ended, if anything."""
+def _last_position(path: Path) -> dict[str, Any]:
+    """The position that a rank wrote last; empty if there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return {}
-
-
-def _tail(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            # What faulthandler dumps when a process crashes is for the log alone.
-            return file.read().decode(errors="replace").partition("Fatal Python error: ")[0].splitlines()
-    except OSError:
-        return []
 
 
 def _worker_cause(text: str) -> tuple[str, str] | None:
@@ -211,9 +204,9 @@ def _worker_cause(text: str) -> tuple[str, str] | None:
 
 
 def user_location(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame of the user's own code."""
+    """`file:line` of the innermost frame in the user's code; None if there is none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    # A DataLoader worker's error carries its frames as text.
+    # The error of a DataLoader worker has its frames as text.
     frames += [(match[1], int(match[2])) for match in FRAME.finditer(str(error))]
     for filename, line in reversed(frames):
         if not filename.startswith(LIBRARIES):

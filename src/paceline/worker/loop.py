@@ -16,8 +16,8 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.data.lanes import StepInputs
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
+from paceline.observe.bottleneck import StragglerDetector
 from paceline.observe.clock import DATA, OTHER
-from paceline.observe.stragglers import Stragglers
 from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
@@ -77,7 +77,7 @@ class Loop:
         guard = self.stepper.guard
         review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
         # It has no reference to this loop: workers of DataLoaders do not end if they are left to the garbage collector.
-        stragglers = Stragglers(self.world.gather_objects(socket.gethostname()))
+        stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
         self.log = StepLog(self.world, self.state, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.state.step, self.state.samples
         self.frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
@@ -169,7 +169,7 @@ class Loop:
         if self.saver.is_due(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked)):
             self.run_view.save_requested = False
             self.saver.start(state.step, self._state(), self._metrics_of_step())
-            self.stepper.clock.forget()
+            self.stepper.clock.discard_sample()
 
     def _stop_reason(self) -> int:
         return self.stop.reason or (BY_CALLBACK if self.run_view.stop_requested is not None else 0)

@@ -29,8 +29,8 @@ from paceline.engine.replica import replicate
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
 from paceline.observe import failures
-from paceline.observe.lines import failed_line, warning_line
 from paceline.observe.progress import Progress
+from paceline.observe.rank_log import failed_line, warning_line
 from paceline.observe.watchdog import watching
 from paceline.run import job
 from paceline.run.atomic_files import write_json

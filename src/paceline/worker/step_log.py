@@ -16,9 +16,9 @@ import torch
 from paceline.data.lanes import StepInputs
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import StepResult
-from paceline.observe.clock import OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.bottleneck import StragglerDetector
+from paceline.observe.clock import OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
-from paceline.observe.stragglers import Stragglers
 from paceline.system.memory import Memory
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
@@ -60,8 +60,8 @@ class StepLog:
         state: TrainState,
         plan: LoopPlan,
         events: Events,
-        clock: Clock,
-        stragglers: Stragglers,
+        clock: PhaseClock,
+        stragglers: StragglerDetector,
         review: Callable[[Sequence[FinishedStep]], None],
     ) -> None:
         """`review` is called with the steps whose losses have arrived."""
@@ -107,7 +107,7 @@ class StepLog:
         rows = torch.stack(self._rows).double().flatten()
         # Facts of the host go along from pinned memory: a copy from other memory would wait for the device.
         is_on_gpu = rows.device.type == "cuda"
-        known = [self._memory.used, self._cost_s, *self._clock.means(self._timed_steps)]
+        known = [self._memory.used, self._cost_s, *self._clock.mean_ms(self._timed_steps)]
         facts = torch.tensor(known, dtype=rows.dtype, pin_memory=is_on_gpu).to(rows.device, non_blocking=True)
         self._clock.enter(REDUCTION)
         numbers = torch.stack(self._world.gather_equal(torch.cat([rows, facts])))
@@ -185,7 +185,7 @@ class StepLog:
             samples_per_s=round(self._samples / elapsed, 1),
             step_ms=step_ms, phase_ms=phase_ms, memory_mb=[round(used / 1e6, 1) for used in memory],
         )  # fmt: skip
-        if found := self._stragglers.see(step_ms, phase_ms, elapsed):
+        if found := self._stragglers.update(step_ms, phase_ms, elapsed):
             self._events.write("straggler", step=step, **found)
         self._restart_window()
         # A rank that is early waits for the others in the gather; the smallest cost is that of the last rank.
@@ -196,7 +196,7 @@ class StepLog:
         self._trained_s += steps * step_s
         self._every = log_interval(step_s, self._trained_s, cost_s)
         if self._trained_s >= self._sample_at_s:
-            self._clock.ask()
+            self._clock.sample_next_step()
             self._sample_at_s = self._trained_s + SAMPLE_S
 
     def epoch_mean(self) -> float | None:
@@ -210,7 +210,7 @@ class StepLog:
 
     def restart_clock(self) -> None:
         """Begin to measure time again, so that an evaluation does not count as slow training."""
-        self._clock.forget()
+        self._clock.discard_sample()
         self._restart_window()
         self._restart_steps()
 

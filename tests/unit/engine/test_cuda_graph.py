@@ -532,15 +532,15 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     assert ride(5)
     assert device.state == other
 
-    clock.ask()
+    clock.sample_next_step()
     ride(3)
     ride(3)  # is recorded with marks, and replayed without
-    assert math.isnan(clock.means(1)[-1])
-    clock.ask()
+    assert math.isnan(clock.mean_ms(1)[-1])
+    clock.sample_next_step()
     ride(3)
     ride(3)
-    assert clock.means(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
-    clock.ask()
+    assert clock.mean_ms(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
+    clock.sample_next_step()
     ride(3)
     ride(5)  # of which there is none with marks
-    assert clock.means(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
+    assert clock.mean_ms(1)[2:] == [LANES + 1, LANES, 0, 1, 1]

@@ -22,7 +22,7 @@ from paceline.engine.reduce import LaneSum
 from paceline.engine.replica import Single
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, DataError, UnusedParameters
-from paceline.observe.clock import Clock
+from paceline.observe.clock import PhaseClock
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
@@ -53,7 +53,7 @@ def lanes_of(batches: list[Batch], empty: tuple[int, ...] = ()) -> list[Lane]:
 def backward_of(model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross_entropy, **keys: Any) -> Backward:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": loss_fn, **keys})
     feed = Feed([], config, HERE)
-    clock = Clock()
+    clock = PhaseClock()
     return Backward(
         Single(model, loss_fn), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False
     )

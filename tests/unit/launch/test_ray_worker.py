@@ -64,7 +64,7 @@ def test_a_rank_that_was_killed_is_written_down_for_the_others(folder: RunFolder
     first = ray_worker._watch(FakeRanks(code=-9), folder, 1, quiet(folder, 2))  # type: ignore[arg-type]
     assert first is not None
     assert (first.rank, first.error, first.is_killed) == (1, "SIGKILL", True)
-    assert failures.written(folder, [1])[1] == first
+    assert failures.read(folder, [1])[1] == first
 
 
 def test_the_cause_is_told_and_not_its_echo(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ def failed(error: str = "RuntimeError", text: str = "odd", place: str = "trainin
 
 
 def killed() -> Failure:
-    return failed("SIGKILL", "the process was killed", "place unknown", is_killed=True)
+    return failed("SIGKILL", "the process was killed", "position unknown", is_killed=True)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.launch import stalls
 from paceline.launch.stalls import StallDetector
-from paceline.observe.hangs import Place
+from paceline.observe.hangs import RankPosition
 from paceline.observe.watchdog import ENDED
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
@@ -40,7 +40,7 @@ def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[StallDetector, int], bo
 
 
 def beat(folder: RunFolder, rank: int, number: int) -> None:
-    write_json(folder.place(rank), asdict(Place(rank, "here", 7, beat=number)))
+    write_json(folder.place(rank), asdict(RankPosition(rank, "here", 7, beat=number)))
 
 
 def test_silence_of_all_ranks_is_a_hang_and_one_beat_ends_it(folder: RunFolder, pass_s: Callable[..., bool]) -> None:

@@ -1,4 +1,4 @@
-"""telemetry/console.py: the view on a terminal, and plain lines elsewhere."""
+"""screen/console.py: the view on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.console import PLAIN_INTERVAL_S, Screen
+from paceline.observe.screen.console import PLAIN_INTERVAL_S, Screen
 
 STEP = {
     "event": "step", "time": 1000.0, "step": 40, "steps": 100, "epoch": 2, "epochs": 5, "loss": 0.125, "lr": 0.003,
@@ -43,20 +43,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_elsewhere_a_line_now_and_then_tells_how_it_is_going(
+def test_without_a_terminal_a_plain_line_is_printed_every_few_seconds(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = Screen()
     for _ in range(10):
         clock[0] += PLAIN_INTERVAL_S / 2
         screen.show(STEP)
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]"] * 5
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == ["epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]"] * 5
 
 
-def test_steps_are_shown_with_the_pace_and_not_one_by_one(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_shown_only_with_the_next_pace_event(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     measured = ("samples_per_s", "step_ms", "memory_mb")
     recorded = {name: value for name, value in STEP.items() if name not in measured}
@@ -65,11 +63,13 @@ def test_steps_are_shown_with_the_pace_and_not_one_by_one(
         screen.show({**recorded, "step": step})
     assert capsys.readouterr().err == ""
     screen.show({name: value for name, value in STEP.items() if name not in ("loss", "lr")} | {"event": "pace"})
-    told = "epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]\n"
-    assert capsys.readouterr().err == told
+    printed = "epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]\n"
+    assert capsys.readouterr().err == printed
 
 
-def test_a_stream_and_an_own_loop_have_their_lines_too(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_evaluations_and_own_loops_have_plain_lines(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     screen = Screen()
     progress = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 3, "batch": 4, "batches": None}
     for event in ({**STEP, "steps": None}, {"event": "evaluating", "time": 0.0, "batch": 1, "batches": 6}, progress):
@@ -82,9 +82,9 @@ def test_a_stream_and_an_own_loop_have_their_lines_too(clock: list[float], capsy
     ]
 
 
-def test_a_straggler_is_told_in_its_own_words(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    Screen().show({"event": "straggler", "time": 0.0, "text": "rank 1 on n2 holds the others back"})
-    assert capsys.readouterr().err == "rank 1 on n2 holds the others back\n"
+def test_the_text_of_a_straggler_event_is_shown(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    Screen().show({"event": "straggler", "time": 0.0, "text": "rank 1 on n2 delays the others"})
+    assert capsys.readouterr().err == "rank 1 on n2 delays the others\n"
 
 
 def test_texts_of_events_cannot_control_the_terminal(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_texts_of_events_cannot_control_the_terminal(clock: list[float], capsys:
 
 
 class Terminal:
-    """A command in a terminal of 80 columns, and what can be read there."""
+    """A command in a terminal of 80 columns, and the text on its screen."""
 
     SEQUENCE = re.compile(rb"\x1b\[([?\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
 
@@ -117,16 +117,16 @@ class Terminal:
         self.bytes = b""
 
     def read(self, until: str | None = None, limit_s: float = 30.0) -> str:
-        """The lines on the screen, once there is `until` among them; without it, when the command has ended."""
+        """The text on the screen, as soon as it contains `until`; without it, when the command has ended."""
         deadline = time.monotonic() + limit_s
         while until is None or until not in self.text:
             is_new, *_ = select.select([self.leader], [], [], max(deadline - time.monotonic(), 0.0))
             new = b""
-            with suppress(OSError):  # nobody is at the other end any more
+            with suppress(OSError):  # the command has ended and closed the terminal
                 new = os.read(self.leader, 1 << 16) if is_new else b""
             if not new and is_new and until is None:
                 break
-            assert new, f"{until!r} has not come:\n{self.text}"
+            assert new, f"{until!r} is not on the screen:\n{self.text}"
             self.bytes += new
         return self.text
 
@@ -157,28 +157,28 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def tell(run: Path, *events: dict[str, Any]) -> None:
+def write(run: Path, *events: dict[str, Any]) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
-def test_a_terminal_shows_the_view_while_the_run_goes_on_and_nothing_of_it_later(run: Path) -> None:
-    tell(run, STARTED, STEP)
+def test_a_terminal_shows_the_view_during_the_run_and_removes_it_at_the_end(run: Path) -> None:
+    write(run, STARTED, STEP)
     terminal = Terminal([str(Path(sys.executable).parent / "paceline"), "watch", "run"], run.parent)
     try:
         shown = terminal.read(until="slowest")
         for text in ("digits: 2 ranks", "40/100 steps", "s left", "epoch 2/5", "loss 0.1250", "lr 0.003", "300 MB"):
             assert text in shown
-        tell(run, {"event": "epoch", "time": 1001.0, "epoch": 2, "step": 40, "train_loss": 0.2, "accuracy": 0.75})
+        write(run, {"event": "epoch", "time": 1001.0, "epoch": 2, "step": 40, "train_loss": 0.2, "accuracy": 0.75})
         terminal.read(until="evaluation  accuracy 0.7500")
-        # Ranks that start again have done nothing yet.
-        tell(run, {"event": "restarted", "time": 1002.0, "text": "rank 1 failed; starting again"})
+        # After a restart the view is removed until there is new progress.
+        write(run, {"event": "restarted", "time": 1002.0, "text": "rank 1 failed; starting again"})
         assert "40/100" not in terminal.read(until="starting again")
-        tell(run, {**STARTED, "time": 1002.5})
+        write(run, {**STARTED, "time": 1002.5})
         terminal.read(until="starting again\ndigits")
-        tell(run, {**STEP, "time": 1003.0, "step": 41}, {**STEP, "time": 1004.0, "step": 42})
+        write(run, {**STEP, "time": 1003.0, "step": 41}, {**STEP, "time": 1004.0, "step": 42})
         terminal.read(until="42/100")
-        tell(run, {"event": "run_finished", "time": 1005.0})
+        write(run, {"event": "run_finished", "time": 1005.0})
         started = "digits: 2 ranks on cpu (gloo), run folder /r"
         epoch = "epoch 2  step 40  train_loss 0.2000  accuracy 0.7500"
         assert terminal.read().split("\n") == [started, epoch, "rank 1 failed; starting again", started]
@@ -188,7 +188,7 @@ def test_a_terminal_shows_the_view_while_the_run_goes_on_and_nothing_of_it_later
 
 PRINTING = """
 import json, sys
-from paceline.observe.console import Screen
+from paceline.observe.screen.console import Screen
 screen = Screen()
 screen.show(json.loads(sys.argv[1]))
 screen.line("[red] from rank 0: " + 80 * "x")

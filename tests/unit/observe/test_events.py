@@ -1,3 +1,5 @@
+"""events.py and event_types.py: writing, parsing and rewinding `events.jsonl`."""
+
 from __future__ import annotations
 
 import json
@@ -37,17 +39,17 @@ def open_events(path: Path) -> Iterator[Open]:
 
 
 class FullDisk:
-    """A file on a disk with room for so many bytes; a write that does not fit writes what fits, as the system does."""
+    """A file on a disk with `free` bytes; a write that does not fit writes what fits, as the system does."""
 
-    def __init__(self, file: Any, room: int) -> None:
-        self._file, self._room = file, room
+    def __init__(self, file: Any, free: int) -> None:
+        self._file, self._free = file, free
         self.fileno = file.fileno
 
     def write(self, line: bytes) -> int:
-        if not self._room:
+        if not self._free:
             raise OSError(28, "No space left on device")
-        written: int = self._file.write(line[: self._room])
-        self._room -= written
+        written: int = self._file.write(line[: self._free])
+        self._free -= written
         return written
 
 
@@ -58,7 +60,7 @@ def kinds(path: Path) -> list[str]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_event_is_one_line_that_is_there_at_once(path: Path, open_events: Open) -> None:
+def test_an_event_is_one_line_that_is_written_at_once(path: Path, open_events: Open) -> None:
     open_events().write("step", step=3, text="größe\nof two lines", loss=0.5)
     [line] = path.read_text().splitlines()
     event = json.loads(line)
@@ -66,7 +68,7 @@ def test_an_event_is_one_line_that_is_there_at_once(path: Path, open_events: Ope
     assert event == {"event": "step", "step": 3, "text": "größe\nof two lines", "loss": 0.5}
 
 
-def test_a_run_that_goes_on_adds_to_what_is_there(path: Path, open_events: Open) -> None:
+def test_a_second_writer_appends_to_the_file(path: Path, open_events: Open) -> None:
     open_events().write("first")
     open_events().write("second")
     assert kinds(path) == ["first", "second"]
@@ -80,7 +82,7 @@ def test_ranks_without_a_file_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_happens_very_often_is_written_sometimes(
+def test_frequent_events_are_written_at_most_once_per_interval(
     path: Path, open_events: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -105,19 +107,21 @@ def test_events_of_a_batch_are_written_together_and_in_order(path: Path, open_ev
     assert kinds(path)[2:] == ["third"]
 
 
-# --- torn lines -------------------------------------------------------------------------------------------------------
+# --- incomplete lines -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("torn", [b'{"event": "st', b'{"event": "step", "time": 1.0}', b"{", b"\xc3"])
-def test_the_torn_last_line_of_a_killed_writer_costs_no_other_event(torn: bytes, path: Path, open_events: Open) -> None:
+@pytest.mark.parametrize("incomplete", [b'{"event": "st', b'{"event": "step", "time": 1.0}', b"{", b"\xc3"])
+def test_the_incomplete_last_line_of_a_killed_writer_damages_no_other_event(
+    incomplete: bytes, path: Path, open_events: Open
+) -> None:
     open_events().write("before")
     with path.open("ab") as file:
-        file.write(torn)
+        file.write(incomplete)
     open_events().write("after")
     assert [kind for kind in kinds(path) if kind != "step"] == ["before", "after"]
 
 
-def test_reading_passes_over_everything_that_is_no_event(path: Path) -> None:
+def test_reading_skips_lines_that_are_not_events(path: Path) -> None:
     path.write_bytes(
         b'{"event": "a", "time": 1}\n\n[1]\n3\nnull\n{"no": 1}\n\x00\x00\xff\n{"event": "b", "time": 2}\n{"event": "c"'
     )
@@ -125,17 +129,17 @@ def test_reading_passes_over_everything_that_is_no_event(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "\n", "{", "[]", "null", '{"x": 1}', b"\xff"])
-def test_a_line_that_is_no_event_is_none(line: str | bytes) -> None:
+def test_parsing_a_line_that_is_not_an_event_gives_none(line: str | bytes) -> None:
     assert parse(line) is None
 
 
-def test_text_that_is_not_utf_8_is_readable_all_the_same(path: Path, open_events: Open) -> None:
+def test_text_that_is_not_utf_8_is_written_as_valid_json(path: Path, open_events: Open) -> None:
     open_events().write("warning", text=b"gr\xf6\xdfe \xf0\x9f\x98\x80".decode("utf-8", "surrogateescape"))
     [event] = read(path)
     assert event["text"] == "gr??e 😀"
 
 
-def test_the_examples_of_the_documentation_are_read_as_they_are() -> None:
+def test_the_examples_in_the_documentation_are_valid_events() -> None:
     examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
     assert len(examples) == 16
     assert [parse(line) for line in examples] == [json.loads(line) for line in examples]
@@ -154,12 +158,12 @@ STEP = {"event": "step", "time": 1.0, "step": 5, "loss": 0.5, "step_ms": [1.0, 2
     ],
     ids=str,
 )  # fmt: skip
-def test_a_step_with_a_wrong_type_is_no_event(damage: dict[str, Any]) -> None:
+def test_a_step_with_a_wrong_type_is_not_an_event(damage: dict[str, Any]) -> None:
     assert parse(json.dumps(STEP)) == STEP
     assert parse(json.dumps({**STEP, **damage})) is None
 
 
-def test_what_a_later_version_adds_is_passed_over() -> None:
+def test_unknown_fields_are_dropped_and_unknown_events_are_kept() -> None:
     assert parse(json.dumps({**STEP, "added": {"a": 1}})) == STEP
     assert parse('{"event": "added", "time": 1, "a": 2}') == {"event": "added", "time": 1.0, "a": 2}
 
@@ -172,14 +176,14 @@ def test_an_epoch_keeps_its_metrics_and_nothing_else() -> None:
     assert math.isnan(diverged["val_loss"])
 
 
-def test_damaged_lines_are_counted_but_not_empty_ones_nor_one_that_is_being_written(path: Path) -> None:
+def test_damaged_lines_are_listed_but_not_empty_or_incomplete_ones(path: Path) -> None:
     path.write_bytes(b'\n{"event": "a", "time": 1}\n{"event": "b"}\n\xff\n{"event": "c", "ti')
     damaged: list[int] = []
     assert [event["event"] for event in read(path, damaged)] == ["a"]
     assert damaged == [3, 4]
-    assert damage_text(damaged) == "2 damaged lines of events.jsonl were left out: 3, 4"
+    assert damage_text(damaged) == "2 damaged lines of events.jsonl were skipped: 3, 4"
     assert damage_text(range(1, 30)) == (
-        "29 damaged lines of events.jsonl were left out: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, …"
+        "29 damaged lines of events.jsonl were skipped: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, …"
     )
 
 
@@ -193,12 +197,12 @@ def test_rewinding_leaves_lines_as_they_were_written(path: Path) -> None:
 # --- a full disk ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("room", range(0, 60, 7))
-def test_while_the_disk_is_full_events_wait_and_the_run_does_not(room: int, path: Path, open_events: Open) -> None:
+@pytest.mark.parametrize("free", range(0, 60, 7))
+def test_events_are_kept_in_memory_while_the_disk_is_full(free: int, path: Path, open_events: Open) -> None:
     events = open_events()
     events.write("before")
     file = events._file
-    events._file = FullDisk(file, room)  # type: ignore[assignment]
+    events._file = FullDisk(file, free)  # type: ignore[assignment]
     for n in range(5):
         events.write("late", n=n)
     assert len(kinds(path)) < 6
@@ -206,13 +210,13 @@ def test_while_the_disk_is_full_events_wait_and_the_run_does_not(room: int, path
     events.write("after")
     assert kinds(path) == ["before", *["late"] * 5, "after"]
     assert [event["n"] for event in read(path) if event["event"] == "late"] == list(range(5))
-    assert len(path.read_bytes().splitlines()) == 7  # none is torn, none is there twice
+    assert len(path.read_bytes().splitlines()) == 7  # each complete, and each once
 
 
 def test_a_disk_that_stays_full_does_not_fill_the_memory(
     path: Path, open_events: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "WAITING_LIMIT", 1000)
+    monkeypatch.setattr(events_module, "UNWRITTEN_LIMIT", 1000)
     events = open_events()
     file = events._file
     events._file = FullDisk(file, 30)  # type: ignore[assignment]
@@ -227,7 +231,7 @@ def test_a_disk_that_stays_full_does_not_fill_the_memory(
     assert parse(lines[-1]) == {"event": "after", "n": 1, "time": parse(lines[-1])["time"]}  # type: ignore[index]
 
 
-def test_a_device_without_any_room_is_survived() -> None:
+def test_writing_to_a_full_device_raises_nothing() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     events = Events(Path("/dev/full"))
@@ -250,14 +254,14 @@ def test_a_full_disk_while_rewinding_leaves_the_file_as_it_was(path: Path, open_
     assert path.read_bytes() == before
 
 
-def test_events_that_are_held_leave_the_file_as_it_is_until_they_are_released(path: Path, open_events: Open) -> None:
+def test_held_events_are_not_written_until_release(path: Path, open_events: Open) -> None:
     open_events().write("before")
     held = Events(path, is_held=True)
     held.write("run_started")
     held.write_sometimes("progress")
     assert held.is_held
     assert [event["event"] for event in read(path)] == ["before"]
-    rewind(path, 3)  # the file is another one now
+    rewind(path, 3)  # replaces the file
     held.release()
     held.write("after")
     held.close()
@@ -268,15 +272,15 @@ def test_events_that_are_held_leave_the_file_as_it_is_until_they_are_released(pa
 # --- rewinding --------------------------------------------------------------------------------------------------------
 
 
-def test_what_will_be_said_again_is_forgotten_and_all_else_stays(path: Path, open_events: Open) -> None:
+def test_rewinding_removes_steps_that_will_be_repeated_and_keeps_other_events(path: Path, open_events: Open) -> None:
     events = open_events()
-    said: list[tuple[str, dict[str, Any]]] = [
+    written: list[tuple[str, dict[str, Any]]] = [
         ("run_started", {}), ("step", {"step": 5}), ("digests", {"step": 5, "digests": [1]}),
         ("epoch", {"step": 5, "epoch": 1}), ("saving", {"step": 5}), ("checkpoint", {"step": 5}),
         ("step", {"step": 6}), ("pace", {"step": 6}), ("digests", {"step": 6, "digests": [2]}),
         ("epoch", {"step": 6, "epoch": 2}), ("warning", {"text": "odd", "step": 6}), ("run_stopped", {"step": 6}),
     ]  # fmt: skip
-    for kind, fields in said:
+    for kind, fields in written:
         events.write(kind, **fields)
     before = list(read(path))
     rewind(path, 5)
@@ -285,7 +289,7 @@ def test_what_will_be_said_again_is_forgotten_and_all_else_stays(path: Path, ope
     assert kinds(path) == ["run_started", "saving", "checkpoint", "warning", "run_stopped"]
 
 
-def test_rewinding_leaves_whole_lines_and_no_other_file(path: Path, open_events: Open, tmp_path: Path) -> None:
+def test_rewinding_leaves_complete_lines_and_no_other_file(path: Path, open_events: Open, tmp_path: Path) -> None:
     open_events().write("step", step=1, loss=float("nan"))
     with path.open("ab") as file:
         file.write(b'{"event": "step", "st')
@@ -297,7 +301,7 @@ def test_rewinding_leaves_whole_lines_and_no_other_file(path: Path, open_events:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_run_without_events_has_nothing_to_rewind(path: Path) -> None:
+def test_rewinding_without_a_file_does_nothing(path: Path) -> None:
     rewind(path, 3)
     assert not path.exists()
 

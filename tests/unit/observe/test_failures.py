@@ -1,3 +1,5 @@
+"""failures.py: capturing, finding the first and describing the failures of ranks."""
+
 from __future__ import annotations
 
 import json
@@ -32,13 +34,13 @@ def capture(error: BaseException, folder: RunFolder, rank: int = 0) -> Failure:
 
 
 def caught(call: Any, *arguments: Any) -> BaseException:
-    with pytest.raises(BaseException) as info:  # noqa: PT011 - any error at all is what is asked for
+    with pytest.raises(BaseException) as info:  # noqa: PT011 - any error is accepted
         call(*arguments)
     return info.value
 
 
 def write(folder: RunFolder, rank: int, text: str, *, time: float) -> Failure:
-    """A failure as its rank leaves it, at a time of our choice."""
+    """Write a failure as its rank does, with the given time."""
     written = replace(capture(RuntimeError(text), folder, rank), time=time)
     failures.write(written, folder)
     return written
@@ -59,45 +61,45 @@ def test_the_earliest_failure_comes_first_whatever_the_order_of_the_ranks(folder
     assert failures.first(folder, {0: 1, 1: 1, 2: 1}).text == "earliest"
 
 
-def test_a_neighbours_echo_is_never_the_cause(folder: RunFolder) -> None:
+def test_an_echo_of_another_ranks_failure_is_never_the_cause(folder: RunFolder) -> None:
     # Clocks differ between machines, so the echo may even carry the earlier time.
     write(folder, 0, GLOO, time=10)
     write(folder, 1, "index 7 is out of bounds", time=11)
     assert failures.first(folder, {0: 1, 1: 1}).rank == 1
 
 
-def test_a_rank_that_was_killed_comes_before_its_neighbours_echo(folder: RunFolder) -> None:
+def test_a_killed_rank_comes_before_the_echoes_of_others(folder: RunFolder) -> None:
     write(folder, 0, GLOO, time=10)
-    told = failures.first(folder, {0: 1, 1: -9})
-    assert (told.rank, told.error) == (1, "SIGKILL")
+    found = failures.first(folder, {0: 1, 1: -9})
+    assert (found.rank, found.error) == (1, "SIGKILL")
 
 
-def test_survivors_that_the_agent_ended_are_never_the_cause(folder: RunFolder) -> None:
-    told = failures.first(folder, {0: -15, 1: -15, 2: -11, 3: -15})
-    assert (told.rank, told.error) == (2, "SIGSEGV")
+def test_ranks_that_the_launcher_ended_are_never_the_cause(folder: RunFolder) -> None:
+    found = failures.first(folder, {0: -15, 1: -15, 2: -11, 3: -15})
+    assert (found.rank, found.error) == (2, "SIGSEGV")
 
 
-def test_a_written_failure_comes_before_survivors_that_the_agent_ended(folder: RunFolder) -> None:
+def test_a_written_failure_comes_before_ranks_that_the_launcher_ended(folder: RunFolder) -> None:
     write(folder, 2, "index 7 is out of bounds", time=11)
     assert failures.first(folder, {0: -15, 1: -15, 2: 1}).rank == 2
 
 
-def test_among_echoes_alone_the_earliest_is_told(folder: RunFolder) -> None:
+def test_among_echoes_the_earliest_comes_first(folder: RunFolder) -> None:
     write(folder, 0, GLOO, time=12)
     write(folder, 1, GLOO, time=11)
     assert failures.first(folder, {0: 1, 1: 1}).rank == 1
 
 
-def test_a_rank_that_left_by_itself_comes_before_its_neighbours_echo(folder: RunFolder) -> None:
+def test_a_rank_that_exited_early_comes_before_the_echoes_of_others(folder: RunFolder) -> None:
     write(folder, 0, GLOO, time=10)
-    told = failures.first(folder, {0: 1, 1: ENDED_EARLY})
-    assert (told.rank, told.error, told.is_killed) == (1, "Exit", False)
-    assert "exit code 0 before the run was over" in told.text
+    found = failures.first(folder, {0: 1, 1: ENDED_EARLY})
+    assert (found.rank, found.error, found.is_killed) == (1, "Exit", False)
+    assert "exit code 0 before the run was over" in found.text
 
 
-def test_a_rank_that_ended_well_is_no_failure(folder: RunFolder) -> None:
-    told = failures.first(folder, {0: 0, 1: 3})
-    assert (told.rank, told.error, told.text) == (1, "Exit", "the process ended with exit code 3")
+def test_exit_code_0_is_not_a_failure(folder: RunFolder) -> None:
+    found = failures.first(folder, {0: 0, 1: 3})
+    assert (found.rank, found.error, found.text) == (1, "Exit", "the process ended with exit code 3")
 
 
 @pytest.mark.parametrize(
@@ -111,12 +113,12 @@ def test_a_rank_that_ended_well_is_no_failure(folder: RunFolder) -> None:
         "[c10d] recvValue failed on SocketImpl(fd=3)",
     ],
 )
-def test_errors_of_gloo_and_nccl_about_a_lost_neighbour_are_echoes(text: str, folder: RunFolder) -> None:
+def test_errors_of_gloo_and_nccl_about_another_rank_are_echoes(text: str, folder: RunFolder) -> None:
     assert capture(RuntimeError(text), folder).is_echo
 
 
 @pytest.mark.parametrize("text", ["CUDA out of memory", "mat1 and mat2 shapes cannot be multiplied", ""])
-def test_other_errors_are_no_echoes(text: str, folder: RunFolder) -> None:
+def test_other_errors_are_not_echoes(text: str, folder: RunFolder) -> None:
     assert not capture(RuntimeError(text), folder).is_echo
 
 
@@ -125,33 +127,33 @@ def test_other_errors_are_no_echoes(text: str, folder: RunFolder) -> None:
     [ConnectionResetError(104, "Connection reset by peer"), BrokenPipeError(32, "Broken pipe")],
     ids=["reset", "pipe"],
 )
-def test_a_network_error_of_the_users_own_is_no_echo(error: OSError, folder: RunFolder) -> None:
+def test_a_network_error_in_the_users_code_is_not_an_echo(error: OSError, folder: RunFolder) -> None:
     failures.write(replace(capture(error, folder, rank=1), time=10), folder)
     assert failures.first(folder, {0: -15, 1: 1}).rank == 1
 
 
-# --- what is told -------------------------------------------------------------------------------------------
+# --- descriptions -------------------------------------------------------------------------------------------
 
 
-def test_a_kill_is_told_in_words_with_its_likely_cause_and_the_last_output(folder: RunFolder) -> None:
+def test_a_kill_is_described_with_its_likely_cause_and_the_last_output(folder: RunFolder) -> None:
     folder.log(1).write_text("epoch 1\nepoch 2: loss 0.5\n\n")
-    told = failures.first(folder, {0: -15, 1: -9}).describe()
-    assert "SIGKILL: the process was killed" in told
-    assert "memory" in told
-    assert "last output: epoch 2: loss 0.5" in told
-    assert str(folder.log(1)) in told
+    found = failures.first(folder, {0: -15, 1: -9}).describe()
+    assert "SIGKILL: the process was killed" in found
+    assert "memory" in found
+    assert "last output: epoch 2: loss 0.5" in found
+    assert str(folder.log(1)) in found
 
 
-def test_the_last_output_of_a_long_log_is_found_at_its_end(folder: RunFolder) -> None:
+def test_the_last_output_of_a_long_log_is_found(folder: RunFolder) -> None:
     folder.log(0).write_text("x" * 100_000 + "\nthe end\n")
     assert "last output: the end" in failures.first(folder, {0: -6}).text
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(folder: RunFolder) -> None:
+def test_a_signal_without_a_name_is_described_by_its_number(folder: RunFolder) -> None:
     assert "signal 40" in failures.first(folder, {0: -40}).text
 
 
-def test_the_block_says_who_where_what_and_which_log(folder: RunFolder) -> None:
+def test_the_description_has_rank_position_error_line_and_log(folder: RunFolder) -> None:
     error = caught(json.loads, "{")
     lines = capture(error, folder, rank=3).describe().splitlines()
     assert lines[0] == f"rank 3 on {socket.gethostname()} failed (training, epoch 3, step 140)"
@@ -163,12 +165,12 @@ def test_the_block_says_who_where_what_and_which_log(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     "text", ["line\n" * 12, "line\n" * 1000, "x" * 100_000, "\n\n\n", "", "a\n\n\nb\n\n\nc\n\n\nd\n\ne\n\n\nf"]
 )
-def test_the_block_is_short_whatever_the_error_says(text: str, folder: RunFolder) -> None:
-    told = replace(capture(RuntimeError(text), folder), location="/home/me/train.py:12").describe()
-    assert len(told.splitlines()) <= 10
-    assert max(map(len, told.splitlines())) < 400
-    assert "at /home/me/train.py:12" in told
-    assert "full log: " in told
+def test_the_description_is_short_even_if_the_message_is_long(text: str, folder: RunFolder) -> None:
+    found = replace(capture(RuntimeError(text), folder), location="/home/me/train.py:12").describe()
+    assert len(found.splitlines()) <= 10
+    assert max(map(len, found.splitlines())) < 400
+    assert "at /home/me/train.py:12" in found
+    assert "full log: " in found
 
 
 def test_the_location_is_the_users_innermost_line_not_the_librarys(folder: RunFolder) -> None:
@@ -180,11 +182,11 @@ def test_the_location_is_the_users_innermost_line_not_the_librarys(folder: RunFo
     assert location == f"{__file__}:{users_function.__code__.co_firstlineno + 1}"
 
 
-def test_an_error_without_a_line_of_the_users_has_no_location(folder: RunFolder) -> None:
-    assert capture(RuntimeError("from nowhere"), folder).location is None
+def test_an_error_outside_the_users_code_has_no_location(folder: RunFolder) -> None:
+    assert capture(RuntimeError("raised nowhere"), folder).location is None
 
 
-def test_a_call_of_exit_is_told_as_such(folder: RunFolder) -> None:
+def test_a_call_of_sys_exit_is_described(folder: RunFolder) -> None:
     assert capture(SystemExit(3), folder).text == "sys.exit(3) was called during the run"
 
 
@@ -192,7 +194,7 @@ def test_a_call_of_exit_is_told_as_such(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError(["lanes=6 is odd", "seed=x is no number"]), MissingExtra("a", "b", "c")])
-def test_a_config_error_of_a_rank_is_raised_as_one_with_its_sentences_alone(
+def test_a_config_error_of_a_rank_is_raised_as_a_config_error_with_the_same_problems(
     error: ConfigError, folder: RunFolder
 ) -> None:
     failures.write(capture(error, folder), folder)
@@ -201,9 +203,9 @@ def test_a_config_error_of_a_rank_is_raised_as_one_with_its_sentences_alone(
     assert raised.problems == error.problems
 
 
-def test_any_other_error_of_a_rank_is_raised_as_the_whole_block(folder: RunFolder) -> None:
+def test_any_other_error_of_a_rank_is_raised_with_the_whole_description(folder: RunFolder) -> None:
     class ConfigError(Exception):
-        """One of the user's own."""
+        """A class of the user with the same name."""
 
     captured = capture(ConfigError("odd"), folder)
     raised = captured.to_error()
@@ -215,7 +217,7 @@ def test_any_other_error_of_a_rank_is_raised_as_the_whole_block(folder: RunFolde
 
 
 class Broken(Dataset[Any]):
-    """A data set whose samples raise, in the way that is asked for."""
+    """A data set whose samples raise the requested kind of error."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -243,7 +245,7 @@ def from_worker(kind: str, folder: RunFolder) -> Failure:
     batches = iter(DataLoader(Broken(kind), num_workers=1, multiprocessing_context="fork"))
     try:
         next(batches)
-    except Exception as error:  # noqa: BLE001 - it is what the data set raises, as torch passes it on
+    except Exception as error:  # noqa: BLE001 - the error of the data set, as torch raises it again
         captured = capture(error, folder)
         # The frames hold the worker in a cycle; torch waits seconds for one that the garbage collector finds.
         traceback.clear_frames(error.__traceback__)
@@ -251,7 +253,7 @@ def from_worker(kind: str, folder: RunFolder) -> Failure:
 
 
 def line_of(text: str) -> str:
-    """The place of a line of `Broken`, as file:line."""
+    """file:line of a line of `Broken`."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f"{__file__}:{1 + next(n for n, line in enumerate(lines) if line.strip().startswith(text))}"
 
@@ -259,33 +261,33 @@ def line_of(text: str) -> str:
 # Python warns of forks in a process with threads from 3.12 on; DataLoaders fork all the same.
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 class TestWorkers:
-    def test_the_original_type_text_and_line_are_told(self, folder: RunFolder) -> None:
-        told = from_worker("text", folder)
-        assert (told.error, told.text) == ("ValueError", "sample 0 is too long\nhint: crop it")
-        assert told.location == line_of('raise ValueError("sample 0 is too long')
+    def test_the_original_type_text_and_line_are_captured(self, folder: RunFolder) -> None:
+        found = from_worker("text", folder)
+        assert (found.error, found.text) == ("ValueError", "sample 0 is too long\nhint: crop it")
+        assert found.location == line_of('raise ValueError("sample 0 is too long')
 
-    def test_a_missing_key_is_told(self, folder: RunFolder) -> None:
-        told = from_worker("key", folder)
-        assert (told.error, told.text) == ("KeyError", "'label'")
-        assert told.location == line_of('return {}["label"]')
+    def test_a_missing_key_is_captured(self, folder: RunFolder) -> None:
+        found = from_worker("key", folder)
+        assert (found.error, found.text) == ("KeyError", "'label'")
+        assert found.location == line_of('return {}["label"]')
 
-    def test_a_config_error_of_a_worker_is_one(self, folder: RunFolder) -> None:
-        told = from_worker("extra", folder)
-        assert (told.error, told.is_config) == ("MissingExtra", True)
-        assert told.text == "reading sample 0 needs pandas; run: pip install 'paceline[pandas]'"
+    def test_a_config_error_of_a_worker_is_a_config_error(self, folder: RunFolder) -> None:
+        found = from_worker("extra", folder)
+        assert (found.error, found.is_config) == ("MissingExtra", True)
+        assert found.text == "reading sample 0 needs pandas; run: pip install 'paceline[pandas]'"
 
-    def test_the_last_of_a_chain_of_errors_is_told(self, folder: RunFolder) -> None:
-        told = from_worker("chain", folder)
-        assert (told.error, told.text) == ("ValueError", "sample 0 has no label")
-        assert told.location == line_of('raise ValueError("sample 0 has no label")')
+    def test_the_last_of_a_chain_of_errors_is_captured(self, folder: RunFolder) -> None:
+        found = from_worker("chain", folder)
+        assert (found.error, found.text) == ("ValueError", "sample 0 has no label")
+        assert found.location == line_of('raise ValueError("sample 0 has no label")')
 
-    def test_an_error_without_a_message_is_told_without_torchs_frames(self, folder: RunFolder) -> None:
-        told = from_worker("silent", folder)
-        assert (told.error, told.text) == ("LookupError", "")
-        assert told.location == line_of("raise LookupError")
+    def test_an_error_without_a_message_is_captured_without_torchs_frames(self, folder: RunFolder) -> None:
+        found = from_worker("silent", folder)
+        assert (found.error, found.text) == ("LookupError", "")
+        assert found.location == line_of("raise LookupError")
 
 
-def test_a_failure_is_told_although_the_run_folder_cannot_be_written_to(tmp_path: Path) -> None:
+def test_a_failure_is_read_from_the_spare_folder_if_the_run_folder_cannot_be_written_to(tmp_path: Path) -> None:
     spare = tmp_path / "spare"
     spare.mkdir()
     (tmp_path / "run").mkdir()

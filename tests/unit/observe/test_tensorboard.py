@@ -1,4 +1,4 @@
-"""telemetry/board.py, judged by TensorBoard's own reader."""
+"""sinks/tensorboard.py, checked with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 
 from paceline.observe.events import Events, rewind
-from paceline.observe.sinks.sink import Channel
-from paceline.observe.sinks.tensorboard import Board
+from paceline.observe.sinks.sink import SinkFeeder
+from paceline.observe.sinks.tensorboard import TensorBoardSink
 
 
 @pytest.fixture
@@ -40,40 +40,40 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(scalar.step, scalar.value) for scalar in EventAccumulator(str(folder)).Reload().Scalars("loss")]
 
 
-def test_numbers_of_steps_and_epochs_are_there_as_soon_as_they_are_told(events: Path, tmp_path: Path) -> None:
-    board = Channel(events, Board(tmp_path / "board"))
-    board.look()
-    assert losses(tmp_path / "board") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+def test_numbers_of_steps_and_epochs_are_visible_at_once(events: Path, tmp_path: Path) -> None:
+    feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+    feeder.deliver()
+    assert losses(tmp_path / "tensorboard") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     writer = Events(events)
     writer.write("epoch", epoch=1, step=3, train_loss=0.6, val_loss=0.7, accuracy=1.0)
     writer.write("epoch", epoch=2, step=6, train_loss=None, val_loss=0.5, accuracy=1.0)
-    writer.write("warning", text="not for here", step=3)
+    writer.write("warning", text="not plotted", step=3)
     writer.close()
-    board.look()
-    read = EventAccumulator(str(tmp_path / "board")).Reload()
+    feeder.deliver()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(read.Tags()["scalars"]) == [
         "accuracy", "epoch", "loss", "lr", "samples_per_s", "train_loss", "val_loss",
     ]  # fmt: skip
     assert [scalar.step for scalar in read.Scalars("train_loss")] == [3]
-    board.sink.close()
+    feeder.sink.close()
 
 
-def test_what_each_rank_has_measured_is_a_plot_of_its_own(events: Path, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_plot(events: Path, tmp_path: Path) -> None:
     writer = Events(events)
     writer.write("step", step=4, loss=0.1, grad_norm=None, step_ms=[2.5, 3.5], memory_mb=[64.0, 32.0])
     writer.write("step", step=5, loss=0.1, grad_norm=0.75, step_ms=[2.0, 3.0], memory_mb=[64.0, 32.0])
     writer.close()
-    board = Channel(events, Board(tmp_path / "board"))
-    board.look()
-    board.sink.close()
-    read = EventAccumulator(str(tmp_path / "board")).Reload()
+    feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+    feeder.deliver()
+    feeder.sink.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("grad_norm")] == [(5, 0.75)]
     assert [scalar.value for scalar in read.Scalars("step_ms/rank-1")] == [3.5, 3.0]
     assert [scalar.value for scalar in read.Scalars("memory_mb/rank-0")] == [64.0, 64.0]
 
 
 def test_a_finished_run_has_its_config_in_the_hparams_tab(events: Path, tmp_path: Path) -> None:
-    """Once, and as it was in the end: a run that had finished was made longer."""
+    """Once, with the last config: a finished run was extended."""
     finish(events, {"batch_size": 32, "optimizer": {"lr": 0.1}})
     writer = Events(events)
     writer.write("run_started")
@@ -81,10 +81,10 @@ def test_a_finished_run_has_its_config_in_the_hparams_tab(events: Path, tmp_path
     add(events, range(4, 6))
     optimizer = {"name": "sgd", "lr": 0.5, "betas": [0.5, 0.9], "momentum": None}
     finish(events, {"batch_size": 64, "exact": True, "optimizer": optimizer, "model_args": {}, "metrics": []})
-    board = Channel(events, Board(tmp_path / "board"))
-    board.look()
-    board.sink.close()
-    content = EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
+    feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+    feeder.deliver()
+    feeder.sink.close()
+    content = EventAccumulator(str(tmp_path / "tensorboard")).Reload().PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()} == {
         "batch_size": 64.0,
@@ -104,61 +104,61 @@ def test_a_run_that_has_not_finished_is_not_in_the_hparams_tab(events: Path, tmp
     writer = Events(events)
     writer.write(last, step=3)
     writer.close()
-    board = Channel(events, Board(tmp_path / "board"))
-    board.look()
-    board.sink.close()
+    feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+    feeder.deliver()
+    feeder.sink.close()
     with pytest.raises(KeyError):
-        EventAccumulator(str(tmp_path / "board")).Reload().PluginTagToContent("hparams")
+        EventAccumulator(str(tmp_path / "tensorboard")).Reload().PluginTagToContent("hparams")
 
 
-def test_steps_that_are_taken_back_are_there_once(events: Path, tmp_path: Path) -> None:
-    board = Channel(events, Board(tmp_path / "board"))
-    board.look()
+def test_steps_that_are_repeated_after_a_resume_are_in_the_file_once(events: Path, tmp_path: Path) -> None:
+    feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+    feeder.deliver()
     rewind(events, 1)
     add(events, range(2, 5), scale=2.0)
-    board.look()
-    assert losses(tmp_path / "board") == [(1, 1.0), (2, 1.0), (3, pytest.approx(2 / 3)), (4, 0.5)]
-    board.sink.close()
+    feeder.deliver()
+    assert losses(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, pytest.approx(2 / 3)), (4, 0.5)]
+    feeder.sink.close()
 
 
-def test_a_later_life_begins_the_file_anew_and_leaves_others_alone(events: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "board"
+def test_a_later_attempt_replaces_its_own_file_and_no_other(events: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
     folder.mkdir()
     (folder / "events.out.tfevents.1.of-the-user").write_bytes(b"")
     for _ in range(2):
-        board = Channel(events, Board(folder))
-        board.look()
-        board.sink.close()
+        feeder = SinkFeeder(events, TensorBoardSink(tmp_path))
+        feeder.deliver()
+        feeder.sink.close()
     assert len(list(folder.iterdir())) == 2
     assert [step for step, _ in losses(folder)] == [1, 2, 3]
 
 
 def test_without_numbers_there_is_no_file(tmp_path: Path) -> None:
-    board = Channel(tmp_path / "events.jsonl", Board(tmp_path / "board"))
-    board.look()
-    board.sink.close()
-    assert not (tmp_path / "board").exists()
+    feeder = SinkFeeder(tmp_path / "events.jsonl", TensorBoardSink(tmp_path))
+    feeder.deliver()
+    feeder.sink.close()
+    assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_full_disk_costs_the_file_and_nothing_else(events: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_lost_to_a_full_disk_is_written_again(events: Path, tmp_path: Path) -> None:
     class Full:
         def write(self, *record: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         flush = close = write
 
-    board = Board(tmp_path / "board")
-    channel = Channel(events, board)
-    board._writer = Full()
-    channel.look()  # a new file: nothing is lost
-    board.close()
-    board._writer = Full()
+    sink = TensorBoardSink(tmp_path)
+    feeder = SinkFeeder(events, sink)
+    sink._writer = Full()
+    feeder.deliver()  # creates a new file: nothing is lost
+    sink.close()
+    sink._writer = Full()
     add(events, range(4, 6))
     with pytest.raises(OSError, match="No space left"):
-        channel.look()
-    channel.start_over()
-    channel.look()  # there is room again: the file is made anew
-    assert [step for step, _ in losses(tmp_path / "board")] == [1, 2, 3, 4, 5]
-    board.close()
-    board._writer = Full()
-    board.close()
+        feeder.deliver()
+    feeder.start_over()
+    feeder.deliver()  # there is free space again
+    assert [step for step, _ in losses(tmp_path / "tensorboard")] == [1, 2, 3, 4, 5]
+    sink.close()
+    sink._writer = Full()
+    sink.close()

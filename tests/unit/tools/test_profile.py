@@ -19,7 +19,7 @@ from paceline.callbacks import Run
 from paceline.cli.profile import show
 from paceline.config import Config
 from paceline.errors import ConfigError
-from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.run.layout import RunFolder
 from paceline.tools.profile import trace
@@ -323,7 +323,7 @@ def test_the_phases_in_a_trace_contain_the_operators_that_ran_in_them(tmp_path: 
 
 
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
-    clock = Clock()
+    clock = PhaseClock()
     watch = StepProfiler(clock, torch.device("cpu"), 1, 2, Events(None))
     run = Run(0, 1, torch.device("cpu"), Path(), torch.nn.Identity(), 6)
     while not run.stop_requested:

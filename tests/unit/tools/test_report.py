@@ -120,7 +120,7 @@ def test_phases_are_means_over_all_steps_since_the_number_of_ranks_changed(tmp_p
     def timed(number: int, data: list[float], reduction: list[float]) -> dict[str, Any]:
         return step(number, step_ms=[10.0] * len(data), phase_ms={"data": data, "reduction": reduction})
 
-    late = {"event": "straggler", "step": 40, "rank": 1, "text": "rank 1 on n2 holds the others back"}
+    late = {"event": "straggler", "step": 40, "rank": 1, "text": "rank 1 on n2 delays the others"}
     folder = write_run(
         tmp_path / "r", STARTED, timed(10, [9.0], [0.0]),  # one rank; left out
         STARTED, {"event": "resumed", "step": 10, "checkpoint": "c", "changes": []},

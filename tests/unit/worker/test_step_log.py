@@ -15,8 +15,8 @@ import torch
 from paceline.data.lanes import Lane, StepInputs
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import NO_NORM, StepResult
-from paceline.observe.clock import PHASES, Clock
-from paceline.observe.stragglers import Stragglers
+from paceline.observe.bottleneck import StragglerDetector
+from paceline.observe.clock import PHASES, PhaseClock
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import LAG, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
@@ -59,7 +59,7 @@ def make(
     world: World = HERE, plan: LoopPlan = PLAN, fit: TrainState | None = None
 ) -> tuple[StepLog, TrainState, Listener]:
     fit, listener = fit or TrainState(), Listener()
-    clock, stragglers = Clock(), Stragglers(["here"] * world.size)
+    clock, stragglers = PhaseClock(), StragglerDetector(["here"] * world.size)
     record = StepLog(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
     return record, fit, listener
 

@@ -7,7 +7,7 @@ from paceline.errors import PacelineError
 from paceline.launch import local, network
 from paceline.launch.cluster import agent, coordinator
 from paceline.launch.cluster.key import key_of
-from paceline.observe.console import Screen
+from paceline.observe.screen.console import Screen
 from paceline.run.job import Task
 from paceline.run.outcome import Outcome
 

@@ -1,1 +1,4 @@
-"""Where events are sent besides the screen: TensorBoard, Weights & Biases, MLflow."""
+"""Where events are sent besides the screen: TensorBoard, Weights & Biases, MLflow and sinks of installed packages.
+
+The launcher delivers events to TensorBoard in its own thread. Every other sink runs in a process of its own.
+"""

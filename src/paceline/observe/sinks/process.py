@@ -1,6 +1,7 @@
-"""The process that tells one tracker of a run, so that whatever the tracker does costs the run nothing.
+"""The process that runs one sink of a run, so that nothing the sink does costs the run anything.
 
-It reads `events.jsonl` until a byte comes by its standard input, or that ends with the launcher.
+It reads `events.jsonl` until it receives a byte on its standard input, or until that is closed because the launcher
+has ended.
 """
 
 from __future__ import annotations
@@ -8,65 +9,65 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from paceline.observe.events import Events
-from paceline.observe.sinks.mlflow import MlflowRun
-from paceline.observe.sinks.sink import Channel
-from paceline.observe.sinks.tracker import Tracker
-from paceline.observe.sinks.wandb import WandbRun
+from paceline.observe.sinks.registry import open_sink
+from paceline.observe.sinks.sink import Sink, SinkFeeder
 from paceline.run.layout import RunFolder
 
-KNOWN: dict[str, type[Tracker]] = {kind.name: kind for kind in (WandbRun, MlflowRun)}
 INTERVAL_S = 1.0
 RETRY_S = 30.0
 
 
 def main() -> None:
-    """`NAME RUN_FOLDER`; exit code 1 if the tracker has not taken everything."""
+    """Run the sink `NAME` for `RUN_FOLDER`; exit code 1 if the sink has not received all events."""
     name, path = sys.argv[-2:]
-    over = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
-    sys.exit(0 if follow(KNOWN[name], RunFolder(Path(path)), over) else 1)
+    is_over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()
+    folder = RunFolder(Path(path))
+    sys.exit(0 if run(name, partial(open_sink, name, folder.path), folder, is_over) else 1)
 
 
-def _wait_for_end(over: threading.Event) -> None:
+def _wait_for_end(is_over: threading.Event) -> None:
     sys.stdin.buffer.read(1)
-    over.set()
+    is_over.set()
 
 
-def follow(kind: type[Tracker], folder: RunFolder, over: threading.Event) -> bool:
-    """Tell a tracker of the run until it is over; whether it knows everything then.
+def run(name: str, open_: Callable[[], Sink], folder: RunFolder, is_over: threading.Event) -> bool:
+    """Deliver events to a sink until the run is over; return whether the sink has received all of them.
 
-    An error costs one warning. Some time later, and at the end, it is tried again from where the tracker was.
+    The first error adds one warning to the events. A new sink is opened some time after an error, and at the end.
     """
     has_warned = False
     while True:
-        is_last = over.is_set()
+        is_last = is_over.is_set()
         try:
-            _tell(kind(folder), folder, over)
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run is not concerned
+            _deliver(SinkFeeder(folder.events, open_()), is_over)
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and none of it may end the run
             traceback.print_exc()
             if not has_warned:
-                _warn(folder, kind.name, error)
+                _warn(folder, name, error)
                 has_warned = True
         else:
             return True
         if is_last:
             return False
-        over.wait(RETRY_S)
+        is_over.wait(RETRY_S)
 
 
-def _tell(tracker: Tracker, folder: RunFolder, over: threading.Event) -> None:
-    channel = Channel(folder.events, tracker)
-    while not over.wait(INTERVAL_S):
-        channel.look()
-    channel.look()
-    tracker.close()
+def _deliver(feeder: SinkFeeder, is_over: threading.Event) -> None:
+    while not is_over.wait(INTERVAL_S):
+        feeder.deliver()
+    feeder.deliver()
+    feeder.sink.close()
 
 
 def _warn(folder: RunFolder, name: str, error: Exception) -> None:
-    first = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    text = f"{name} does not receive the events of this run: {reason}; training continues, and {name} is tried again"
     with suppress(OSError), closing(Events(folder.events)) as events:
-        events.write("warning", text=f"{name} is not told of this run: {first}; the run goes on, and it is tried again")
+        events.write("warning", text=text)

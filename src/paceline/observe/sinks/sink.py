@@ -1,10 +1,9 @@
-"""What takes the events of a run somewhere else: TensorBoard's files, W&B, MLflow. Each is a sink with a channel."""
+"""The interface of sinks, which receive the events of a run, and the feeder that delivers the events to one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from paceline.observe.event_types import Event, Parser
 from paceline.observe.tail import Tail
@@ -13,50 +12,61 @@ PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which th
 NOT_PLOTTED = ("event", "time", "step", "steps", "epochs")
 
 
-class Sink(Protocol):
-    """Takes events, in their order."""
+class Sink:
+    """Receives the events of one run, in order; docs/events.md lists them and has an example.
+
+    Subclasses implement `write`, and the other methods where they need them. They run outside the ranks: a sink that
+    is slow or raises an error neither delays nor ends training. After an error a new sink receives all events again.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
 
     def restart(self) -> None:
-        """All events come again: the run is older than the sink, or some were taken back."""
+        """Called before the first event, and again when all events follow once more from the first one.
 
-    def take(self, event: Event) -> None:
-        """One event."""
+        Events follow once more when a run resumes from an earlier step: later events are removed from the file.
+        """
+
+    def write(self, event: Event) -> None:
+        """Receive one event."""
+        raise NotImplementedError(f"{type(self).__name__} must implement write(event)")
 
     def flush(self) -> None:
-        """These were all there are for the moment."""
+        """Called when all events that are known so far have been written."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """Called once, after the last event; not after an error."""
 
 
-class Channel:
-    """Brings the events in a file to one sink."""
+class SinkFeeder:
+    """Delivers the events in a file to one sink, while the file grows."""
 
     def __init__(self, events: Path, sink: Sink) -> None:
         self.sink, self._events = sink, events
         self.start_over()
 
     def start_over(self) -> None:
-        """Bring everything again, from the first event on."""
+        """Deliver all events again, from the first one, at the next call of `deliver`."""
         self._tail, self._parser = Tail(self._events), Parser()
 
-    def look(self) -> None:
-        """Bring what is new."""
+    def deliver(self) -> None:
+        """Deliver the events that are new."""
         lines = list(self._tail.lines())
-        if self._tail.is_anew:
+        if self._tail.is_replaced:
             self.sink.restart()
         for line in lines:
             event = self._parser.parse(line)
             if event is not None:
-                self.sink.take(event)
+                self.sink.write(event)
         if lines:
             self.sink.flush()
 
 
 def numbers_in(event: Event) -> Iterator[tuple[str, float]]:
-    """What is plotted of an event; a list holds one number for each rank."""
+    """The names and values of an event that are plotted; a list has one number per rank."""
     for name, value in event.items():
         if isinstance(value, list):
-            yield from ((f"{name}/rank-{rank}", of_rank) for rank, of_rank in enumerate(value))
+            yield from ((f"{name}/rank-{rank}", number) for rank, number in enumerate(value))
         elif isinstance(value, (int, float)) and name not in NOT_PLOTTED:
             yield name, value

@@ -1,7 +1,7 @@
 """TensorBoard: the numbers in `events.jsonl` as a file that TensorBoard reads.
 
-The file is made anew in each life of a run and whenever the events are taken back, so it holds each step once. A run
-that has finished ends it with its config, for the tab HParams.
+The file is written again in each attempt of a run and whenever events are removed, so it has each step once. When a run
+has finished, its config is added at the end, for the tab HParams.
 """
 
 from __future__ import annotations
@@ -14,45 +14,47 @@ from typing import Any
 
 from paceline.config import dotted_items
 from paceline.observe.event_types import Event
-from paceline.observe.sinks.sink import PLOTTED, numbers_in
+from paceline.observe.sinks.sink import PLOTTED, Sink, numbers_in
+from paceline.run.layout import RunFolder
 
 
-class Board:
-    """A sink that opens its file with the first number there is."""
+class TensorBoardSink(Sink):
+    """A sink that creates its file when there is a first number to write."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._folder = RunFolder(run_dir).tensorboard
         self._writer: Any = None
-        self._finished: Event | None = None  # how the run has ended, if it has
+        self._finished: Event | None = None  # the `run_finished` event, if the run has finished
 
     def restart(self) -> None:
-        """Begin the file anew."""
+        """Delete the files of earlier attempts."""
         self._finished = None
         self.close()
         for path in self._folder.glob("events.out.tfevents.*.paceline"):
             path.unlink()
 
-    def take(self, event: Event) -> None:
-        """Write what is plotted; remember how the run has ended."""
+    def write(self, event: Event) -> None:
+        """Write the numbers that are plotted; remember whether the run has finished."""
         if event["event"] in PLOTTED:
             self._plot(event)
         elif event["event"] in ("run_started", "run_finished"):
             self._finished = event if event["event"] == "run_finished" else None
 
     def flush(self) -> None:
-        """Let TensorBoard see it."""
+        """Make the numbers visible to TensorBoard."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """End of this life of the run."""
+        """Complete the file."""
         if self._writer is not None:
-            with suppress(OSError):  # what the disk has no room for
+            with suppress(OSError):  # the disk is full
                 self._end_file()
         self._writer = None
 
     def _end_file(self) -> None:
-        # Only now, because a run that has finished may be made longer, and TensorBoard believes the first it reads.
+        # Only at the end: a finished run may be extended, and TensorBoard keeps the first hyper-parameters it reads.
         if self._finished is not None and "config" in self._finished:
             self._write_hparams(self._finished)
         self._writer.close()
@@ -65,7 +67,7 @@ class Board:
         self._write(Record(wall_time=event["time"], step=event["step"], summary=Summary(value=values)))
 
     def _write_hparams(self, finished: Event) -> None:
-        """The config as hyper-parameters; the tab takes the last values of everything plotted as metrics."""
+        """Write the config as hyper-parameters; the tab shows the last value of each plotted number beside them."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata

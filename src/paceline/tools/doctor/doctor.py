@@ -62,12 +62,12 @@ def _read(path: Path | None, overrides: Sequence[str], procs: str | None) -> tup
 
 def _build(raw: dict[str, Any], folder: Path, *, has_functions: bool) -> tuple[Config | None, list[str]]:
     """The config, and the problems with it."""
-    from paceline.observe.sinks import trackers
+    from paceline.observe.sinks import registry
     from paceline.trainer import build_config
 
     try:
         config = build_config(raw, folder) if has_functions else Config(**raw)
-        trackers.check(config.log.trackers)
+        registry.check(config.log.trackers)
         return config, []
     except ConfigError as error:
         return None, error.problems

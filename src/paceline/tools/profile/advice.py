@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.observe.pace import slowest
+from paceline.observe.bottleneck import find_bottleneck
 from paceline.tools.profile.facts import Profile
 
 # Shares of a step; advice follows if a part takes more.
@@ -63,7 +63,7 @@ def _reduction(profile: Profile) -> Iterator[str]:
     if profile.ranks < 2 or share <= REDUCTION_SHARE:
         return
     begin = f"{percent(share)} of a step is reduction"
-    found = slowest(profile.step_ms, profile.phase_ms)
+    found = find_bottleneck(profile.step_ms, profile.phase_ms)
     if found is not None and found.rank is not None and found.share > LATE_SHARE:
         if profile.device == "cpu" and profile.last_in[found.rank] < LATE_STEPS:
             yield f"{begin}, because ranks are late in turns; check what else runs on these cores"

@@ -26,7 +26,7 @@ from paceline.data.sources import is_stream
 from paceline.engine.precision import resolve
 from paceline.engine.step import Stepper
 from paceline.launch.environment import ranks_here
-from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, Clock
+from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
@@ -87,7 +87,7 @@ class StepProfiler(Callback):
 
     needs_step_metrics = False
 
-    def __init__(self, clock: Clock, device: torch.device, warm_up: int, steps: int, events: Events) -> None:
+    def __init__(self, clock: PhaseClock, device: torch.device, warm_up: int, steps: int, events: Events) -> None:
         self.device, self.steps, self.events = device, steps, events
         self.timed_from, self.traced_from, self.total = warm_up, warm_up + steps, warm_up + 2 * steps
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
