@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Trainer
-from paceline.observe.clock import DeviceClock, PhaseClock
+from paceline.engine.clock import DeviceClock, PhaseClock
 from paceline.observe.events import Events
 from paceline.worker.step_log import StepLog
 

@@ -27,7 +27,7 @@ from paceline.data.feed import LaneInputs
 from paceline.data.lanes import Lane
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
-from paceline.observe.clock import DeviceClock, PhaseMark
+from paceline.engine.clock import DeviceClock, PhaseMark
 from paceline.observe.failures import user_location
 from paceline.world import Exchange, World
 

@@ -13,13 +13,13 @@ from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane
 from paceline.engine.buffers import LOSS, Copies, Name
+from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard
 from paceline.engine.precision import HALF, autocast
 from paceline.engine.reduce import BucketHook, Gradients, LaneSum, Reduction, cast, reduce_after_backward, reduce_bucket
 from paceline.engine.replica import Replica, Single, run_model
 from paceline.errors import ConfigError, UnusedParameters
-from paceline.observe.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.world import World
 
 ROUND = 32  # bytes: four numbers of up to 64 bits, which kernels read at once

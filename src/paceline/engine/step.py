@@ -13,6 +13,7 @@ from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
+from paceline.engine.clock import FORWARD, OPTIMIZER, DeviceClock, PhaseClock
 from paceline.engine.cuda_graph import StepGraph
 from paceline.engine.digest import sha256_of_each, sha256_of_optimizer
 from paceline.engine.ema import Ema
@@ -24,7 +25,6 @@ from paceline.engine.probe import probe_forward, uneven_warning
 from paceline.engine.replica import Replica, Single
 from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
-from paceline.observe.clock import FORWARD, OPTIMIZER, DeviceClock, PhaseClock
 from paceline.world import World
 
 Number = torch.Tensor | float

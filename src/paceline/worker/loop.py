@@ -14,10 +14,10 @@ from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.data.lanes import StepInputs
+from paceline.engine.clock import DATA, OTHER
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
 from paceline.observe.bottleneck import StragglerDetector
-from paceline.observe.clock import DATA, OTHER
 from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator

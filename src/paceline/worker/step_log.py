@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.data.lanes import StepInputs
+from paceline.engine.clock import OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import StepResult
 from paceline.observe.bottleneck import StragglerDetector
-from paceline.observe.clock import OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.system.memory import Memory
 from paceline.worker.state import LoopPlan, TrainState

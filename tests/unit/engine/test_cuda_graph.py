@@ -16,6 +16,7 @@ from torch import nn
 from paceline.config import Config
 from paceline.data.feed import LaneInputs
 from paceline.data.lanes import Lane
+from paceline.engine.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, DeviceClock
 from paceline.engine.cuda_graph import (
     MOST_FORMS,
     WARM_UP,
@@ -29,7 +30,6 @@ from paceline.engine.cuda_graph import (
     _first_cause,
     form_of,
 )
-from paceline.observe.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, DeviceClock
 from paceline.world import Exchange, World
 
 BATCH, LANES = 4, 2

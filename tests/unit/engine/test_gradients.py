@@ -15,6 +15,7 @@ from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.lanes import Lane
 from paceline.engine.buffers import Buffers
+from paceline.engine.clock import PhaseClock
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on
 from paceline.engine.nonfinite import Guard
@@ -22,7 +23,6 @@ from paceline.engine.reduce import LaneSum
 from paceline.engine.replica import Single
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, DataError, UnusedParameters
-from paceline.observe.clock import PhaseClock
 from paceline.world import World
 
 HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")

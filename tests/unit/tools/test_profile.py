@@ -18,8 +18,8 @@ import torch
 from paceline.callbacks import Run
 from paceline.cli.profile import show
 from paceline.config import Config
+from paceline.engine.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.errors import ConfigError
-from paceline.observe.clock import BACKWARD, DATA, FORWARD, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.run.layout import RunFolder
 from paceline.tools.profile import trace

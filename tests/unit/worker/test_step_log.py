@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from paceline.data.lanes import Lane, StepInputs
+from paceline.engine.clock import PHASES, PhaseClock
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import NO_NORM, StepResult
 from paceline.observe.bottleneck import StragglerDetector
-from paceline.observe.clock import PHASES, PhaseClock
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import LAG, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
@@ -273,7 +273,7 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
     """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
     clock = [100.0]
     monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
     record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
     for step in range(9):
@@ -317,7 +317,7 @@ def test_log_points_that_nobody_has_asked_for_follow_the_time(
 def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the slowest rank's time, which all of them have been told."""
     clock = [100.0]
-    monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
     pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
     record, _, listener = make(pair, replace(PLAN, log_every_steps=None))

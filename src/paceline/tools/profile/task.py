@@ -23,10 +23,10 @@ from paceline.config import Config
 from paceline.data.rows import as_row_dataset
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
+from paceline.engine.clock import DATA, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.engine.precision import resolve
 from paceline.engine.step import Stepper
 from paceline.launch.environment import ranks_here
-from paceline.observe.clock import DATA, OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.observe.clock import PHASES
+from paceline.engine.clock import PHASES
 
 # The kinds of work of a GPU, the most useful first: of work that overlaps, the first kind counts.
 KINDS = ("compute", "reduction", "copies")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.observe.clock import (
+from paceline.engine.clock import (
     BACKWARD,
     DATA,
     FORWARD,
@@ -23,7 +23,7 @@ from paceline.observe.clock import (
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     time = [50.0]
-    monkeypatch.setattr("paceline.observe.clock.perf_counter", lambda: time[0])
+    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: time[0])
     return time
 
 
