@@ -9,7 +9,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import StandardScaler, Sum, Trainer, shard
+from paceline import Callback, Run, StandardScaler, Sum, Trainer, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -206,6 +206,39 @@ class Teacher(nn.Module):
         return output
 
 
+class Guided(nn.Module):
+    """A student and a frozen teacher that only a callback moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(36, 2), nn.Linear(36, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.student(x.flatten(1)) + 0.3 * self.teacher(x.flatten(1))
+        return output
+
+
+class FollowStudent(Callback):
+    """Moves the teacher after each step, by an amount that depends on the loss and on the steps so far."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self.steps += 1
+        model: Any = run.model
+        with torch.no_grad():
+            share = min(1.0, (metrics["loss"] or 0.0) / self.steps)
+            for ours, theirs in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                ours.lerp_(theirs, share)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
 class Centred(nn.Module):
     """Its only state is a frozen parameter that follows what a lane sees; there is no buffer."""
 
@@ -301,6 +334,9 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": Teacher, "dataset_fn": Uneven, "find_unused_parameters": True,
     },
     "a frozen parameter that forward moves, and no buffer": {"model_fn": Centred},
+    "a callback that moves frozen parameters": {
+        "model_fn": Guided, "dataset_fn": lambda: NotFinite(ODD), "callbacks": [FollowStudent()],
+    },
     "a loss with a buffer": {"loss_fn": Scaled(), "dataset_fn": lambda: NotFinite(ODD)},
     "a single buffer with odd strides": {"model_fn": Positions},
     "recurrence and attention": {"model_fn": Sequences, "optimizer": ADAMW, "clip_norm": 0.5},

@@ -128,15 +128,20 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
 
 def make_callbacks(config: Config) -> list[str]:
-    """Make callbacks of the classes and functions in `callbacks`; what is wrong with them, one sentence each."""
+    """Replace the classes in `callbacks` by objects of them; what is wrong with them, one sentence each."""
     problems = []
     for place, value in enumerate(config.callbacks):
-        made = value() if callable(value) and not isinstance(value, Callback) else value
-        if not isinstance(made, Callback | str):  # a name that was not found is reported already
+        if isinstance(value, type) and issubclass(value, Callback):
+            try:
+                config.callbacks[place] = value()
+            except TypeError as error:
+                problems.append(
+                    f"callbacks.{place}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
+                )
+        elif not isinstance(value, Callback | str):  # a name that was not found is reported already
             problems.append(
-                f"callbacks.{place}=<{type(made).__name__}> is not a callback; derive its class from paceline.Callback"
+                f"callbacks.{place}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
             )
-        config.callbacks[place] = made
     return problems
 
 

@@ -1,0 +1,119 @@
+"""Callbacks of the managed loop: called on every rank at the same step with the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness_cases import ODD, FollowStudent, Guided, Images
+from torch.nn import functional
+
+from paceline import Callback, Run, Trainer
+from paceline.errors import ConfigError, Stopped
+
+OPTIONS: dict[str, Any] = {
+    "model_fn": Guided, "dataset_fn": lambda: Images(ODD), "val_dataset_fn": lambda: Images(20), "lanes": 4,
+    "loss_fn": functional.cross_entropy, "metrics": ["accuracy"], "batch_size": 5, "num_epochs": 2, "device": "cpu",
+    "threads": 1,
+}  # fmt: skip
+
+
+class Recorder(Callback):
+    """Appends what it is called with to a file of its rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _write(self, run: Run, *content: Any) -> None:
+        with (self.folder / f"rank-{run.rank}").open("a") as file:
+            file.write(json.dumps([*content, run.step_number, run.epoch]) + "\n")
+
+    def on_start(self, run: Run) -> None:
+        self._write(run, "start", run.world_size, run.total_steps, run.is_main == (run.rank == 0))
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self._write(run, "step", metrics)
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self._write(run, "evaluate", metrics, run.history)
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        self._write(run, "checkpoint", path.name, path.is_dir())
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        self._write(run, "stop", reason)
+
+
+def calls(folder: Path, rank: int) -> list[list[Any]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()]
+
+
+def test_every_rank_is_called_with_the_same_numbers(tmp_path: Path) -> None:
+    result = Trainer(**OPTIONS, callbacks=[Recorder(tmp_path)], procs=2, run_dir=tmp_path / "run").start()
+    first, second = (calls(tmp_path, rank) for rank in (0, 1))
+    assert first == second
+    assert [call[0] for call in first] == [
+        "start", *["step"] * 5, "evaluate", *["step"] * 5, "evaluate", "checkpoint", "stop",
+    ]  # fmt: skip
+    assert first[0] == ["start", 2, 10, True, 0, 0]
+    rows = [call for call in first if call[0] == "evaluate"]
+    assert [row[1] for row in rows] == result.history
+    assert rows[-1][2] == result.history
+    assert first[-2:] == [["checkpoint", "step-00000010", True, 10, 2], ["stop", None, 10, 2]]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    logged = [(event["loss"], event["lr"]) for event in steps if event["event"] == "step"]
+    assert [(call[1]["loss"], call[1]["lr"]) for call in first if call[0] == "step"] == logged
+
+
+class AskOnce(Callback):
+    """Asks for something on one rank, at one step."""
+
+    needs_step_metrics = False
+
+    def __init__(self, rank: int, step: int, what: str) -> None:
+        self.rank, self.step, self.what = rank, step, what
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        assert metrics == {}
+        if run.rank == self.rank and run.step_number == self.step:
+            run.stop("a good loss") if self.what == "stop" else run.save()
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(0, "a good loss"), (1, "a callback")])
+def test_a_stop_that_one_rank_asks_for_stops_all_at_the_same_step(tmp_path: Path, rank: int, reason: str) -> None:
+    options = {**OPTIONS, "procs": 2, "run_dir": tmp_path / "run"}
+    with pytest.raises(Stopped, match=f"stopped by {reason} at step 4; checkpoint saved"):
+        Trainer(**options, callbacks=[AskOnce(rank, 3, "stop")]).start()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+    assert Trainer(**options, resume="auto").start().step == 10
+
+
+def test_a_checkpoint_that_one_rank_asks_for_is_saved_by_all(tmp_path: Path) -> None:
+    callbacks = [AskOnce(1, 3, "save"), Recorder(tmp_path)]
+    Trainer(**OPTIONS, callbacks=callbacks, procs=2, run_dir=tmp_path / "run", checkpoint={"async": False}).start()
+    saved = [call for call in calls(tmp_path, 0) if call[0] == "checkpoint"]
+    assert [call[1] for call in saved] == ["step-00000004", "step-00000010"]
+    assert calls(tmp_path, 0) == calls(tmp_path, 1)
+
+
+def test_a_run_with_a_callback_resumes_on_other_ranks_to_the_same_bits(tmp_path: Path) -> None:
+    whole = Trainer(**OPTIONS, callbacks=[FollowStudent()], procs=1, run_dir=tmp_path / "whole").start()
+    options = {**OPTIONS, "run_dir": tmp_path / "parts"}
+    with pytest.raises(Stopped):
+        Trainer(**options, procs=2, callbacks=[FollowStudent(), AskOnce(0, 6, "stop")]).start()
+    resumed = Trainer(**options, procs=4, resume="auto", callbacks=[FollowStudent(), AskOnce(0, 99, "stop")]).start()
+    assert resumed.weights_sha256 == whole.weights_sha256
+    assert resumed.history == whole.history
+
+
+def test_what_is_no_callback_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="<Linear> is not a callback; derive its class from paceline"):
+        Trainer(**OPTIONS, callbacks=[torch.nn.Linear(1, 1)])
+    with pytest.raises(ConfigError, match="<Recorder> cannot be made without arguments"):
+        Trainer(**OPTIONS, callbacks=[Recorder])
+    with pytest.raises(ConfigError, match="callbacks belongs to the managed loop"):
+        Trainer(model_fn=Guided, dataset_fn=Images, train_fn=lambda *arguments: None, callbacks=[Callback()])
