@@ -102,7 +102,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Beat once, then every second."""
-        self._beat()
+        self.beat()
         self._thread.start()
 
     def stop(self, frames: Iterable[StackFrame] | None = None) -> None:
@@ -115,11 +115,12 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self._beat()
+            self.beat()
             if self.timeout_s:
-                self._look_for_hang()
+                self.look_for_hang()
 
-    def _look_for_hang(self) -> None:
+    def look_for_hang(self) -> None:
+        """Report a hang if no rank has moved for the timeout; show the output again if ranks move after their dump."""
         positions = self.look() if self._own.idle_s >= self.look_after_s else []
         if positions and self._is_hang(positions):
             self._on_hang(positions)
@@ -129,7 +130,8 @@ class Watchdog:
     def _is_hang(self, positions: list[RankPosition]) -> bool:
         return min(position.idle_s for position in positions) >= self.timeout_s
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Write the position of this rank, and how long it has been idle."""
         if self.has_timer:
             faulthandler.dump_traceback_later(self.timeout_s + LAST_RESORT_S, exit=True, file=self.log)
         now = time.monotonic()
@@ -145,7 +147,7 @@ class Watchdog:
         """Wait for other ranks, and keep beating meanwhile."""
         for _ in range(beats):
             self._ended.wait(BEAT_S)
-            self._beat()
+            self.beat()
 
     def _write_position(self, **changes: Any) -> None:
         at = self.progress
@@ -188,7 +190,7 @@ class Watchdog:
             os.write(self.log, f"{failed_line(self.rank)}\n".encode())  # the screen does not show what follows
             self._worker_location = self._dump_workers()
             faulthandler.dump_traceback(self.log)
-            self._beat()
+            self.beat()
         if self.folder.hang.exists():  # the run is ending, and on another host no other process ends this rank
             self._wait_beating(DUMP_BEATS)
             os._exit(1)

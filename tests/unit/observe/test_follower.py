@@ -12,7 +12,6 @@ import pytest
 from paceline.observe.event_types import Event
 from paceline.observe.events import Events, rewind
 from paceline.observe.rank_log import FAILED, WARNING, failed_line, recovered_line, warning_line
-from paceline.observe.screen import follower
 from paceline.observe.screen.follower import Follower, show
 from paceline.observe.sinks.tensorboard import TensorBoardSink
 from paceline.run.layout import RunFolder
@@ -85,13 +84,13 @@ def test_lines_after_a_failure_are_not_shown(folder: RunFolder, capsys: pytest.C
 def test_a_failure_of_another_rank_hides_the_traceback_of_rank_0(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    follower_ = Follower(folder, ranks=2)
+    follower = Follower(folder, ranks=2)
     folder.log(0).write_text("epoch 1\n")
     folder.log(1).write_text(f"{failed_line(1)}\nValueError: x\n")
-    follower_._update()
+    follower.update()
     with folder.log(0).open("a") as log:
         log.write("RuntimeError: Connection closed by peer\n")
-    follower_._update()
+    follower.update()
     assert capsys.readouterr().out.splitlines() == ["epoch 1"]
 
 
@@ -160,15 +159,15 @@ def test_a_rewound_file_shows_no_event_twice(
     clock = iter(range(1000, 1100))
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     events.write("epoch", epoch=1, step=10, train_loss=0.5)
-    follower_ = Follower(folder, ranks=0, from_now=True)
+    follower = Follower(folder, ranks=0, from_now=True)
     events.write("restarted", text="starting again")
-    follower_._update()
+    follower.update()
     rewind(folder.events, 5)
-    follower_._update()
+    follower.update()
     later = Events(folder.events)
     later.write("resumed", step=5, checkpoint="c", changes=[])
     later.close()
-    follower_._update()
+    follower.update()
     assert capsys.readouterr().err == "starting again\nresuming from step 5 (c)\n"
 
 
@@ -176,10 +175,10 @@ def test_events_with_the_same_time_are_all_shown(
     folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    follower_ = Follower(folder, ranks=0, from_now=True)
+    follower = Follower(folder, ranks=0, from_now=True)
     for text in ("one", "two", "three"):
         events.write("warning", text=text)
-        follower_._update()
+        follower.update()
     assert capsys.readouterr().err.splitlines() == ["warning: one", "warning: two", "warning: three"]
 
 
@@ -217,7 +216,7 @@ def test_similar_lines_of_the_user_are_not_recognized(line: str) -> None:
 
 
 def test_output_of_rank_0_after_a_restart_is_shown_again(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    follower_ = Follower(folder, ranks=1)
+    follower = Follower(folder, ranks=1)
     with folder.log(0).open("a") as log:
         for line in (failed_line(0), "Traceback", "restarted", "hello again"):
             if line == "restarted":
@@ -225,7 +224,7 @@ def test_output_of_rank_0_after_a_restart_is_shown_again(folder: RunFolder, caps
                     events.write("restarted", text="rank 0 failed")
             else:
                 print(line, file=log, flush=True)
-            follower_._update()
+            follower.update()
     out = capsys.readouterr().out
     assert "hello again" in out
     assert "Traceback" not in out
@@ -250,16 +249,16 @@ def test_a_full_disk_is_reported_once_and_again_when_it_fills_again(
     full = [True]
     monkeypatch.setattr("paceline.observe.screen.follower.is_full", lambda path: full[0])
     monkeypatch.setattr("paceline.observe.screen.follower.DISK_CHECK_S", 0.0)
-    follower_ = Follower(folder, ranks=0)
+    follower = Follower(folder, ranks=0)
     reported = []
     for full[0] in (True, True, False, False, True):
-        follower_._update()
+        follower.update()
         reported.append("is full" in capsys.readouterr().err)
     assert reported == [True, False, False, False, True]
 
 
 def test_a_deleted_folder_is_not_reported_as_a_full_disk(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    Follower(RunFolder(folder.path / "deleted"), ranks=0)._update()
+    Follower(RunFolder(folder.path / "deleted"), ranks=0).update()
     assert capsys.readouterr().err == ""
 
 
@@ -269,7 +268,7 @@ def test_a_deleted_folder_is_not_reported_as_a_full_disk(folder: RunFolder, caps
 def test_a_finished_run_is_shown_with_its_outcome_even_if_the_last_event_is_incomplete(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "INCOMPLETE_S", 0.0)
+    monkeypatch.setattr("paceline.observe.screen.follower.INCOMPLETE_S", 0.0)
     folder.result.write_text(
         '{"step": 3, "metrics": {"accuracy": 0.75}, "weights_sha256": "0123456789abcdef", "ema_sha256": null}'
     )
@@ -282,7 +281,7 @@ def test_a_finished_run_is_shown_with_its_outcome_even_if_the_last_event_is_inco
 def test_watching_a_run_that_was_killed_shows_how_to_resume_it(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "IDLE_S", 0.0)
+    monkeypatch.setattr("paceline.observe.screen.follower.IDLE_S", 0.0)
     folder.events.touch()
     show(folder)
     assert capsys.readouterr().err.splitlines()[-1] == "no process trains this run; resume it with --resume auto"

@@ -57,7 +57,7 @@ def dog(folder: RunFolder, progress: Progress, clock: Callable[[float], None]) -
 
 def beat(dog: Watchdog, clock: Callable[[float], None], seconds: float = 1.0) -> RankPosition:
     clock(seconds)
-    dog._beat()
+    dog.beat()
     return read_position(dog.folder, dog.rank)
 
 
@@ -196,11 +196,11 @@ def test_a_rank_checks_the_others_again_before_it_ends_the_run(
     for _ in range(10):
         beat(dog, clock)
     monkeypatch.setattr(dog, "_wait_beating", meanwhile)
-    dog._look_for_hang()
+    dog.look_for_hang()
     assert codes == ([] if does_move else [1])
     assert folder.hang.exists() != does_move
     if does_move:
-        dog._look_for_hang()
+        dog.look_for_hang()
         shown = folder.log(0).read_text().splitlines()
         assert recovered_line(0) in shown
         assert "training continues" in shown[-1]

@@ -61,7 +61,7 @@ class Follower:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        self._update(to_end=True)
+        self.update(to_end=True)
         self._feed_tensorboard()
         if self._tensorboard is not None:
             self._tensorboard.sink.close()
@@ -79,9 +79,19 @@ class Follower:
         """Seconds since the last event was read."""
         return time.monotonic() - self._last[1]
 
+    def update(self, *, to_end: bool = False) -> None:
+        """Show what is new. A screen that cannot be written to, such as a closed pipe, must not end the run."""
+        if not self._is_screen_lost:
+            try:
+                self._warn_if_disk_is_full()
+                self._show_logs(to_end=to_end)
+                self._show_events()
+            except OSError:
+                self._is_screen_lost = True
+
     def _run(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            self._update()
+            self.update()
             self._feed_tensorboard()
 
     def _feed_tensorboard(self) -> None:
@@ -95,16 +105,6 @@ class Follower:
                 self._tensorboard = None
                 with suppress(OSError):
                     self.screen.note(f"warning: TensorBoard files are not written: {error}", style="yellow")
-
-    def _update(self, *, to_end: bool = False) -> None:
-        """Show what is new. A screen that cannot be written to, such as a closed pipe, must not end the run."""
-        if not self._is_screen_lost:
-            try:
-                self._warn_if_disk_is_full()
-                self._show_logs(to_end=to_end)
-                self._show_events()
-            except OSError:
-                self._is_screen_lost = True
 
     def _show_logs(self, *, to_end: bool) -> None:
         """Show new output of rank 0, and each new warning of any rank once."""
