@@ -31,8 +31,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
-    problems += make_callbacks(config)
     problems += wrong_train_fn(config)
+    problems += make_callbacks(config)
     for check in checks:
         problems += check(config)
     problems += unknown_arguments(config)
@@ -128,11 +128,11 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
 
 def make_callbacks(config: Config) -> list[str]:
-    """Make callbacks of the classes and functions in `callbacks`; what is wrong with them, one sentence each."""
+    """Call the classes and functions in `callbacks`; returns one sentence for each that does not give a callback."""
     problems = []
     for place, value in enumerate(config.callbacks):
         made = value() if callable(value) and not isinstance(value, Callback) else value
-        if not isinstance(made, Callback | str):  # a name that was not found is reported already
+        if not isinstance(made, Callback | str):  # a name that cannot be imported is already reported
             problems.append(
                 f"callbacks.{place}=<{type(made).__name__}> is not a callback; derive its class from paceline.Callback"
             )

@@ -96,7 +96,7 @@ def test_functions_are_named_as_a_config_would_name_them() -> None:
         == f"{__name__}:{'test_functions_are_named_as_a_config_would_name_them'}.<locals>.<lambda>"
     )
     assert name_of(functools.partial(resolve)) == "functools:partial()"
-    assert name_of(Path().exists).endswith(":Path.exists()")  # of one object, which no name finds again
+    assert name_of(Path().exists).endswith(":Path.exists()")  # a method of one object cannot be imported by name
     assert name_of(Path.cwd).endswith(":Path.cwd")
 
 

@@ -30,7 +30,7 @@ FACTS: dict[str, Any] = {
     "world_size": 2,
     "lanes": 4,
 }
-# What else a result must have; `write` works some of it out by itself.
+# The other fields of a result; `write_result` computes some of them itself.
 FACTS = {f.name: 0 for f in fields(Result) if f.default is MISSING and f.name != "run_dir"} | FACTS
 WORKED_OUT = {"weights_sha256", "ema_sha256", "versions"}
 
@@ -64,7 +64,7 @@ def test_the_result_has_what_rank_0_wrote(tmp_path: Path) -> None:
 
 def test_the_model_has_its_weights_and_buffers(tmp_path: Path) -> None:
     model = make_model()
-    model(torch.randn(8, 3))  # moves BatchNorm's statistics
+    model(torch.randn(8, 3))  # updates the statistics of BatchNorm
     loaded = written(tmp_path, model, None).load_model()
     assert loaded is not model
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())

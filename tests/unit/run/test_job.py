@@ -64,7 +64,7 @@ def test_lambdas_and_closures_work_after_loading(make_config: MakeConfig, tmp_pa
     assert loaded.function("model_fn")(5) == 15
     assert loaded.function("dataset_fn")() == [3, 3, 3, 3]
     assert loaded.seed == 9
-    assert made == []  # what came back is a copy
+    assert made == []  # the loaded function has a copy of the list
 
 
 def test_classes_defined_in_a_function_are_loaded(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -171,6 +171,6 @@ def test_functions_of_a_script_share_a_new_module_that_torch_compile_finds(
     assert vars(own) is build.__globals__ is type(made).get.__globals__
     assert config.model_args["name"]() == own.__name__ != "__main__"
     assert own.__file__ == "script.py"
-    # What pickle and people see of them is as before.
+    # Their names in pickles and messages are unchanged.
     assert build.__module__ == type(made).__module__ == "__main__"
     assert not hasattr(sys.modules["__main__"], "factor")
