@@ -157,7 +157,7 @@ INSIDE_TOOLS = {
         "observe.tail",
     },
     # The doctor checks lanes, machines, trackers and devices as a launcher does.
-    "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.trackers", "world"},
+    "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.registry", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
     # An export writes weights as a checkpoint does, and compares its model on samples as training reads them.
