@@ -25,7 +25,8 @@ def _unknown_trackers(config: Config) -> list[str]:
 
 
 def _engine_problems(config: Config) -> Iterator[str]:
-    # Imports torch, and the user's modules may set variables for torch: they are imported before.
+    """The problems that only torch and the engine can find."""
+    # Imports torch, so it must come after the user's modules, which may set environment variables for torch.
     from paceline.engine.config_checks import unknown_names, unsuitable_loss
 
     yield from unknown_names(config)
@@ -52,19 +53,19 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: Config, folder: Path) -> Trainer:
-        """A trainer of a config that has been built already, from a file in `folder`."""
+        """A trainer for a config from `build_config`, read from a file in `folder`."""
         trainer = cls.__new__(cls)
         trainer.config, trainer._folder = config, folder
         return trainer
 
     def start(self) -> Result:
-        """Train, on as many ranks as the config says, and return the result; may be called again."""
+        """Train on the ranks that the config asks for, and return the result; may be called again."""
         with requests_noted():
             from paceline import launch
             from paceline.observe.sinks import registry
 
             registry.check(self.config.log.trackers)
-            launch.prepare(self.config.__dict__, self._folder)  # before torch is imported here, too
+            launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
             from paceline.results.result import result_of
             from paceline.worker.main import train
 

@@ -31,8 +31,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
-    problems += make_callbacks(config)
     problems += wrong_train_fn(config)
+    problems += make_callbacks(config)
     for check in checks:
         problems += check(config)
     problems += unknown_arguments(config)

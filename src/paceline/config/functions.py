@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -29,19 +30,7 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise FunctionNotFound('is not a function; write it as "module:name"')
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # not removed again: the ranks get this sys.path
-    _check_not_shadowed(module_name.partition(".")[0], folder)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
-        raise FunctionNotFound(
-            f"names a module that does not exist: {module_name}.py in {folder or 'sys.path'}"
-        ) from None
-    except Exception as error:
-        raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
+    found: Any = _import(module_name, folder)
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)
@@ -52,6 +41,20 @@ def resolve(name: str, folder: Path | None) -> Callable[..., Any]:
         raise FunctionNotFound(f"is a {type(found).__name__}, not a function")
     result: Callable[..., Any] = found
     return result
+
+
+def _import(module_name: str, folder: Path | None) -> ModuleType:
+    top = module_name.partition(".")[0]
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # not removed again: the ranks get this sys.path
+    _check_not_shadowed(top, folder)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (top, module_name):
+            place = folder or "sys.path"
+            raise FunctionNotFound(f"names a module that does not exist: {module_name}.py in {place}") from None
+        raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
 
 
 def _check_not_shadowed(module_name: str, folder: Path | None) -> None:

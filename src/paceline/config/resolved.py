@@ -1,4 +1,4 @@
-"""The settings of a run: its config with everything decided that was left open."""
+"""The settings of a run: its config with a value in place of every None or "auto" that a rank must know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 
 
 class Settings(Config):
-    """A config in which nothing is None or "auto" that a rank must know; built once in each rank, never changed."""
+    """A config with resolved lanes, precision and memory format; built once in each rank, and frozen."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -20,5 +20,5 @@ class Settings(Config):
 
     @classmethod
     def of(cls, config: Config, **decided: Any) -> Settings:
-        """The settings of a config that was checked already, with what was decided."""
+        """The settings of a valid config, with the resolved values of some keys; nothing is validated again."""
         return cls.model_construct(**{**config.__dict__, **decided})

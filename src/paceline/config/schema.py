@@ -50,7 +50,7 @@ def _best(value: Any) -> Any:
     """Refuses a metric without a mode."""
     if isinstance(value, str):
         forms = " or ".join(f"{{metric: {value}, mode: {mode}}}" for mode in ("max", "min"))
-        raise ValueError(f"needs a mode, which says whether more or less is better; give {forms}")
+        raise ValueError(f"needs a mode: whether more or less is better; give {forms}")
     return value
 
 

@@ -31,16 +31,7 @@ def run_inference(
     config = trained.config
     if problems := _problems(config, task, df):
         raise ConfigError(problems)
-    # The number of threads of the run, at any number of processes: sums inside an operator depend on it.
-    threads = config.threads or chosen_threads(trained.lanes)
-    changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or config.procs}
-    changes |= {"resume": "never", "max_restarts": 0, "log": config.log.model_copy(update={"trackers": []})}
-    changes |= {"nodes": None, "rendezvous": None}  # always on this machine
-    if config.launcher == "ray":
-        changes["launcher"] = "local"
-    if df is not None:
-        changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
-    changed = config.model_copy(update=changes)
+    changed = _inference_config(config, trained.lanes, df, procs)
     if problems := resolve_tables(changed, folder):
         raise ConfigError(problems)
     if is_main_process():
@@ -54,6 +45,20 @@ def run_inference(
         raise ConfigError(
             f"df={to_plain(df)} has no column {', '.join(missing)}, which the run was trained with; add it"
         ) from None
+
+
+def _inference_config(config: Config, lanes: int, df: Any, procs: int | None) -> Config:
+    """The config of a run, changed for inference on this machine."""
+    # The number of threads of the run, at any number of processes: sums inside an operator depend on it.
+    threads = config.threads or chosen_threads(lanes)
+    changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or config.procs}
+    changes |= {"resume": "never", "max_restarts": 0, "log": config.log.model_copy(update={"trackers": []})}
+    changes |= {"nodes": None, "rendezvous": None}
+    if config.launcher == "ray":
+        changes["launcher"] = "local"
+    if df is not None:
+        changes |= {"df": df, "val_df": None, "val_dataset_fn": None, "val_fraction": 0.0}
+    return config.model_copy(update=changes)
 
 
 def _folder_for(task: str, run_dir: Path, name: str) -> Path:

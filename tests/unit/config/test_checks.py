@@ -55,7 +55,7 @@ def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> No
 
 
 def test_keys_that_have_their_default_conflict_with_nothing() -> None:
-    """The config of a run has all keys, and can be trained again."""
+    """The config.yaml of a run lists all keys, and can be trained again."""
     build({**OWN, "loss_fn": None, "ema": None, "val_dataset_fn": dataset, "val_fraction": 0.1})
 
 

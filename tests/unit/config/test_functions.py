@@ -14,7 +14,7 @@ def reason(name: str, folder: Path | None) -> str:
     return str(caught.value)
 
 
-def test_a_module_in_the_folder_comes_before_one_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_folder_precedes_one_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("installed", "mine"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "pl_twice.py").write_text(f"def where(): return {folder!r}\n")
@@ -22,7 +22,7 @@ def test_a_module_in_the_folder_comes_before_one_on_the_path(tmp_path: Path, mon
     assert resolve("pl_twice:where", tmp_path / "mine")() == "mine"
 
 
-def test_a_module_in_the_folder_is_never_in_silence_another_of_the_same_name(tmp_path: Path) -> None:
+def test_a_module_is_never_silently_replaced_by_another_of_the_same_name(tmp_path: Path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "pl_again.py").write_text(f"def where(): return {folder!r}\n")
@@ -48,33 +48,33 @@ def test_a_missing_module_is_named_with_the_folder_it_should_be_in(tmp_path: Pat
     assert reason("pl_gone:f", tmp_path) == f"names a module that does not exist: pl_gone.py in {tmp_path}"
 
 
-def test_a_missing_module_that_the_users_module_imports_is_told_apart(tmp_path: Path) -> None:
+def test_a_module_that_the_users_module_cannot_import_is_named(tmp_path: Path) -> None:
     module = tmp_path / "pl_needs.py"
     module.write_text("import math\nimport pl_not_installed\n")
-    told = reason("pl_needs:f", tmp_path)
-    assert told == f"cannot be imported: ModuleNotFoundError: No module named 'pl_not_installed' ({module}:2)"
+    message = reason("pl_needs:f", tmp_path)
+    assert message == f"cannot be imported: ModuleNotFoundError: No module named 'pl_not_installed' ({module}:2)"
 
 
-def test_an_error_in_the_users_module_is_told_with_file_and_line(tmp_path: Path) -> None:
+def test_an_error_in_the_users_module_has_file_and_line(tmp_path: Path) -> None:
     module = tmp_path / "pl_raises.py"
     module.write_text("def check():\n    raise KeyError('width')\n\ncheck()\n")
     assert reason("pl_raises:f", tmp_path) == f"cannot be imported: KeyError: 'width' ({module}:2)"
 
 
-def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path) -> None:
+def test_a_syntax_error_has_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "pl_syntax.py").write_text("x = 1\ndef f(:\n")
-    told = reason("pl_syntax:f", tmp_path)
-    assert told.startswith("cannot be imported: SyntaxError: ")
-    assert told.endswith("(pl_syntax.py, line 2)")
+    message = reason("pl_syntax:f", tmp_path)
+    assert message.startswith("cannot be imported: SyntaxError: ")
+    assert message.endswith("(pl_syntax.py, line 2)")
 
 
-def test_an_error_deep_in_a_library_is_told_with_the_users_line(tmp_path: Path) -> None:
+def test_an_error_inside_a_library_has_the_users_line(tmp_path: Path) -> None:
     module = tmp_path / "pl_deep.py"
     module.write_text("import json\nsettings = json.loads('{')\n")
     assert reason("pl_deep:f", tmp_path).endswith(f"({module}:2)")
 
 
-def test_a_missing_function_names_a_near_one(tmp_path: Path) -> None:
+def test_a_missing_function_suggests_a_similar_one(tmp_path: Path) -> None:
     (tmp_path / "pl_near.py").write_text("def get_model(): ...\n")
     assert reason("pl_near:get_modle", tmp_path) == (
         "names get_modle, which module pl_near does not have; did you mean get_model?"
@@ -82,7 +82,7 @@ def test_a_missing_function_names_a_near_one(tmp_path: Path) -> None:
     assert reason("pl_near:zzz", tmp_path) == "names zzz, which module pl_near does not have"
 
 
-def test_something_that_cannot_be_called_is_no_function(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_called_is_not_a_function(tmp_path: Path) -> None:
     (tmp_path / "pl_value.py").write_text("width = 3\n")
     assert reason("pl_value:width", tmp_path) == "is a int, not a function"
 
@@ -96,7 +96,7 @@ def test_functions_are_named_as_a_config_would_name_them() -> None:
         == f"{__name__}:{'test_functions_are_named_as_a_config_would_name_them'}.<locals>.<lambda>"
     )
     assert name_of(functools.partial(resolve)) == "functools:partial()"
-    assert name_of(Path().exists).endswith(":Path.exists()")  # of one object, which no name finds again
+    assert name_of(Path().exists).endswith(":Path.exists()")  # a method of one object cannot be imported by name
     assert name_of(Path.cwd).endswith(":Path.cwd")
 
 

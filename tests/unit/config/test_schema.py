@@ -113,7 +113,7 @@ def test_the_written_config_reads_back_with_the_same_values(rich_config: Config,
     assert read["model_args"] == {"width": 3, "nested": [1, {"a": [1.5, "x"]}]}
     assert read["run_dir"] == str(tmp_path / "run")
     assert read["df"] == str(tmp_path / "points.csv")
-    assert "lanes" not in read  # what is not decided is not written
+    assert "lanes" not in read  # None is not written
 
 
 def test_the_written_config_names_functions_and_data(rich_config: Config, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run found again in its folder, by a program that did not start it. No rank is started here."""
+"""Loading a run from its folder in another program. No rank is started."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
-    """Makes the folder of a run whose config lies in the folder `lab`; nothing is trained."""
+    """Creates the folder of a run whose functions are in the folder `lab`; nothing is trained."""
     lab = tmp_path / "lab"
     lab.mkdir()
     (lab / "pl_lab.py").write_text(LAB)
@@ -70,7 +70,7 @@ def make_model(fill: float) -> nn.Module:
 
 
 def finish(folder: RunFolder, fill: float, ema: float | None = None) -> None:
-    """Leave a result with weights of one value, and averages of another."""
+    """Write a result with weights of one value, and averages of another."""
     model, facts = make_model(fill), {**FACTS, "optimizer_sha256": None, "seconds": 1.0, "samples": 8}
     write_result(folder, model, None if ema is None else average(model, ema), None, **facts)
 
@@ -105,7 +105,7 @@ def value_of(run: Any) -> float:
 # --- which weights --------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_has_ended_comes_back_with_its_last_weights_in_eval_mode(make_run) -> None:
+def test_a_finished_run_is_loaded_with_its_last_weights_in_eval_mode(make_run) -> None:
     folder = make_run(model_args={"width": 2}, lanes=2, threads=3)
     finish(folder, 1.5)
     run = paceline.load(folder.path)
@@ -115,7 +115,7 @@ def test_a_run_that_has_ended_comes_back_with_its_last_weights_in_eval_mode(make
     assert (run.config.threads, run.config.model_args) == (3, {"width": 2})
 
 
-def test_averages_are_used_where_the_run_kept_them_and_buffers_stay(make_run) -> None:
+def test_averages_are_used_if_the_run_has_them_and_buffers_are_kept(make_run) -> None:
     folder = make_run(ema=0.9)
     finish(folder, 1.0, ema=2.0)
     save(folder, 3, 3.0, ema=4.0)
@@ -126,7 +126,7 @@ def test_averages_are_used_where_the_run_kept_them_and_buffers_stay(make_run) ->
     assert third.origin == "step 3, the average of the weights (ema)"
 
 
-def test_the_best_checkpoint_is_the_default_where_the_run_kept_one(make_run) -> None:
+def test_the_best_checkpoint_is_the_default_if_the_run_kept_one(make_run) -> None:
     folder = make_run(checkpoint={"best": {"metric": "val_loss"}})
     finish(folder, 1.0)
     for step, loss in ((3, 0.7), (6, 0.2), (9, 0.4)):
@@ -139,7 +139,7 @@ def test_the_best_checkpoint_is_the_default_where_the_run_kept_one(make_run) -> 
     assert value_of(paceline.load(folder.path, "3")) == 3.0
 
 
-def test_a_run_that_has_not_ended_is_used_as_far_as_it_is(make_run) -> None:
+def test_an_unfinished_run_is_loaded_from_its_last_checkpoint(make_run) -> None:
     folder = make_run()
     with pytest.raises(ConfigError, match=r"checkpoint=last is not in .*; the run has no result and no checkpoint"):
         paceline.load(folder.path)
@@ -149,7 +149,7 @@ def test_a_run_that_has_not_ended_is_used_as_far_as_it_is(make_run) -> None:
     assert (value_of(run), run.origin) == (6.0, "step 6 (last so far)")
 
 
-def test_what_there_is_is_listed_where_a_checkpoint_is_not_there(make_run) -> None:
+def test_a_missing_checkpoint_lists_the_available_ones(make_run) -> None:
     folder = make_run()
     finish(folder, 1.0)
     save(folder, 3, 3.0)
@@ -178,16 +178,16 @@ def test_last_weights_with_one_wrong_bit_are_not_used(make_run, ema: float | Non
     finish(folder, 1.0, ema=ema)
     weights = folder.weights if ema is None else folder.ema
     flip_last_bit(weights)
-    said = f"{weights} cannot be used: its weights have another checksum than when they were written; "
-    with pytest.raises(ConfigError, match=f"^{said}the run has no checkpoint; train it again$"):
+    expected = f"{weights} cannot be used: its weights have another checksum than when they were written; "
+    with pytest.raises(ConfigError, match=f"^{expected}the run has no checkpoint; train it again$"):
         paceline.load(folder.path)
     save(folder, 3, 3.0, ema=ema and 4.0)
-    with pytest.raises(ConfigError, match=f"^{said}choose another with --checkpoint: 3$"):
+    with pytest.raises(ConfigError, match=f"^{expected}choose another with --checkpoint: 3$"):
         paceline.load(folder.path)
     assert value_of(paceline.load(folder.path, 3)) == (3.0 if ema is None else 4.0)
 
 
-def test_last_weights_that_are_cut_or_gone_are_not_used(make_run) -> None:
+def test_truncated_or_missing_last_weights_are_not_used(make_run) -> None:
     folder = make_run()
     finish(folder, 1.0)
     folder.weights.write_bytes(folder.weights.read_bytes()[:-4])
@@ -201,7 +201,7 @@ def test_last_weights_that_are_cut_or_gone_are_not_used(make_run) -> None:
 
 
 @pytest.mark.parametrize("tie", ["self.a.weight", "torch.nn.Parameter(self.a.weight.detach().view(1, 9))"])
-def test_tied_weights_are_known_again(make_run, tmp_path: Path, tie: str) -> None:
+def test_tied_weights_are_loaded_tied(make_run, tmp_path: Path, tie: str) -> None:
     (tmp_path / "lab" / "pl_tied.py").write_text(
         "import torch\nclass Tied(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         f"        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)\n        self.b.weight = {tie}\n"
@@ -215,7 +215,7 @@ def test_tied_weights_are_known_again(make_run, tmp_path: Path, tie: str) -> Non
         paceline.load(folder.path)
 
 
-def test_weights_that_do_not_fit_the_model_are_told_in_one_sentence(make_run, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_the_model_are_reported_in_one_sentence(make_run, tmp_path: Path) -> None:
     folder = make_run()
     finish(folder, 1.0)
     save(folder, 3, 3.0)
@@ -228,7 +228,7 @@ def test_weights_that_do_not_fit_the_model_are_told_in_one_sentence(make_run, tm
             run.load_model()
 
 
-def test_a_folder_that_is_no_run_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere is not a run folder; give one such as runs/NAME/DATE-TIME"):
         paceline.load("nowhere")
 
@@ -236,7 +236,7 @@ def test_a_folder_that_is_no_run_says_so(tmp_path: Path) -> None:
 # --- functions and data ---------------------------------------------------------------------------------------
 
 
-def test_functions_of_a_script_are_missing_only_where_they_are_needed(make_run) -> None:
+def test_missing_functions_of_a_script_are_reported_only_if_needed(make_run) -> None:
     folder = make_run(loss_fn=nn.MSELoss(), optimizer_fn=lambda model: None, metrics={"mine": lambda output, target: 0})
     finish(folder, 1.0)
     run = paceline.load(folder.path)
@@ -249,7 +249,7 @@ def test_functions_of_a_script_are_missing_only_where_they_are_needed(make_run) 
     assert "optimizer_fn" not in problem
 
 
-def test_a_config_gives_what_the_run_does_not_name(make_run, tmp_path: Path) -> None:
+def test_a_given_config_replaces_what_the_run_cannot_name(make_run, tmp_path: Path) -> None:
     folder = make_run(model_fn=lambda layer: None, model_args={"layer": torch.zeros(2)}, loss_fn=nn.MSELoss())
     finish(folder, 1.0)
     with pytest.raises(ConfigError, match=r"model_args\.layer=<Tensor> cannot be found outside the script"):
@@ -265,7 +265,7 @@ def test_a_config_gives_what_the_run_does_not_name(make_run, tmp_path: Path) -> 
     assert (run.config.metrics, run.config.function("dataset_fn").__module__) == (["mae"], "pl_lab")
 
 
-def test_what_a_config_replaces_is_not_imported(make_run, tmp_path: Path) -> None:
+def test_functions_replaced_by_a_given_config_are_not_imported(make_run, tmp_path: Path) -> None:
     folder = make_run()
     finish(folder, 1.0)
     folder.config.write_text(folder.config.read_text().replace("pl_lab:get_model", "pl_twin:get_model"))
@@ -277,23 +277,23 @@ def test_what_a_config_replaces_is_not_imported(make_run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("metrics: [acuracy]", "metrics='acuracy' is not known"),
         ("bach_size: 3", "bach_size is not a known key; did you mean batch_size?"),
         ("model_fn: pl_lab:get_modl", "model_fn=pl_lab:get_modl names get_modl, which module pl_lab does not have"),
     ],
 )
-def test_mistakes_in_such_a_config_are_told(make_run, tmp_path: Path, text: str, said: str) -> None:
+def test_mistakes_in_a_given_config_are_reported(make_run, tmp_path: Path, text: str, expected: str) -> None:
     folder = make_run()
     finish(folder, 1.0)
     (tmp_path / "lab" / "extra.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         paceline.load(folder.path, config=tmp_path / "lab" / "extra.yaml").evaluate()
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_data_that_is_gone_must_be_given(make_run, tmp_path: Path) -> None:
+def test_missing_data_must_be_given(make_run, tmp_path: Path) -> None:
     table = tmp_path / "lab" / "data.csv"
     table.write_text("x\n1\n")
     folder = make_run(df="data.csv", val_df=pd.DataFrame({"x": [1]}))
@@ -315,7 +315,7 @@ def test_a_run_without_validation_data_asks_for_data(make_run) -> None:
 
 
 @pytest.mark.parametrize("is_here_writable", [True, False])
-def test_a_read_only_run_is_used_from_elsewhere(
+def test_a_read_only_run_is_used_from_the_working_folder(
     make_run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -353,7 +353,7 @@ def test_a_read_only_run_is_used_from_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["evaluate", "nowhere"], "nowhere is not a run folder"),
         (["evaluate", "run", "--checkpoint", "7"], "checkpoint=7 is not in"),
@@ -362,15 +362,15 @@ def test_a_read_only_run_is_used_from_elsewhere(
         (["predict", "run", "--out", "no/p.csv"], "--out no/p.csv is in a folder that does not exist"),
     ],
 )
-def test_a_wrong_command_line_is_one_sentence(
-    make_run, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+def test_a_wrong_command_line_is_reported_in_one_sentence(
+    make_run, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: str
 ) -> None:
     monkeypatch.setattr("paceline.launch.prepare", lambda raw, folder: None)
     finish(make_run(), 1.0)
     with pytest.raises(ConfigError) as caught:
         cli.app(words, standalone_mode=False)
     [problem] = caught.value.problems
-    assert said in problem
+    assert expected in problem
 
 
 # --- whose code it is -----------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def test_a_run_that_was_moved_is_used_only_with_trust(make_run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", ["runs/mine", "/proc/self/cwd/runs/mine"])
-def test_a_recorded_place_that_depends_on_the_process_is_not_trusted(make_run, tmp_path: Path, place: str) -> None:
+def test_a_recorded_path_that_depends_on_the_process_is_not_trusted(make_run, tmp_path: Path, place: str) -> None:
     folder = make_run()
     finish(folder, 1.0)
     (tmp_path / "runs").mkdir(exist_ok=True)
@@ -420,7 +420,7 @@ def test_a_run_that_was_moved_and_resumed_there_is_trusted(make_run, tmp_path: P
     assert value_of(paceline.load(moved.path)) == 1.0
 
 
-def test_a_run_that_does_not_record_its_place_is_not_trusted(make_run) -> None:
+def test_a_run_that_does_not_record_its_path_is_not_trusted(make_run) -> None:
     folder = make_run()
     finish(folder, 1.0)
     folder.config.write_text(folder.config.read_text().replace(f"run_dir: {folder.path}\n", ""))
@@ -451,7 +451,7 @@ def test_code_of_another_user_is_listed_and_not_executed(
     assert "PL_EVIL" not in os.environ
 
 
-def test_the_functions_of_a_config_that_the_user_names_are_not_listed(make_run, tmp_path: Path) -> None:
+def test_functions_of_a_given_config_are_not_listed(make_run, tmp_path: Path) -> None:
     folder = make_run()
     finish(folder, 1.0)
     moved = folder.path.rename(tmp_path / "moved")

@@ -30,7 +30,7 @@ FACTS: dict[str, Any] = {
     "world_size": 2,
     "lanes": 4,
 }
-# What else a result must have; `write` works some of it out by itself.
+# The other fields of a result; `write_result` computes some of them itself.
 FACTS = {f.name: 0 for f in fields(Result) if f.default is MISSING and f.name != "run_dir"} | FACTS
 WORKED_OUT = {"weights_sha256", "ema_sha256", "versions"}
 
@@ -51,7 +51,7 @@ def written(tmp_path: Path, model: nn.Module, value: Any) -> Result:
     return collected(folder, print)
 
 
-def test_what_rank_0_leaves_is_what_start_returns(tmp_path: Path) -> None:
+def test_the_result_has_what_rank_0_wrote(tmp_path: Path) -> None:
     model = make_model()
     returned = written(tmp_path, model, {"accuracy": 0.9})
     assert returned.run_dir == tmp_path
@@ -62,15 +62,15 @@ def test_what_rank_0_leaves_is_what_start_returns(tmp_path: Path) -> None:
     assert returned.versions["torch"] == torch.__version__
 
 
-def test_the_model_comes_back_with_its_weights_and_buffers(tmp_path: Path) -> None:
+def test_the_model_has_its_weights_and_buffers(tmp_path: Path) -> None:
     model = make_model()
-    model(torch.randn(8, 3))  # moves BatchNorm's statistics
+    model(torch.randn(8, 3))  # updates the statistics of BatchNorm
     loaded = written(tmp_path, model, None).load_model()
     assert loaded is not model
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())
 
 
-def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -84,11 +84,11 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     assert sha256_of(loaded.state_dict()) == sha256_of(model.state_dict())
 
 
-def test_without_a_value_there_is_none(tmp_path: Path) -> None:
+def test_without_a_return_value_the_value_is_none(tmp_path: Path) -> None:
     assert written(tmp_path, make_model(), None).value is None
 
 
-def test_values_of_the_users_own_classes_come_back(tmp_path: Path) -> None:
+def test_values_of_user_classes_are_returned(tmp_path: Path) -> None:
     class Score:
         right = 9
 
@@ -111,7 +111,7 @@ def test_plain_values_are_stored_as_json(tmp_path: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
-def test_values_that_json_would_change_come_back_with_their_types(tmp_path: Path, value: Any) -> None:
+def test_values_that_json_would_change_keep_their_types(tmp_path: Path, value: Any) -> None:
     folder = RunFolder(tmp_path)
     outcome.write_value(folder, value)
     assert [path.name for path in tmp_path.iterdir()] == ["value.pkl"]
@@ -130,7 +130,7 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_a_pickled_value_is_executed_only_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_pickled_value_is_loaded_only_on_access(tmp_path: Path) -> None:
     returned = written(tmp_path, make_model(), Touch(tmp_path / "executed"))
     assert not (tmp_path / "executed").exists()
     _ = returned.value
@@ -154,31 +154,31 @@ def test_a_value_from_before_the_start_is_removed(tmp_path: Path) -> None:
 
 
 class Exacting(Exception):
-    """Pickles, and cannot be made again."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} and {other}")
 
 
-def test_a_value_that_does_not_unpickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_unpickled_is_none_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"the return value of train_fn cannot be unpickled, so result\.value is None"):
         assert written(tmp_path, make_model(), Exacting(1, 2)).value is None
 
 
-def test_a_value_that_does_not_pickle_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_pickled_is_none_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"the return value of train_fn cannot be pickled, so result\.value is None"):
         returned = written(tmp_path, make_model(), threading.Lock())
     assert returned.value is None
     assert returned.step == 7
 
 
-def test_metrics_that_are_no_number_survive(tmp_path: Path) -> None:
+def test_metrics_that_are_nan_or_infinite_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write_result(folder, make_model(), None, None, **{**FACTS, "metrics": {"val_loss": math.nan}})
     assert math.isnan(collected(folder, None).metrics["val_loss"])
 
 
-def test_nothing_half_written_stays_behind(tmp_path: Path) -> None:
+def test_no_partly_written_file_remains(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write_result(folder, make_model(), None, 3, **FACTS)
     assert set(tmp_path.iterdir()) == {folder.weights, folder.value, folder.result}

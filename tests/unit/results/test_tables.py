@@ -21,7 +21,7 @@ def columns(outputs: torch.Tensor, loss_fn: object = nn.functional.cross_entropy
     return {name: column.tolist() for name, column in made.items()}
 
 
-def test_several_numbers_are_scores_and_the_highest_is_the_prediction() -> None:
+def test_several_outputs_are_scores_and_the_highest_is_the_prediction() -> None:
     outputs = torch.tensor([[0.5, 0.25], [-1.0, 2.0], [3.0, 0.0]])
     assert columns(outputs) == {
         "index": [7, 2, 5],
@@ -32,34 +32,34 @@ def test_several_numbers_are_scores_and_the_highest_is_the_prediction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("classes", "said"),
+    ("classes", "expected"),
     [(["ham", "spam"], ["ham", "spam", "ham"]), ((1, 2), [1, 2, 1]), (2, None), (["ham"], None), (None, None)],
 )
-def test_classes_that_have_names_are_named(classes: object, said: list[object] | None) -> None:
+def test_class_names_get_a_column(classes: object, expected: list[object] | None) -> None:
     predicted = Predictions(INDICES, torch.tensor([[0.5, 0.25], [-1.0, 2.0], [3.0, 0.0]]))
     made = tables.columns_of(predicted, nn.functional.cross_entropy, classes)  # type: ignore[arg-type]
     assert made["prediction"].tolist() == [0, 1, 0]
-    assert (made["class"].tolist() if "class" in made else None) == said
+    assert (made["class"].tolist() if "class" in made else None) == expected
     assert "class" not in tables.columns_of(predicted, nn.functional.mse_loss, ["ham", "spam"])
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_one_number_is_the_prediction(shape: tuple[int, ...]) -> None:
+def test_a_single_output_is_the_prediction(shape: tuple[int, ...]) -> None:
     assert columns(torch.arange(3.0).reshape(shape)) == {"index": [7, 2, 5], "prediction": [0.0, 1.0, 2.0]}
 
 
 @pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, nn.L1Loss()])
-def test_several_numbers_of_a_regression_have_no_highest_one(loss_fn: object) -> None:
+def test_several_outputs_of_a_regression_have_no_best_class(loss_fn: object) -> None:
     assert list(columns(torch.zeros(3, 2), loss_fn)) == ["index", "prediction_0", "prediction_1"]
 
 
-def test_outputs_that_make_no_table_are_refused() -> None:
+def test_outputs_that_do_not_fit_a_table_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model returns 4 × 8 numbers per sample, which do not fit a table; use"):
         columns(torch.zeros(3, 4, 8))
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_numbers_are_written_to_the_last_digit(tmp_path: Path, ending: str) -> None:
+def test_numbers_are_written_with_all_digits(tmp_path: Path, ending: str) -> None:
     if ending == "parquet":
         pytest.importorskip("pyarrow")
     outputs = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
@@ -71,7 +71,7 @@ def test_numbers_are_written_to_the_last_digit(tmp_path: Path, ending: str) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_package_that_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(tables, "find_spec", lambda name: None if name == "pyarrow" else find(name))
     tables.check_file(Path("p.csv"))

@@ -11,7 +11,7 @@ import pytest
 from paceline.run.atomic_files import write_json, write_private, write_text
 
 
-def test_private_files_are_whole_and_only_for_their_owner(tmp_path: Path) -> None:
+def test_private_files_are_atomic_and_readable_only_by_their_owner(tmp_path: Path) -> None:
     path = tmp_path / "value.pkl"
     write_private(path, b"first, and longer")
     write_private(path, b"second")
@@ -20,7 +20,7 @@ def test_private_files_are_whole_and_only_for_their_owner(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_json_is_atomic_and_replaces_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"step": 1})
     write_json(path, {"step": 2, "name": "größe"})
@@ -28,7 +28,7 @@ def test_json_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_json_that_cannot_be_written_keeps_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"step": 1})
     with pytest.raises(TypeError):
@@ -36,7 +36,7 @@ def test_json_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> No
     assert json.loads(path.read_text()) == {"step": 1}
 
 
-def test_text_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_text_is_atomic_and_replaces_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_text(path, "a longer text")
     write_text(path, "größe")
@@ -45,10 +45,10 @@ def test_text_is_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [lambda path: write_text(path, "x"), lambda path: write_private(path, b"x")])
-def test_a_file_is_on_the_disk_before_it_has_its_name(
+def test_a_file_is_flushed_to_the_disk_before_it_is_renamed(
     write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that loses power must not leave an empty file with a name."""
+    """After a loss of power, a file with its final name must not be empty."""
     fsync, replace, calls = os.fsync, Path.replace, list[str]()
 
     def note_fsync(handle: int) -> None:
@@ -65,7 +65,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     assert calls == ["1 byte", "name", "folder"]
 
 
-def test_a_folder_that_was_moved_away_is_not_created_again_by_a_file_in_it(tmp_path: Path) -> None:
+def test_writing_a_file_does_not_create_its_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_text(tmp_path / "gone" / "file", "x")
-    assert not (tmp_path / "gone").exists()
+        write_text(tmp_path / "missing" / "file", "x")
+    assert not (tmp_path / "missing").exists()

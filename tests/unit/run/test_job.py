@@ -23,7 +23,7 @@ ROWS = 1_000_000
 
 
 def a_task(*arguments: object) -> None:
-    """What the ranks would do."""
+    """Takes the place of a task of the ranks."""
 
 
 def sha256(path: Path) -> str:
@@ -31,7 +31,7 @@ def sha256(path: Path) -> str:
 
 
 def owner(array: np.ndarray[Any, Any]) -> Any:
-    """What the memory of an array belongs to in the end."""
+    """The object that owns the memory of an array."""
     holder: Any = array
     while isinstance(holder, (np.ndarray, memoryview)):
         holder = holder.base if isinstance(holder, np.ndarray) else holder.obj
@@ -50,7 +50,7 @@ def saved(make_config: MakeConfig, table: pd.DataFrame, tmp_path: Path) -> Path:
     return path
 
 
-def test_lambdas_and_closures_come_back_and_still_work(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_lambdas_and_closures_work_after_loading(make_config: MakeConfig, tmp_path: Path) -> None:
     width, made = 3, []
 
     def build(depth: int) -> int:
@@ -64,10 +64,10 @@ def test_lambdas_and_closures_come_back_and_still_work(make_config: MakeConfig, 
     assert loaded.function("model_fn")(5) == 15
     assert loaded.function("dataset_fn")() == [3, 3, 3, 3]
     assert loaded.seed == 9
-    assert made == []  # what came back is a copy
+    assert made == []  # the loaded function has a copy of the list
 
 
-def test_classes_defined_in_a_function_come_back(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_classes_defined_in_a_function_are_loaded(make_config: MakeConfig, tmp_path: Path) -> None:
     class Numbers:
         def __len__(self) -> int:
             return 7
@@ -76,7 +76,7 @@ def test_classes_defined_in_a_function_come_back(make_config: MakeConfig, tmp_pa
     assert len(job.load(tmp_path / "job.bin")[0].function("dataset_fn")()) == 7
 
 
-def test_the_whole_config_comes_back(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_whole_config_is_loaded(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(optimizer={"name": "sgd", "lr": 0.5, "momentum": 0.9}, lanes=4, metrics=["mse"])
     job.save(job.pack(config, a_task), tmp_path / "job.bin")
     assert job.load(tmp_path / "job.bin") == (config, a_task)
@@ -86,14 +86,14 @@ def test_only_the_owner_may_read_the_job(saved: Path) -> None:
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
 
 
-def test_a_job_is_never_written_over_another(saved: Path, make_config: MakeConfig) -> None:
+def test_a_job_never_overwrites_another(saved: Path, make_config: MakeConfig) -> None:
     before = sha256(saved)
     with pytest.raises(FileExistsError):
         job.save(job.pack(make_config(), a_task), saved)
     assert sha256(saved) == before
 
 
-def test_large_tables_lie_behind_a_small_pickle(saved: Path) -> None:
+def test_large_tables_are_stored_outside_of_the_pickle(saved: Path) -> None:
     with saved.open("rb") as file:
         header = pickle.load(file)
         header_bytes = file.tell()
@@ -102,7 +102,7 @@ def test_large_tables_lie_behind_a_small_pickle(saved: Path) -> None:
     assert saved.stat().st_size < header_bytes + sum(header["sizes"]) + 64 * (len(header["sizes"]) + 1)
 
 
-def test_tables_come_back_equal_and_mapped_not_copied(saved: Path, table: pd.DataFrame) -> None:
+def test_tables_are_loaded_equal_and_mapped_not_copied(saved: Path, table: pd.DataFrame) -> None:
     loaded, _ = job.load(saved)
     pd.testing.assert_frame_equal(loaded.df, table)
     assert isinstance(owner(loaded.df["x"].to_numpy()), mmap.mmap)
@@ -115,7 +115,7 @@ def test_arrays_are_aligned(saved: Path) -> None:
         assert array.__array_interface__["data"][0] % 64 == 0
 
 
-def test_arrays_can_be_written_to_without_reaching_the_file(saved: Path) -> None:
+def test_writing_to_an_array_does_not_change_the_file(saved: Path) -> None:
     before = sha256(saved)
     first, second = job.load(saved)[0], job.load(saved)[0]
     weights = first.model_args["weights"]
@@ -129,7 +129,7 @@ def test_arrays_can_be_written_to_without_reaching_the_file(saved: Path) -> None
     assert sha256(saved) == before
 
 
-def test_the_ranks_look_for_modules_where_the_caller_did(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_ranks_get_the_import_path_of_the_caller(make_config: MakeConfig, tmp_path: Path) -> None:
     sys.path.insert(0, "/a/folder/of/the/caller")
     job.save(job.pack(make_config(), a_task), tmp_path / "job.bin")
     sys.path.remove("/a/folder/of/the/caller")
@@ -137,19 +137,19 @@ def test_the_ranks_look_for_modules_where_the_caller_did(make_config: MakeConfig
     assert sys.path[0] == "/a/folder/of/the/caller"
 
 
-def test_what_cannot_travel_is_named_by_its_key(make_config: MakeConfig) -> None:
+def test_a_value_that_cannot_be_pickled_is_named_by_its_key(make_config: MakeConfig) -> None:
     lock = threading.Lock()
     config = make_config(model_fn=lambda: 3, metrics={"mine": lambda output, target: lock})
     with pytest.raises(PicklingError, match=r"^metrics → key 'mine' → closure 'lock' cannot be pickled for the ranks"):
         job.pack(config, a_task)
 
 
-def test_arguments_of_the_model_that_cannot_travel_are_named(make_config: MakeConfig) -> None:
+def test_model_arguments_that_cannot_be_pickled_are_named(make_config: MakeConfig) -> None:
     with pytest.raises(PicklingError, match=r"^model_args → key 'guard' cannot be pickled for the ranks: it is a lock"):
         job.pack(make_config(model_args={"guard": threading.Lock()}), a_task)
 
 
-def test_functions_of_a_script_share_a_module_of_their_own_that_torch_compile_finds(
+def test_functions_of_a_script_share_a_new_module_that_torch_compile_finds(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     script = {"__name__": "__main__", "factor": 3, "__file__": "script.py"}
@@ -171,6 +171,6 @@ def test_functions_of_a_script_share_a_module_of_their_own_that_torch_compile_fi
     assert vars(own) is build.__globals__ is type(made).get.__globals__
     assert config.model_args["name"]() == own.__name__ != "__main__"
     assert own.__file__ == "script.py"
-    # What pickle and people see of them is as before.
+    # Their names in pickles and messages are unchanged.
     assert build.__module__ == type(made).__module__ == "__main__"
     assert not hasattr(sys.modules["__main__"], "factor")

@@ -22,7 +22,7 @@ def test_run_dir_names_the_folder_exactly(make_config: MakeConfig, tmp_path: Pat
     assert folder.logs.is_dir()
 
 
-def test_a_folder_holds_the_config_as_resolved(make_config: MakeConfig) -> None:
+def test_a_run_folder_has_the_resolved_config(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run", seed=12, optimizer={"name": "sgd", "lr": 0.5})
     assert create_run(config).config.read_text(encoding="utf-8") == config.to_yaml()
     assert read_yaml(Path("run/config.yaml"))["seed"] == 12
@@ -34,7 +34,7 @@ def test_by_default_a_run_has_a_dated_folder_under_its_name(make_config: MakeCon
     datetime.strptime(folder.path.name, "%Y-%m-%d_%H-%M-%S")
 
 
-def test_runs_of_the_same_second_get_folders_of_their_own(
+def test_runs_started_in_the_same_second_get_different_folders(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
@@ -47,7 +47,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own(
     assert names == ["2024-05-06_07-08-09", "2024-05-06_07-08-09-2", "2024-05-06_07-08-09-3"]
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(make_config: MakeConfig) -> None:
+def test_a_folder_that_holds_a_run_is_refused_and_not_changed(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run", seed=1))
     before = folder.config.read_text()
     with pytest.raises(ConfigError, match="run_dir=run already holds a run; resume it with --resume auto"):
@@ -55,7 +55,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(make_config: Mak
     assert folder.config.read_text() == before
 
 
-def test_a_refused_folder_of_train_fn_names_what_can_be_done(make_config: MakeConfig) -> None:
+def test_the_error_for_a_folder_of_train_fn_says_what_to_do(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run", train_fn=lambda *arguments: None, loss_fn=None)
     folder = create_run(config)
     with pytest.raises(ConfigError, match="already holds a run; start it again with --resume auto, choose another"):
@@ -65,67 +65,67 @@ def test_a_refused_folder_of_train_fn_names_what_can_be_done(make_config: MakeCo
         create_run(config)
 
 
-def test_a_folder_with_other_things_in_it_is_taken(make_config: MakeConfig) -> None:
+def test_a_folder_with_other_files_is_accepted(make_config: MakeConfig) -> None:
     Path("run").mkdir()
     Path("run/notes.txt").write_text("mine")
     create_run(make_config(run_dir="run"))
     assert Path("run/notes.txt").read_text() == "mine"
 
 
-def test_a_file_where_the_folder_should_be_is_a_config_error(make_config: MakeConfig) -> None:
+def test_a_file_at_run_dir_is_a_config_error(make_config: MakeConfig) -> None:
     Path("run").write_text("not a folder")
     with pytest.raises(ConfigError, match="run_dir=run"):
         create_run(make_config(run_dir="run"))
 
 
-def test_a_run_that_goes_on_keeps_its_folder_and_takes_the_config_of_now(make_config: MakeConfig) -> None:
+def test_a_resumed_run_keeps_its_folder_and_gets_the_new_config(make_config: MakeConfig) -> None:
     with open_run(make_config(run_dir="run", num_epochs=1), None) as folder:
         folder.result.write_text("{}")
         folder.checkpoints.mkdir()
-        folder.events.write_text("said\n")
+        folder.events.write_text("event\n")
     with open_run(make_config(num_epochs=5), folder.path) as again:
         assert again.path == folder.path
-        assert again.result.exists()  # until it is sure that the config fits
+        assert again.result.exists()  # until the config is known to fit
         reopen(again, make_config(num_epochs=5))
         assert read_yaml(again.config)["num_epochs"] == 5
-        assert not again.result.exists()  # or it would be taken for that of this life
+        assert not again.result.exists()  # it would look like the result of this attempt
         assert again.checkpoints.is_dir()
-        assert again.events.read_text() == "said\n"
+        assert again.events.read_text() == "event\n"
 
 
-def test_a_run_that_is_being_trained_is_not_touched(make_config: MakeConfig) -> None:
+def test_a_run_that_is_being_trained_is_not_changed(make_config: MakeConfig) -> None:
     with open_run(make_config(run_dir="run", seed=1), None) as folder:
         folder.result.write_text("{}")
         before = folder.config.read_text()
         with pytest.raises(ConfigError, match="is being trained"), open_run(make_config(seed=2), folder.path):
-            pytest.fail("two at a time")
+            pytest.fail("two processes hold the lock")
         assert folder.config.read_text() == before
         assert folder.result.exists()
 
 
-def test_a_folder_without_logs_is_made_ready(make_config: MakeConfig) -> None:
+def test_a_missing_folder_of_logs_is_created(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run"))
     folder.logs.rmdir()
     with open_run(make_config(), folder.path):
         assert folder.logs.is_dir()
 
 
-def test_how_the_last_life_ended_is_forgotten_and_its_logs_are_kept(make_config: MakeConfig) -> None:
+def test_records_of_the_last_attempt_are_removed_and_its_logs_are_kept(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run"))
     for path in (folder.stopped, folder.failure(0), folder.failure(12), folder.log(0), folder.log(12)):
         path.write_text("{}")
     clear_last_attempt(folder)
     assert sorted(folder.logs.iterdir()) == [folder.log(0), folder.log(12)]
-    clear_last_attempt(folder)  # nothing there
+    clear_last_attempt(folder)  # with nothing to remove
 
 
-def test_a_folder_with_checkpoints_and_no_config_is_not_taken_for_a_new_run(make_config: MakeConfig) -> None:
+def test_a_folder_with_checkpoints_and_no_config_is_refused_for_a_new_run(make_config: MakeConfig) -> None:
     Path("run/checkpoints/step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="run_dir=run already holds a run"):
         create_run(make_config(run_dir="run"))
 
 
-def test_a_start_that_is_refused_does_not_leave_its_config(make_config: MakeConfig) -> None:
+def test_a_refused_start_does_not_leave_its_config(make_config: MakeConfig) -> None:
     with open_run(make_config(run_dir="run", seed=1), None) as folder:
         folder.config.unlink()  # as if the other start had not written it yet
         other = open_run(make_config(run_dir="run", seed=2), None)

@@ -30,14 +30,14 @@ def test_a_run_is_trained_by_one_process_at_a_time(make_config: MakeConfig) -> N
         assert is_locked(folder)
         text = f"{folder.path} is being trained by another process; wait for it"
         with pytest.raises(ConfigError, match=text), locked(RunFolder(folder.path)):
-            pytest.fail("two at a time")
-        assert is_locked(folder)  # the attempt has not let go of it
+            pytest.fail("two processes hold the lock")
+        assert is_locked(folder)  # the refused attempt has not released it
     assert not is_locked(folder)
-    with locked(folder):  # and again
+    with locked(folder):  # a second time
         pass
 
 
-def test_a_run_whose_process_was_killed_can_go_on(make_config: MakeConfig) -> None:
+def test_the_lock_of_a_killed_process_is_free(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run"))
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
@@ -53,7 +53,7 @@ def test_a_run_whose_process_was_killed_can_go_on(make_config: MakeConfig) -> No
     assert not is_locked(folder)
 
 
-ASKING = """
+CHECKING = """
 import sys, threading
 from pathlib import Path
 from paceline.run.layout import RunFolder
@@ -68,20 +68,20 @@ while not ended.is_set():
 """
 
 
-def test_processes_that_ask_disturb_neither_each_other_nor_a_start(make_config: MakeConfig) -> None:
+def test_checking_the_lock_disturbs_neither_other_checks_nor_a_start(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run"))
     with locked(folder):
-        pass  # from now on there is a file to ask
-    command = [sys.executable, "-c", ASKING, str(folder.path)]
+        pass  # creates the lock file
+    command = [sys.executable, "-c", CHECKING, str(folder.path)]
     with ExitStack() as stack:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        asking = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
-        for text in ("up\n", "0\n"):  # both ask at once, and neither finds the run locked
-            assert [process.stdout.readline() for process in asking if process.stdout is not None] == [text, text]
+        checking = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for text in ("up\n", "0\n"):  # both check at once, and neither finds the run locked
+            assert [process.stdout.readline() for process in checking if process.stdout is not None] == [text, text]
         for _ in range(2000):
             with locked(folder):
                 pass
-    assert [process.returncode for process in asking] == [0, 0]
+    assert [process.returncode for process in checking] == [0, 0]
 
 
 def test_a_child_of_the_training_process_does_not_keep_the_run_locked(make_config: MakeConfig) -> None:
@@ -95,7 +95,7 @@ def test_a_child_of_the_training_process_does_not_keep_the_run_locked(make_confi
     child.communicate(timeout=20)
 
 
-def test_a_file_system_without_locks_is_no_hindrance(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_accepted(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_no_hindrance(make_config: MakeConfig, mo
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only file system, which root meets, too."""
+    """Simulate a read-only file system, also for root."""
     plain = Path.open
 
     def open_to_read(path: Path, mode: str = "r", **options: Any) -> Any:
@@ -118,20 +118,20 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
 
 
-def test_a_run_that_is_read_only_cannot_go_on_and_is_not_locked(
+def test_a_read_only_run_cannot_be_resumed_and_is_not_locked(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = create_run(make_config(run_dir="run"))
     with locked(folder):
         pass
     refuse_writing(monkeypatch)
-    said = f"{folder.path} cannot be written to: Read-only file system; resume a copy of it, or start a new run"
-    with pytest.raises(ConfigError, match=said), open_run(make_config(), folder.path):
+    message = f"{folder.path} cannot be written to: Read-only file system; resume a copy of it, or start a new run"
+    with pytest.raises(ConfigError, match=message), open_run(make_config(), folder.path):
         pytest.fail("it cannot be locked")
     assert not is_locked(folder)
 
 
-def test_a_lock_in_a_read_only_folder_is_seen(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_in_a_read_only_folder_is_detected(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create_run(make_config(run_dir="run"))
     with locked(folder):
         refuse_writing(monkeypatch)

@@ -12,7 +12,7 @@ from paceline.run.pickling import pickle_failure, pickling_error
 
 
 class Settings:
-    """Something of the user's that holds more than numbers."""
+    """A class of the user, with any attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -21,7 +21,7 @@ class Settings:
 
 
 def in_main(source: str, **names: Any) -> Callable[..., Any]:
-    """A function `f` as a script or a notebook defines it: it travels with its globals, not by name."""
+    """The function `f` of a script or a notebook, which is pickled with its globals, not by name."""
     scope = {"__name__": "__main__", **names}
     exec(source, scope)
     function: Callable[..., Any] = scope["f"]
@@ -29,7 +29,7 @@ def in_main(source: str, **names: Any) -> Callable[..., Any]:
 
 
 def path(value: Any) -> str:
-    """The way to what does not pickle, as the error tells it."""
+    """The path in the error to the part that cannot be pickled."""
     assert pickle_failure(value) is not None
     return str(pickling_error("model_fn", value)).partition(" cannot be pickled for the ranks: it is a lock (")[0]
 
@@ -86,30 +86,28 @@ def test_the_path_goes_through_attributes_of_a_class() -> None:
     assert path(Local) == "model_fn → attribute 'guard'"
 
 
-def test_a_value_that_does_not_pickle_is_its_own_path() -> None:
+def test_the_path_to_a_value_that_cannot_be_pickled_itself_is_its_key() -> None:
     assert path(threading.Lock()) == "model_fn"
 
 
-def test_a_structure_that_holds_itself_ends_at_the_culprit() -> None:
+def test_the_path_through_an_object_that_contains_itself_ends() -> None:
     settings = Settings(lock=threading.Lock())
     settings.__dict__ = {"me": settings, **settings.__dict__}
     assert path(settings) == "model_fn → attribute 'lock'"
 
 
-def test_an_object_that_refuses_to_pickle_is_told_in_its_own_words() -> None:
+def test_the_error_of_an_object_that_refuses_pickling_is_quoted() -> None:
     class Refuses:
         def __reduce__(self) -> Any:
-            raise RuntimeError("stays at home")
+            raise RuntimeError("refused")
 
-    guest = Refuses()
-    told = str(pickling_error("train_fn", lambda: guest))
-    assert told.startswith(
-        "train_fn → closure 'guest' cannot be pickled for the ranks: it is a Refuses (stays at home)"
-    )
+    value = Refuses()
+    message = str(pickling_error("train_fn", lambda: value))
+    assert message.startswith("train_fn → closure 'value' cannot be pickled for the ranks: it is a Refuses (refused)")
 
 
 @pytest.mark.parametrize("value", [3, [1, {"a": 2}], lambda: 3, Settings(width=3), Settings.build])
-def test_what_pickles_has_no_obstacle(value: Any) -> None:
+def test_a_value_that_can_be_pickled_has_no_failure(value: Any) -> None:
     assert pickle_failure(value) is None
 
 
@@ -130,7 +128,7 @@ def test_the_path_goes_through_defaults_of_keywords() -> None:
     assert path(build) == "model_fn → default 'guard'"
 
 
-def test_a_closure_over_a_name_without_a_value_is_passed_by() -> None:
+def test_a_closure_over_an_unassigned_name_is_skipped() -> None:
     lock = threading.Lock()
 
     def build() -> Any:

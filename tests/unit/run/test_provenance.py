@@ -1,4 +1,4 @@
-"""What a run was made with."""
+"""The machine, versions and commit that a run records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "lab"
 
 
-def test_the_commit_is_that_of_the_code_and_says_whether_it_has_changed(project: Path) -> None:
+def test_the_commit_is_that_of_the_code_and_shows_local_changes(project: Path) -> None:
     commit = git(project, "rev-parse", "HEAD")[:12]
     assert commit_of(project) == commit
     (project / "model.py").write_text("x = 2\n")
@@ -44,7 +44,7 @@ def test_a_folder_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.
     assert commit_of(tmp_path) is None  # no git at all
 
 
-def test_a_git_that_takes_long_is_not_waited_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_git_is_not_waited_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 0.0)
     assert commit_of(project) is None
 

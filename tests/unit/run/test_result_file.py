@@ -22,7 +22,7 @@ def test_without_a_file_there_is_no_result(path: Path) -> None:
     assert read_result(path) is None
 
 
-def test_the_facts_of_a_run_are_read(path: Path) -> None:
+def test_the_result_of_a_run_is_read(path: Path) -> None:
     path.write_text(json.dumps({**FACTS, "history": [{"epoch": 0, "step": 6, "val_loss": 0.25}], "added": 1}))
     facts = read_result(path)
     assert facts is not None
@@ -40,7 +40,7 @@ def test_the_facts_of_a_run_are_read(path: Path) -> None:
         (json.dumps({**FACTS, "history": [{"epoch": 0}]}), "history.0.step: Field required"),
     ],
 )
-def test_a_damaged_result_is_one_sentence(path: Path, content: str, fault: str) -> None:
+def test_a_damaged_result_is_reported_in_one_sentence(path: Path, content: str, fault: str) -> None:
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         read_result(path)

@@ -14,7 +14,7 @@ from paceline.run.tensor_files import DTYPES, FileRecord, sha256_of_file, write,
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN included."""
+    """Whether two tensors are equal bit by bit, so that NaN equals NaN."""
     raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
 
@@ -26,7 +26,7 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kind_of_number_is_read_back_by_the_safetensors_library(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_is_read_by_the_safetensors_library(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": random_bits(dtype, 3, 5), "scalar": random_bits(dtype, 1)[0], "empty": random_bits(dtype, 0, 4)}
     write_tensors(tmp_path / "x.safetensors", tensors)
     read = safetensors.torch.load_file(tmp_path / "x.safetensors")
@@ -34,7 +34,7 @@ def test_every_kind_of_number_is_read_back_by_the_safetensors_library(dtype: tor
     assert all(same(read[name], tensors[name]) for name in tensors)
 
 
-def test_tensors_of_several_kinds_share_a_file_under_any_names(tmp_path: Path) -> None:
+def test_a_file_holds_tensors_of_several_dtypes_under_any_names(tmp_path: Path) -> None:
     names = ["layers.0.weight", "größe", 'a "quoted" name', "state.0.exp_avg", " ", "a/b\\c", "__x__"]
     tensors = {name: random_bits(dtype, 1 + n, 3) for n, (name, dtype) in enumerate(zip(names, DTYPES, strict=False))}
     write_tensors(tmp_path / "x.safetensors", tensors)
@@ -53,19 +53,19 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     assert len(content) == begin + 8 + 4 + 3
 
 
-def test_a_file_without_tensors_is_a_valid_one(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_valid(tmp_path: Path) -> None:
     write_tensors(tmp_path / "x.safetensors", {})
     assert safetensors.torch.load_file(tmp_path / "x.safetensors") == {}
 
 
-def test_parameters_that_require_a_gradient_are_written_too(tmp_path: Path) -> None:
+def test_parameters_that_require_a_gradient_are_written(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 2))
     write_tensors(tmp_path / "x.safetensors", {"w": weight})
     assert same(safetensors.torch.load_file(tmp_path / "x.safetensors")["w"], weight.detach())
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 22])
-def test_size_and_checksum_are_those_of_the_file_however_it_is_cut(
+def test_size_and_checksum_do_not_depend_on_the_chunks(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_files, "CHUNK", chunk)
@@ -77,14 +77,14 @@ def test_size_and_checksum_are_those_of_the_file_however_it_is_cut(
     assert torch.equal(safetensors.torch.load_file(path)["a"], torch.arange(50.0))
 
 
-def test_a_file_is_on_the_disk_before_it_is_called_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_flushed_to_the_disk_before_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     write(tmp_path / "x", [b"abc", memoryview(b"de")])
     assert synced == [5]
 
 
-def test_a_disk_that_loses_bytes_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_loses_bytes_is_detected_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: os.ftruncate(handle, 2))
     with pytest.raises(OSError, match="x differs from what was written to it"):
         write(tmp_path / "x", [b"abc"])
@@ -101,7 +101,7 @@ def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
         tensor_files.sync_folder(tmp_path)
 
 
-def test_a_file_that_is_written_again_holds_the_new_content_alone(tmp_path: Path) -> None:
+def test_a_rewritten_file_has_only_the_new_content(tmp_path: Path) -> None:
     write(tmp_path / "x", [b"long content"])
     written = write(tmp_path / "x", [b"short"])
     assert (tmp_path / "x").read_bytes() == b"short"
