@@ -1,4 +1,4 @@
-"""What all tests share: run folders go to a temporary folder, and warnings are errors in the ranks too."""
+"""Fixtures of all tests. Run folders are in a temporary folder, and warnings are errors in the ranks too."""
 
 from __future__ import annotations
 
@@ -6,35 +6,46 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 BIN = Path(sys.executable).parent
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 @pytest.fixture(autouse=True)
 def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "error")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Runs a command of the installed environment to its end and gives what it printed."""
+@pytest.fixture(scope="session")
+def run_in() -> Run:
+    """Runs a command of the installed environment in a folder to its end and returns its output."""
 
-    def run(*command: str, timeout_s: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run_in(
+        folder: Path, *command: str, timeout_s: float = 120, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         program = BIN / command[0]
+        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         return subprocess.run(
-            [str(program) if program.exists() else command[0], *command[1:]],
-            cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout_s,
-            check=False,
+            [str(program) if program.exists() else command[0], *command[1:]], cwd=folder,
+            env={**inherited, "PYTHONWARNINGS": "error", **variables}, capture_output=True, text=True,
+            timeout=timeout_s, check=False,
         )  # fmt: skip
 
-    return run
+    return run_in
+
+
+@pytest.fixture
+def run(run_in: Run, tmp_path: Path) -> Run:
+    """Runs a command of the installed environment in the test's folder to its end and returns its output."""
+    return partial(run_in, tmp_path)
 
 
 @pytest.fixture

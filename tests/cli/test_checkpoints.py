@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -35,7 +36,20 @@ os.write(1, f"done {result.weights_sha256}{chr(10)}".encode())  # at once: both 
 """
 
 
-def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started_again(run, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run, with the output of its script in `output.txt`."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "main.py").write_text(SCRIPT)
+    ended = run_in(folder, "python", "main.py", "run")
+    assert ended.returncode == 0, ended.stderr
+    (folder / "run" / "output.txt").write_text(ended.stdout)
+    return folder / "run"
+
+
+def test_a_stopped_script_ends_with_exit_code_3_and_resumes_when_started_again(
+    run, whole: Path, tmp_path: Path
+) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
     stopped = run("python", "main.py", "job", HIT="SIGTERM")
     assert stopped.returncode == 3, stopped.stderr
@@ -44,21 +58,22 @@ def test_a_script_that_is_stopped_ends_with_exit_code_3_and_goes_on_when_started
     again = run("python", "main.py", "job", HIT="SIGTERM")
     assert again.returncode == 0, again.stderr
     assert "resuming from step" in again.stderr
-    whole = run("python", "main.py", "whole")
-    assert again.stdout == whole.stdout
+    assert again.stdout == (whole / "output.txt").read_text()
 
 
-def test_torchrun_starts_ranks_again_and_they_go_on_from_their_checkpoint(run, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_restarts_resume_from_their_checkpoint(run, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SCRIPT.replace('resume="auto",', ""))
     launch = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "main.py"]
     killed = run(*launch, "job", HIT="SIGKILL")
     assert killed.returncode == 0, killed.stderr
     events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "run_started" for event in events) == 2
-    assert run("python", "main.py", "whole").stdout in killed.stdout
+    assert (whole / "output.txt").read_text() in killed.stdout
 
 
-def test_under_torchrun_one_signal_stops_all_ranks_and_the_next_launch_goes_on(run, tmp_path: Path) -> None:
+def test_under_torchrun_one_signal_stops_all_ranks_and_the_next_launch_resumes(
+    run, whole: Path, tmp_path: Path
+) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
     launch = ["torchrun", "--standalone", "--nproc_per_node=2", "main.py", "job"]
     stopped = run(*launch, HIT="SIGUSR1")
@@ -67,12 +82,11 @@ def test_under_torchrun_one_signal_stops_all_ranks_and_the_next_launch_goes_on(r
     assert "exitcode  : 3" in stopped.stderr
     again = run(*launch, HIT="SIGUSR1")
     assert again.returncode == 0, again.stderr
-    assert run("python", "main.py", "whole").stdout in again.stdout
+    assert (whole / "output.txt").read_text() in again.stdout
 
 
-def test_checkpoints_are_listed_with_what_is_known_of_them(run, tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(SCRIPT)
-    assert run("python", "main.py", "run").returncode == 0
+def test_checkpoints_are_listed_with_what_is_known_of_them(run, run_here, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
     listed = run("paceline", "checkpoints", "run")
     assert listed.returncode == 0
     rows = [line.split() for line in listed.stdout.splitlines()]
@@ -86,10 +100,10 @@ def test_checkpoints_are_listed_with_what_is_known_of_them(run, tmp_path: Path) 
 
     weights = tmp_path / "run" / "checkpoints" / "step-00000032" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    damaged = run("paceline", "checkpoints", "run").stdout
+    damaged = run_here("paceline", "checkpoints", "run").stdout
     assert "cannot be used: weights.safetensors has a different checksum than when it was written" in damaged
 
-    wrong = run("paceline", "checkpoints", "nowhere")
+    wrong = run_here("paceline", "checkpoints", "nowhere")
     assert wrong.returncode == 2
     assert "nowhere is not a run folder" in wrong.stderr
 

@@ -89,7 +89,7 @@ def test_only_what_is_missing_is_done(checkout: Checkout) -> None:
     leave_lock(checkout, os.getpid())  # nobody waits who has nothing to install
     code, output = checkout.run()
     assert code == 0, output
-    assert [line for line in output.splitlines() if line.startswith("made ")] == [f"made {models}"]
+    assert [line for line in output.splitlines() if line.startswith("created ")] == [f"created {models}"]
     assert "nothing was changed" not in output
     assert len(checkout.pip_calls()) == 1
 
@@ -140,13 +140,13 @@ def test_a_lock_that_a_killed_one_left_is_named(checkout: Checkout) -> None:
     lock = leave_lock(checkout, ended.pid)
     code, output = checkout.run()
     assert code == 1
-    assert f"process {ended.pid} is gone and has left {lock} behind; remove that folder" in output
+    assert f"process {ended.pid} ended without removing {lock}; remove that folder" in output
 
 
 def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
     code, output = checkout.run(PIP_EXIT="1")
     assert code == 1
-    assert "the install failed, see above" in output
+    assert "the installation failed, see above" in output
     assert not (checkout.folder / ".setup.lock").exists()
     assert checkout.run()[0] == 0
     assert len(checkout.pip_calls()) == 2

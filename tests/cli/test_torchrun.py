@@ -115,7 +115,7 @@ def test_a_mistake_that_only_a_rank_can_see_ends_the_rank_with_exit_code_2(run) 
     assert "exitcode  : 2 " in ended.stderr
 
 
-def test_an_outer_world_that_is_not_complete_is_said(run) -> None:
-    ended = run("paceline", "train", "linear", "--launcher", "torchrun")
+def test_an_outer_world_that_is_not_complete_is_said(run_here) -> None:
+    ended = run_here("paceline", "train", "linear", "--launcher", "torchrun")
     assert ended.returncode == 2
     assert "RANK and WORLD_SIZE are not set" in ended.stderr

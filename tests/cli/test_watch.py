@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 PACELINE = Path(sys.executable).parent / "paceline"
+
+
+@pytest.fixture(scope="module")
+def finished(run_in: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of the recipe linear."""
+    folder = tmp_path_factory.mktemp("linear")
+    ended = run_in(folder, "paceline", "train", "linear", "num_epochs=1", "--run-dir", "run")
+    assert ended.returncode == 0, ended.stderr
+    return folder / "run"
 
 
 def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) -> None:
@@ -35,8 +47,8 @@ def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) 
     assert again.stderr.splitlines()[-1].startswith("done: step 46  val_loss ")
 
 
-def test_ctrl_c_ends_the_view_and_not_the_run(run: Run, tmp_path: Path) -> None:
-    assert run("paceline", "train", "linear", "--run-dir", "run").returncode == 0
+def test_ctrl_c_ends_the_view_and_not_the_run(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
     events = tmp_path / "run" / "events.jsonl"
     lines = events.read_text().splitlines()
     events.write_text("\n".join(lines[:-1]) + '\n{"event": "torn')  # as if it still ran
@@ -65,12 +77,13 @@ def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
     assert "failed: rank 0 on" in run("paceline", "status", "run").stdout
 
 
-def test_without_a_name_it_is_the_newest_run(run: Run, tmp_path: Path) -> None:
+def test_without_a_name_it_is_the_newest_run(run: Run, finished: Path, tmp_path: Path) -> None:
     nothing = run("paceline", "status")
     assert nothing.returncode == 2
     assert "there is no run in runs" in nothing.stderr
-    for name in ("older", "newer"):
-        assert run("paceline", "train", "linear", f"name={name}", "num_epochs=1").returncode == 0
+    shutil.copytree(finished, tmp_path / "runs" / "older" / "2026-01-02_10-00-00")
+    ended = run("paceline", "train", "linear", "name=newer", "num_epochs=1")
+    assert ended.returncode == 0, ended.stderr
     [newest] = (tmp_path / "runs" / "newer").iterdir()
     for command in ("status", "watch", "logs", "report"):
         ended = run("paceline", command)

@@ -5,6 +5,7 @@ It trains every case on the ranks that it finds and writes what must be equal at
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # the first optimizer would import it
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -398,6 +400,7 @@ def options_of(case: str) -> dict[str, Any]:
 
 
 def main(out: Path) -> None:
+    gc.freeze()  # every run ends with a full collection, which would visit all objects of torch again
     outcomes = {}
     for case in CASES:
         result = Trainer(**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))).start()

@@ -3,7 +3,7 @@ from torch import nn
 
 
 def train(model, train_loader, val_loader, device, num_epochs):
-    """An ordinary loop. The model arrives on its device, wrapped in DDP; the loaders give this rank its share."""
+    """An ordinary loop. The model is on its device and wrapped in DDP; the loaders yield this rank's share."""
     loss_fn = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(num_epochs):
