@@ -45,7 +45,7 @@ def batch(seed: int, poison: float | None = None) -> Batch:
 class Renumbered(Feed):
     """What the user knows the samples by."""
 
-    def originals(self, indices: Any) -> list[int]:
+    def original_indices(self, indices: Any) -> list[int]:
         return [1000 + index for index in indices]
 
 
