@@ -15,12 +15,11 @@ from paceline.config import Config, build
 from paceline.data import batches
 from paceline.data.augment import Augment
 from paceline.data.evaluation import evaluation_loader
-from paceline.data.feed import Feed, make_feeds, with_images
+from paceline.data.feed import Feed, make_feeds, to_device, with_images
 from paceline.data.lanes import Lane, LaneSampler
 from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
-from paceline.data.trees import map_tensors, tensors_in
 from paceline.world import World
 
 SIZE, BATCH, LANES = 23, 3, 4  # two steps an epoch; the second is short
@@ -159,7 +158,7 @@ def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
-def test_images_lie_by_channels_where_the_model_does(make_config: MakeConfig, way: str) -> None:
+def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, way: str) -> None:
     floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
     feed = feed_of(floats, make_config(batch_size=4), world(), way)
     feed.is_channels_last = True
@@ -236,7 +235,7 @@ def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated
         assert [part.shape for part in batch] == [(3,), (3, 2)]
 
 
-# --- trees of tensors -----------------------------------------------------------------------------------------------
+# --- on the device -------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -244,26 +243,22 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_trees_are_walked_in_one_order_and_keep_their_form() -> None:
-    tensors = [torch.tensor(number) for number in range(6)]
-    tree = {"a": [tensors[0], None, "text"], "b": Pair(tensors[1], {"c": (tensors[2], 3)}), "d": (tensors[3],)}
-    tree["e"] = OrderedDict(f=tensors[4], g=Pair(None, [tensors[5]]))
-    assert [tensor.item() for tensor in tensors_in(tree)] == list(range(6))
-    changed = map_tensors(tree, lambda tensor: tensor + 10)
-    assert [tensor.item() for tensor in tensors_in(changed)] == list(range(10, 16))
-    assert type(changed["b"]) is Pair
-    assert changed["b"].right["c"][1] == 3
-    assert changed["a"][1:] == [None, "text"]
-    assert changed["e"]["g"].left is None
-    assert [type(value) for value in changed.values()] == [list, Pair, tuple, dict]
+def test_every_tensor_of_a_batch_moves_and_everything_else_stays() -> None:
+    tensor = torch.zeros(2)
+    batch = {"a": tensor, "b": [tensor, "text"], "c": (tensor, 3), "d": Pair(tensor, None)}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"].is_meta
+    assert moved["b"][0].is_meta
+    assert moved["b"][1] == "text"
+    assert moved["c"][0].is_meta
+    assert moved["c"][1] == 3
+    assert moved["d"].left.is_meta
+    assert moved["d"].right is None
+    assert [type(value) for value in moved.values()] == [torch.Tensor, list, tuple, Pair]
+    assert not tensor.is_meta
 
 
-def test_nothing_is_a_tree_without_tensors() -> None:
-    assert tensors_in(None) == tensors_in("text") == tensors_in([]) == tensors_in({"a": None}) == []
-    assert map_tensors(None, torch.neg) is None
-
-
-def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
+def test_original_indices_of_lists_and_of_rows(make_config: MakeConfig) -> None:
     by_loader, by_rows = (feed_of(PART, make_config(), world(), way) for way in ("loader", "rows"))
     assert by_loader.original_indices([3, 1]) == PART.base_indices([3, 1]) != [3, 1]
     assert by_rows.original_indices(torch.tensor([3, 1])) == [3, 1]
@@ -289,7 +284,7 @@ class Endless(IterableDataset[Any]):
         yield torch.zeros(1, 4, 4), 0
 
 
-def test_the_samples_of_two_lanes_of_a_stream_are_not_augmented_alike() -> None:
+def test_the_samples_of_two_lanes_of_a_stream_are_augmented_differently() -> None:
     options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
     here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     feed = Feed(Endless(), build(options), here)
