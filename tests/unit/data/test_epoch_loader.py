@@ -35,7 +35,7 @@ def epoch_samplers(
 @pytest.mark.parametrize(
     ("size", "batch_size", "world_size"), [(24, 4, 2), (25, 4, 3), (7, 1, 3), (4, 8, 4), (5, 2, 1)]
 )
-def test_each_epoch_gives_every_sample_to_one_rank_in_equally_many_batches(
+def test_each_epoch_has_every_sample_on_one_rank_in_the_same_number_of_batches(
     size: int, batch_size: int, world_size: int, shuffle: bool
 ) -> None:
     samplers = epoch_samplers(size, batch_size, world_size, shuffle=shuffle)
@@ -72,8 +72,8 @@ def test_fewer_samples_than_ranks_names_the_data() -> None:
         epoch_samplers(3, 1, 4)
 
 
-def test_the_loader_tells_how_far_it_is_epoch_by_epoch() -> None:
-    told: list[tuple[int, int, int]] = []
+def test_the_loader_reports_each_batch_of_each_epoch() -> None:
+    reported: list[tuple[int, int, int]] = []
     loader = epoch_loader(
         range(12),
         batch_size=2,
@@ -82,19 +82,19 @@ def test_the_loader_tells_how_far_it_is_epoch_by_epoch() -> None:
         world=make_world(1, 2),
         shuffle=True,
         what="the training data",
-        on_batch=lambda *place: told.append(place),
+        on_batch=lambda *place: reported.append(place),
     )
     assert len(loader) == 3
     first = [batch.tolist() for batch in loader]
     second = [batch.tolist() for batch in loader]
-    assert told == [(epoch, batch, 3) for epoch in (0, 1) for batch in range(3)]
+    assert reported == [(epoch, batch, 3) for epoch in (0, 1) for batch in range(3)]
     assert first != second
     loader.sampler.set_epoch(0)  # as loops written for DistributedSampler do
     assert [batch.tolist() for batch in loader] == first
 
 
-def test_a_loop_that_is_left_early_goes_on_with_the_next_epoch() -> None:
-    [broken_off, whole] = [
+def test_a_loop_that_is_left_early_continues_with_the_next_epoch() -> None:
+    [left_early, whole] = [
         epoch_loader(
             range(12),
             batch_size=2,
@@ -107,6 +107,6 @@ def test_a_loop_that_is_left_early_goes_on_with_the_next_epoch() -> None:
         )
         for _ in range(2)
     ]
-    next(iter(broken_off))
+    next(iter(left_early))
     list(whole)
-    assert [batch.tolist() for batch in broken_off] == [batch.tolist() for batch in whole]
+    assert [batch.tolist() for batch in left_early] == [batch.tolist() for batch in whole]

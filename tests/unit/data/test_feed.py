@@ -44,7 +44,7 @@ def feed_of(dataset: Any, config: Config, here: World, way: str) -> Feed:
 
 
 def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
-    """Each lane of three epochs: what it is, its batch, and the indices that the user knows."""
+    """Each lane of three epochs: its fields, its batch, and the original indices."""
     size, here = len(feed.dataset), feed.world
     per_epoch = batches.steps_per_epoch(size, BATCH, LANES)
     sampler = partial(
@@ -60,8 +60,8 @@ def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
 
 
 def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
-    dealt, sampler = feed.evaluation_batches()
-    found = [(one, *feed.evaluation_batch(one)) for one in dealt]
+    evaluated, sampler = feed.evaluation_batches()
+    found = [(one, *feed.evaluation_batch(one)) for one in evaluated]
     assert len(sampler) == len(found)
     return [(d.batch, feed.original_indices(d.indices), images.numpy().tobytes(), y.tolist()) for d, images, y in found]
 
@@ -72,13 +72,13 @@ def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
 @pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2), (3, 4)])
-def test_training_sees_the_same_batches_by_both_ways(
+def test_training_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
     config, here = make_config(batch_size=BATCH, augment=augment, seed=1), world(rank, ranks)
     gathered = trained_on(feed_of(dataset, config, here, "rows"))
     assert gathered == trained_on(feed_of(dataset, config, here, "loader"))
-    # The samples carry their own numbers, so these are the right ones and what the user knows them by.
+    # Each sample holds its index, so these are the right samples and their original indices.
     assert all(numbers == originals for *_, originals, _, numbers in gathered)
     per_epoch = batches.steps_per_epoch(len(dataset), BATCH, LANES)
     if ranks == 1:
@@ -89,7 +89,7 @@ def test_training_sees_the_same_batches_by_both_ways(
 @pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
 @pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 3)])
-def test_evaluation_sees_the_same_batches_by_both_ways(
+def test_evaluation_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
     config, here = make_config(batch_size=4, augment=augment), world(rank, ranks)
@@ -118,8 +118,8 @@ def test_images_are_augmented_by_the_users_index_and_the_epoch(
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world(), way)
-    dealt, _ = feed.evaluation_batches()
-    [images] = [feed.evaluation_batch(one)[0] for one in dealt]
+    evaluated, _ = feed.evaluation_batches()
+    [images] = [feed.evaluation_batch(one)[0] for one in evaluated]
     torch.testing.assert_close(images, (IMAGES / 255 - 0.5) / 0.25)
 
 
@@ -149,10 +149,10 @@ class Offered(Dataset[Any]):
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
-def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig, way: str) -> None:
+def test_sample_is_a_batch_of_the_first_samples_as_in_evaluation(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world(), way)
     images, numbers = feed.sample()
-    assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows cost nothing
+    assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows are cheap
     torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
     assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
 
@@ -165,8 +165,8 @@ def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, wa
     sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
     lane = next(iter(feed.lanes(sampler)))
     assert feed.batch(feed.inputs(lane, 0))[0].is_contiguous(memory_format=torch.channels_last)
-    dealt, _ = feed.evaluation_batches()
-    assert feed.evaluation_batch(next(iter(dealt)))[0].is_contiguous(memory_format=torch.channels_last)
+    evaluated, _ = feed.evaluation_batches()
+    assert feed.evaluation_batch(next(iter(evaluated)))[0].is_contiguous(memory_format=torch.channels_last)
 
 
 # --- feeds of a run -------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_training_and_validation_share_the_rows_of_one_data_set(make_config: Mak
     assert sorted([*known[0], *known[1]]) == list(range(SIZE))
 
 
-def test_two_data_sets_have_rows_of_their_own(make_config: MakeConfig) -> None:
+def test_two_data_sets_have_separate_rows(make_config: MakeConfig) -> None:
     other = TensorDataset(IMAGES[:5], torch.arange(5))
     training, validation = make_feeds(WHOLE, other, make_config(), world())
     assert training.rows is not None
@@ -201,7 +201,7 @@ def test_two_data_sets_have_rows_of_their_own(make_config: MakeConfig) -> None:
 
 
 class Finished(Dataset[Any]):
-    """Gives a batch at once, in the form that it was told."""
+    """Returns finished batches in the given form."""
 
     def __init__(self, form: Callable[[list[int]], Any]) -> None:
         self.form = form

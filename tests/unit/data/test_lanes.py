@@ -33,7 +33,7 @@ def sample_lanes(
 
 
 @pytest.mark.parametrize(("size", "batch_size", "lanes"), SHAPES)
-def test_lanes_hold_the_samples_that_order_and_batches_say(size: int, batch_size: int, lanes: int) -> None:
+def test_lanes_have_the_samples_that_order_and_batches_determine(size: int, batch_size: int, lanes: int) -> None:
     per_epoch = batches.steps_per_epoch(size, batch_size, lanes)
     [sampled] = sample_lanes(size, batch_size, lanes, range(3 * per_epoch))
     expected = []
@@ -60,7 +60,7 @@ def test_a_lane_is_the_same_on_any_rank(size: int, batch_size: int, lanes: int, 
 
 @pytest.mark.parametrize(("size", "batch_size", "lanes"), SHAPES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_sample_comes_once_an_epoch_over_all_ranks(
+def test_every_sample_is_used_once_per_epoch_over_all_ranks(
     size: int, batch_size: int, lanes: int, world_size: int
 ) -> None:
     per_epoch = batches.steps_per_epoch(size, batch_size, lanes)
@@ -74,7 +74,7 @@ def test_every_sample_comes_once_an_epoch_over_all_ranks(
 
 @pytest.mark.parametrize("first", [0, 1, 4, 5, 6, 11, 14, 15])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_begins_in_the_middle_sees_what_the_whole_run_would(first: int, world_size: int) -> None:
+def test_a_resumed_run_has_the_lanes_of_the_whole_run(first: int, world_size: int) -> None:
     shape = (50, 5, 2)  # five steps an epoch
     whole = sample_lanes(*shape, range(15), world_size=world_size)
     late = sample_lanes(*shape, range(first, 15), world_size=world_size)
@@ -88,14 +88,14 @@ def test_a_run_may_end_within_an_epoch() -> None:
 
 @pytest.mark.parametrize(("size", "batch_size", "lanes"), SHAPES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_rides_in_every_step(size: int, batch_size: int, lanes: int, world_size: int) -> None:
+def test_every_rank_has_a_lane_in_every_step(size: int, batch_size: int, lanes: int, world_size: int) -> None:
     steps = range(2 * batches.steps_per_epoch(size, batch_size, lanes))
     for rank in sample_lanes(size, batch_size, lanes, steps, world_size=world_size):
         assert sorted({lane.step for lane in rank}) == list(steps)
         assert all(lane.indices for lane in rank)
 
 
-def test_a_rank_without_samples_in_a_short_step_borrows_those_of_lane_0_with_no_weight() -> None:
+def test_a_rank_without_samples_in_a_short_step_borrows_those_of_lane_0_with_weight_zero() -> None:
     ranks = sample_lanes(6, 1, 4, range(2), world_size=4)  # the second step has two samples for four lanes
     last = [rank[-1] for rank in ranks]
     assert [(lane.step, lane.lane, lane.samples, lane.step_samples) for lane in last] == [
@@ -108,7 +108,7 @@ def test_a_rank_without_samples_in_a_short_step_borrows_those_of_lane_0_with_no_
     assert last[1].indices != last[0].indices
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     def order(seed: int, epoch: int) -> tuple[int, ...]:
         [sampled] = sample_lanes(40, 5, 2, range(epoch * 4, epoch * 4 + 4), seed=seed)
         return tuple(index for lane in sampled for index in lane.indices)

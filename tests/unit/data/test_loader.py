@@ -1,4 +1,4 @@
-"""Samplers and loaders of data/loader.py without workers; a World is only a rank and a size here."""
+"""Keyed loaders without workers, and how samples are collated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Numbers(Dataset[int]):
 
 
 class Noise(Numbers):
-    """Augmentation from every global generator that people use."""
+    """Samples with a random number from each global generator."""
 
     def __getitem__(self, index: int) -> Any:
         return index, torch.rand(()).item(), float(np.random.rand()), random.random()
@@ -59,7 +59,7 @@ def loaded(world_size: int, dataset: Any, seed: int = 5) -> dict[tuple[int, int]
     return found
 
 
-def test_augmentation_does_not_know_on_which_rank_it_runs() -> None:
+def test_random_samples_do_not_depend_on_the_rank() -> None:
     torch.manual_seed(1)
     alone = loaded(1, Noise(21))
     torch.manual_seed(2)
@@ -68,7 +68,7 @@ def test_augmentation_does_not_know_on_which_rank_it_runs() -> None:
     assert loaded(4, Noise(21)) == alone
 
 
-def test_augmentation_differs_between_lanes_steps_and_seeds() -> None:
+def test_random_samples_differ_between_lanes_steps_and_seeds() -> None:
     draws = [lane[column][0] for seed in (0, 1) for lane in loaded(1, Noise(21), seed).values() for column in (1, 2, 3)]
     assert len(set(draws)) == len(draws)
 
@@ -89,13 +89,13 @@ class WithCollate(Numbers):
 @pytest.mark.parametrize(
     "wrap", [lambda data: data, lambda data: SplitSubset(data, 0, range(4))], ids=["whole", "part"]
 )
-def test_a_data_set_collates_its_own_way_also_when_it_is_split(wrap: Any) -> None:
+def test_the_collate_fn_of_a_data_set_is_used_also_for_its_split(wrap: Any) -> None:
     loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=make_world(0, 1))
     [batch] = loader
     assert sorted(batch.data.split("+")) == ["0", "1", "2", "3"]
 
 
-def test_a_data_set_of_which_a_user_took_a_part_collates_its_own_way() -> None:
+def test_the_collate_fn_of_a_data_set_is_used_for_torchs_subsets() -> None:
     class Own(Subset[Any]):
         collate_fn = staticmethod(len)
 
@@ -104,14 +104,14 @@ def test_a_data_set_of_which_a_user_took_a_part_collates_its_own_way() -> None:
     assert collate_of(Own(whole, [0, 1])) is len
 
 
-def test_a_data_set_with_an_attribute_called_base_collates_its_own_way() -> None:
+def test_the_collate_fn_of_a_data_set_with_an_attribute_called_base_is_used() -> None:
     dataset = WithCollate(4)
     dataset.base = Numbers(4)  # type: ignore[attr-defined]
     [batch] = evaluation_loader(dataset, batch_size=4, seed=0, workers=0, world=make_world(0, 1))
     assert batch.data == "0+1+2+3"
 
 
-def test_a_finished_batch_must_have_a_row_for_each_sample() -> None:
+def test_a_batch_from_getitems_must_have_one_row_per_sample() -> None:
     class Short(Dataset[Any]):
         def __getitems__(self, indices: list[int]) -> Any:
             return torch.zeros(len(indices) - 1, 2), torch.zeros(len(indices) - 1)
