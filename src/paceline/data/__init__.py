@@ -1,5 +1,5 @@
-"""Samples to batches on the device: the order of samples, lanes, loaders, streams, augmentation, scaling.
+"""From samples to batches on the device: sources, order, lanes, loaders, iterable data sets, augmentation, scaling.
 
-Promises that what a lane of a step holds is a function of the config, the seed and the step number, whatever the
+Guarantees that the samples of a lane in a step are a function of the config, the seed and the step number, for any
 number of ranks. Must not know models or optimizers.
 """

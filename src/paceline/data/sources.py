@@ -67,9 +67,8 @@ def original_indices(dataset: Any, indices: Sequence[int]) -> list[int]:
 
 def is_stream(dataset: Any) -> bool:
     """Whether a data set can only be read from its beginning, as torch's IterableDataset."""
-    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(
-        dataset, IterableDataset
-    )  # whose __getitem__ only raises
+    # The __getitem__ of an IterableDataset only raises.
+    is_indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     return hasattr(dataset, "__iter__") and not is_indexed
 
 

@@ -128,7 +128,7 @@ class StreamSteps:
         return [LaneStatus(*islice(flat, len(LaneStatus._fields))) for _ in range(self.lanes)]
 
     def _check(self, statuses: list[LaneStatus], epoch: int, step: int) -> None:
-        """Raise or warn where a data set is not sharded correctly; all ranks come to the same result."""
+        """Raise or warn where a data set is not sharded correctly; the result is the same on all ranks."""
         empty = [lane for lane, status in enumerate(statuses) if status.is_empty]
         if empty:
             raise DataError(

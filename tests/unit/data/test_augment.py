@@ -46,13 +46,13 @@ def mix(word: int) -> int:
 def slowly(section: dict[str, Any], image: np.ndarray, *, seed: int, index: int, epoch: int) -> np.ndarray:
     """What becomes of one image of bytes (C, H, W)."""
     own = seed_for(seed, "augment") + index * 0x9E3779B97F4A7C15
-    steady, fresh = mix(own % WORD), mix((own + epoch * 0xD1342543DE82EF95) % WORD)
+    per_sample, per_epoch = mix(own % WORD), mix((own + epoch * 0xD1342543DE82EF95) % WORD)
     flip, reach, size = section.get("flip"), section.get("translate", 0), section.get("cutout", 0)
-    if (flip == "random" and fresh % 2) or (flip == "alternating" and (steady + epoch) % 2):
+    if (flip == "random" and per_epoch % 2) or (flip == "alternating" and (per_sample + epoch) % 2):
         image = image[:, :, ::-1]
     _, height, width = image.shape
     down, right, top, left = (
-        ((fresh >> begin) % 2**15) * choices >> 15
+        ((per_epoch >> begin) % 2**15) * choices >> 15
         for begin, choices in (
             (1, 2 * reach + 1), (16, 2 * reach + 1), (31, height - size + 1), (46, width - size + 1)
         )
@@ -83,7 +83,7 @@ def slowly(section: dict[str, Any], image: np.ndarray, *, seed: int, index: int,
     ids=lambda section: "+".join(section) or "nothing",
 )
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 1), (-(2**40), 1000)])
-def test_it_does_what_the_slow_reference_does_to_the_last_bit(section: dict[str, Any], seed: int, epoch: int) -> None:
+def test_augmentation_equals_the_slow_reference_to_the_last_bit(section: dict[str, Any], seed: int, epoch: int) -> None:
     indices = [*range(20), 10**6, 2**40]
     images = bytes_of(len(indices))
     out = train(make(seed, **section), images, indices, epoch)
@@ -109,10 +109,10 @@ def test_alternating_flips_mirror_a_sample_in_every_other_epoch() -> None:
     assert torch.equal(is_mirrored[0], ~is_mirrored[1])
     assert torch.equal(is_mirrored[0], is_mirrored[2])
     assert torch.equal(is_mirrored[1], is_mirrored[3])
-    assert 70 < int(is_mirrored[0].sum()) < 130  # each by its own coin
+    assert 70 < int(is_mirrored[0].sum()) < 130  # decided independently for each sample
 
 
-def test_random_flips_toss_again_each_epoch() -> None:
+def test_random_flips_differ_between_epochs() -> None:
     images = bytes_of(400)
     first, second = (
         (train(make(flip="random"), images, range(400), epoch) == images / 255).flatten(1).all(1) for epoch in (0, 1)
@@ -122,7 +122,7 @@ def test_random_flips_toss_again_each_epoch() -> None:
 
 
 def test_translations_reach_every_offset_about_as_often() -> None:
-    """A picture whose pixels tell where they come from; its middle is never reflected."""
+    """An image whose pixels encode their position; its middle is never reflected."""
     size, reach, samples = 9, 2, 4000
     places = torch.arange(size * size, dtype=torch.float32).reshape(1, 1, size, size).expand(samples, 1, size, size)
     for epoch in (0, 1):
@@ -147,7 +147,7 @@ def test_seed_and_epoch_change_what_happens() -> None:
     assert not torch.equal(one, train(make(1, **EVERYTHING), images, range(20), 1))
 
 
-def test_a_sample_is_treated_alike_alone_and_in_any_batch() -> None:
+def test_a_sample_is_augmented_identically_alone_and_in_any_batch() -> None:
     images, augment = bytes_of(30), make(**EVERYTHING)
     together = train(augment, images, range(100, 130), 3)
     backwards = train(augment, images.flip(0), range(129, 99, -1), 3)
@@ -156,7 +156,7 @@ def test_a_sample_is_treated_alike_alone_and_in_any_batch() -> None:
     assert torch.equal(together, backwards.flip(0))
 
 
-# --- what goes in and out -------------------------------------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------------------------------------
 
 
 def test_evaluation_normalises_only() -> None:
@@ -174,7 +174,7 @@ def test_one_number_normalises_all_channels() -> None:
     torch.testing.assert_close(out, bytes_of(2) / 127.5 - 1)
 
 
-def test_the_images_given_stay_as_they_are() -> None:
+def test_the_input_images_are_not_changed() -> None:
     images = torch.rand(4, 3, 9, 9)
     before = images.clone()
     train(make(cutout=4), images, range(4), 0)

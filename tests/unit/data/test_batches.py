@@ -19,7 +19,7 @@ def divisors(number: int) -> list[int]:
 
 @given(size=SIZES, batch_size=BATCH_SIZES, lanes=LANES)
 @settings(max_examples=100, deadline=None)
-def test_steps_take_every_position_once_an_epoch_in_order(size: int, batch_size: int, lanes: int) -> None:
+def test_steps_have_every_position_once_per_epoch_in_order(size: int, batch_size: int, lanes: int) -> None:
     steps = batches.steps_per_epoch(size, batch_size, lanes)
     taken = [batches.step_positions(step, size, batch_size, lanes) for step in range(steps)]
     assert [position for step in taken for position in step] == list(range(size))
@@ -93,7 +93,7 @@ def test_lanes_that_do_not_fit_the_ranks_name_the_world_sizes_that_do(
 
 @given(data=st.data(), batch_size=BATCH_SIZES, world_size=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
-def test_own_loop_gives_every_sample_once_in_equally_many_batches(
+def test_own_loop_has_every_sample_once_in_the_same_number_of_batches(
     data: st.DataObject, batch_size: int, world_size: int
 ) -> None:
     size = data.draw(st.integers(world_size, 400))
@@ -108,11 +108,11 @@ def test_own_loop_gives_every_sample_once_in_equally_many_batches(
 
 
 @pytest.mark.parametrize(("size", "batch_size", "world_size", "count"), [(12, 4, 3, 1), (13, 4, 3, 2), (9, 1, 3, 3)])
-def test_own_loop_takes_no_more_batches_than_it_must(size: int, batch_size: int, world_size: int, count: int) -> None:
+def test_own_loop_has_no_more_batches_than_necessary(size: int, batch_size: int, world_size: int, count: int) -> None:
     assert batches.batches_per_rank(size, batch_size, world_size) == count
 
 
-def test_batches_of_one_hold_two_only_where_the_ranks_cannot_share_evenly() -> None:
+def test_batches_of_one_hold_two_only_where_the_ranks_do_not_divide_the_samples() -> None:
     count = batches.batches_per_rank(7, 1, 3)
     lengths = [len(batches.batch_positions(b, r, 7, count, 3)) for b in range(count) for r in range(3)]
     assert sorted(lengths) == [1, 1, 1, 1, 1, 2]

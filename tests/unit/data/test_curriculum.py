@@ -1,4 +1,4 @@
-"""Easy samples first: how the share grows, and that what an epoch sees depends on the epoch alone."""
+"""Easy samples first: the fraction of an epoch, and samples that depend on the epoch alone."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MakeConfig = Callable[..., Config]
 
 
 @pytest.mark.parametrize(
-    ("name", "shares"),
+    ("name", "fractions"),
     [
         ("linear", [0.2, 0.4, 0.6, 0.8, 1, 1]),
         ("root", [0.2, 0.5292, 0.7211, 0.8718, 1, 1]),
         ("step", [0.2] * 4 + [1, 1]),
     ],
 )
-def test_the_share_grows_from_the_start_to_everything(name: Any, shares: list[float]) -> None:
+def test_the_fraction_grows_from_start_to_1(name: Any, fractions: list[float]) -> None:
     pacing = Pacing(start=0.2, epochs=4, name=name)
-    assert [fraction_at(epoch, pacing) for epoch in range(6)] == pytest.approx(shares, abs=1e-4)
+    assert [fraction_at(epoch, pacing) for epoch in range(6)] == pytest.approx(fractions, abs=1e-4)
 
 
 def test_an_epoch_uses_the_easiest_samples_equally_often() -> None:
@@ -46,13 +46,13 @@ def test_an_epoch_uses_the_easiest_samples_equally_often() -> None:
     assert sorted(curriculum.choose(np.arange(10), 2).tolist()) == list(range(10))
 
 
-def test_at_least_one_sample_is_in_and_equals_keep_their_order() -> None:
+def test_at_least_one_sample_is_used_and_equal_ones_keep_their_order() -> None:
     curriculum = Curriculum([1.0] * 5, Pacing(start=1e-6, epochs=1))
     assert curriculum.choose(np.arange(5), 0).tolist() == [0] * 5
     assert curriculum.choose(np.arange(5), 1).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_lanes_follow_it_and_a_resumed_run_sees_the_same() -> None:
+def test_lanes_follow_the_curriculum_also_in_a_resumed_run() -> None:
     curriculum = Curriculum(np.arange(40)[::-1], Pacing(start=0.25, epochs=2))
     options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "lanes": 2, "rank_lanes": range(2)}
     whole = list(LaneSampler(**options, steps=range(15), curriculum=curriculum))
@@ -101,7 +101,7 @@ def test_mistakes_are_named(make_config: MakeConfig) -> None:
         make_curriculum(other, [1, 2])
 
 
-def test_a_run_with_a_curriculum_is_written_down(make_config: MakeConfig) -> None:
+def test_the_config_of_a_curriculum_is_written(make_config: MakeConfig) -> None:
     config = make_config(curriculum={"epochs": 3, "start": 0.5}, difficulty_fn=len)
     assert "curriculum:\n  start: 0.5\n  epochs: 3\n" in config.to_yaml()
 
@@ -109,7 +109,7 @@ def test_a_run_with_a_curriculum_is_written_down(make_config: MakeConfig) -> Non
 # --- by loss --------------------------------------------------------------------------------------------------------
 
 
-def test_by_loss_the_second_epoch_is_the_first_of_the_pacing_and_nan_comes_last() -> None:
+def test_by_loss_the_second_epoch_is_the_first_of_the_pacing_and_nan_is_last() -> None:
     losses = torch.tensor([0.5, float("nan"), 0.1, float("inf"), float("nan"), 0.1])
     curriculum = Curriculum(losses, Pacing(by="loss", start=1 / 3, epochs=1), first_epoch=1)
     assert curriculum.choose(np.arange(4), 1).tolist() == [2, 5, 2, 5]
@@ -117,7 +117,7 @@ def test_by_loss_the_second_epoch_is_the_first_of_the_pacing_and_nan_comes_last(
 
 
 class Doubled(torch.nn.Module):
-    """In evaluation twice its input; while it trains nothing that anybody could rank."""
+    """In evaluation twice its input; while it trains nothing that could be ranked."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(len(x), 1) if self.training else 2 * x

@@ -15,12 +15,11 @@ from paceline.config import Config, build
 from paceline.data import batches
 from paceline.data.augment import Augment
 from paceline.data.evaluation import evaluation_loader
-from paceline.data.feed import Feed, make_feeds, with_images
+from paceline.data.feed import Feed, make_feeds, to_device, with_images
 from paceline.data.lanes import Lane, LaneSampler
 from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
-from paceline.data.trees import map_tensors, tensors_in
 from paceline.world import World
 
 SIZE, BATCH, LANES = 23, 3, 4  # two steps an epoch; the second is short
@@ -45,7 +44,7 @@ def feed_of(dataset: Any, config: Config, here: World, way: str) -> Feed:
 
 
 def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
-    """Each lane of three epochs: what it is, its batch, and the indices that the user knows."""
+    """Each lane of three epochs: its fields, its batch, and the original indices."""
     size, here = len(feed.dataset), feed.world
     per_epoch = batches.steps_per_epoch(size, BATCH, LANES)
     sampler = partial(
@@ -61,8 +60,8 @@ def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
 
 
 def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
-    dealt, sampler = feed.evaluation_batches()
-    found = [(one, *feed.evaluation_batch(one)) for one in dealt]
+    evaluated, sampler = feed.evaluation_batches()
+    found = [(one, *feed.evaluation_batch(one)) for one in evaluated]
     assert len(sampler) == len(found)
     return [(d.batch, feed.original_indices(d.indices), images.numpy().tobytes(), y.tolist()) for d, images, y in found]
 
@@ -73,13 +72,13 @@ def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
 @pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2), (3, 4)])
-def test_training_sees_the_same_batches_by_both_ways(
+def test_training_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
     config, here = make_config(batch_size=BATCH, augment=augment, seed=1), world(rank, ranks)
     gathered = trained_on(feed_of(dataset, config, here, "rows"))
     assert gathered == trained_on(feed_of(dataset, config, here, "loader"))
-    # The samples carry their own numbers, so these are the right ones and what the user knows them by.
+    # Each sample holds its index, so these are the right samples and their original indices.
     assert all(numbers == originals for *_, originals, _, numbers in gathered)
     per_epoch = batches.steps_per_epoch(len(dataset), BATCH, LANES)
     if ranks == 1:
@@ -90,7 +89,7 @@ def test_training_sees_the_same_batches_by_both_ways(
 @pytest.mark.parametrize("augment", [None, AUGMENT], ids=["plain", "augmented"])
 @pytest.mark.parametrize("dataset", [WHOLE, PART], ids=["whole", "part"])
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 3)])
-def test_evaluation_sees_the_same_batches_by_both_ways(
+def test_evaluation_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
     config, here = make_config(batch_size=4, augment=augment), world(rank, ranks)
@@ -119,8 +118,8 @@ def test_images_are_augmented_by_the_users_index_and_the_epoch(
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world(), way)
-    dealt, _ = feed.evaluation_batches()
-    [images] = [feed.evaluation_batch(one)[0] for one in dealt]
+    evaluated, _ = feed.evaluation_batches()
+    [images] = [feed.evaluation_batch(one)[0] for one in evaluated]
     torch.testing.assert_close(images, (IMAGES / 255 - 0.5) / 0.25)
 
 
@@ -150,24 +149,24 @@ class Offered(Dataset[Any]):
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
-def test_a_sample_is_the_first_ones_as_they_are_measured(make_config: MakeConfig, way: str) -> None:
+def test_sample_is_a_batch_of_the_first_samples_as_in_evaluation(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world(), way)
     images, numbers = feed.sample()
-    assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows cost nothing
+    assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows are cheap
     torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
     assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
-def test_images_lie_by_channels_where_the_model_does(make_config: MakeConfig, way: str) -> None:
+def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, way: str) -> None:
     floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
     feed = feed_of(floats, make_config(batch_size=4), world(), way)
     feed.is_channels_last = True
     sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
     lane = next(iter(feed.lanes(sampler)))
     assert feed.batch(feed.inputs(lane, 0))[0].is_contiguous(memory_format=torch.channels_last)
-    dealt, _ = feed.evaluation_batches()
-    assert feed.evaluation_batch(next(iter(dealt)))[0].is_contiguous(memory_format=torch.channels_last)
+    evaluated, _ = feed.evaluation_batches()
+    assert feed.evaluation_batch(next(iter(evaluated)))[0].is_contiguous(memory_format=torch.channels_last)
 
 
 # --- feeds of a run -------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ def test_training_and_validation_share_the_rows_of_one_data_set(make_config: Mak
     assert sorted([*known[0], *known[1]]) == list(range(SIZE))
 
 
-def test_two_data_sets_have_rows_of_their_own(make_config: MakeConfig) -> None:
+def test_two_data_sets_have_separate_rows(make_config: MakeConfig) -> None:
     other = TensorDataset(IMAGES[:5], torch.arange(5))
     training, validation = make_feeds(WHOLE, other, make_config(), world())
     assert training.rows is not None
@@ -202,7 +201,7 @@ def test_two_data_sets_have_rows_of_their_own(make_config: MakeConfig) -> None:
 
 
 class Finished(Dataset[Any]):
-    """Gives a batch at once, in the form that it was told."""
+    """Returns finished batches in the given form."""
 
     def __init__(self, form: Callable[[list[int]], Any]) -> None:
         self.form = form
@@ -236,7 +235,7 @@ def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated
         assert [part.shape for part in batch] == [(3,), (3, 2)]
 
 
-# --- trees of tensors -----------------------------------------------------------------------------------------------
+# --- on the device -------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -244,26 +243,22 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_trees_are_walked_in_one_order_and_keep_their_form() -> None:
-    tensors = [torch.tensor(number) for number in range(6)]
-    tree = {"a": [tensors[0], None, "text"], "b": Pair(tensors[1], {"c": (tensors[2], 3)}), "d": (tensors[3],)}
-    tree["e"] = OrderedDict(f=tensors[4], g=Pair(None, [tensors[5]]))
-    assert [tensor.item() for tensor in tensors_in(tree)] == list(range(6))
-    changed = map_tensors(tree, lambda tensor: tensor + 10)
-    assert [tensor.item() for tensor in tensors_in(changed)] == list(range(10, 16))
-    assert type(changed["b"]) is Pair
-    assert changed["b"].right["c"][1] == 3
-    assert changed["a"][1:] == [None, "text"]
-    assert changed["e"]["g"].left is None
-    assert [type(value) for value in changed.values()] == [list, Pair, tuple, dict]
+def test_every_tensor_of_a_batch_moves_and_everything_else_stays() -> None:
+    tensor = torch.zeros(2)
+    batch = {"a": tensor, "b": [tensor, "text"], "c": (tensor, 3), "d": Pair(tensor, None)}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"].is_meta
+    assert moved["b"][0].is_meta
+    assert moved["b"][1] == "text"
+    assert moved["c"][0].is_meta
+    assert moved["c"][1] == 3
+    assert moved["d"].left.is_meta
+    assert moved["d"].right is None
+    assert [type(value) for value in moved.values()] == [torch.Tensor, list, tuple, Pair]
+    assert not tensor.is_meta
 
 
-def test_nothing_is_a_tree_without_tensors() -> None:
-    assert tensors_in(None) == tensors_in("text") == tensors_in([]) == tensors_in({"a": None}) == []
-    assert map_tensors(None, torch.neg) is None
-
-
-def test_originals_of_lists_and_of_rows(make_config: MakeConfig) -> None:
+def test_original_indices_of_lists_and_of_rows(make_config: MakeConfig) -> None:
     by_loader, by_rows = (feed_of(PART, make_config(), world(), way) for way in ("loader", "rows"))
     assert by_loader.original_indices([3, 1]) == PART.base_indices([3, 1]) != [3, 1]
     assert by_rows.original_indices(torch.tensor([3, 1])) == [3, 1]
@@ -289,7 +284,7 @@ class Endless(IterableDataset[Any]):
         yield torch.zeros(1, 4, 4), 0
 
 
-def test_the_samples_of_two_lanes_of_a_stream_are_not_augmented_alike() -> None:
+def test_the_samples_of_two_lanes_of_a_stream_are_augmented_differently() -> None:
     options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
     here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     feed = Feed(Endless(), build(options), here)

@@ -26,18 +26,18 @@ def whole(size: int, *, seed: int = 0, epoch: int = 0) -> Indices:
 
 @given(size=st.integers(1, 3000), seed=SEEDS, epoch=EPOCHS)
 @settings(max_examples=60, deadline=None)
-def test_every_index_comes_exactly_once_an_epoch(size: int, seed: int, epoch: int) -> None:
+def test_every_index_is_used_exactly_once_per_epoch(size: int, seed: int, epoch: int) -> None:
     assert sorted(whole(size, seed=seed, epoch=epoch).tolist()) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 99, 100, 101, 1023, 1024, 1025, 65_537])
-def test_every_index_comes_once_at_the_edges_of_the_grid(size: int) -> None:
+def test_every_index_is_used_once_at_the_edges_of_the_grid(size: int) -> None:
     assert np.array_equal(np.sort(whole(size, seed=size, epoch=3)), np.arange(size))
 
 
 @given(data=st.data(), size=st.integers(1, 2000), seed=SEEDS, epoch=EPOCHS)
 @settings(max_examples=40, deadline=None)
-def test_positions_asked_alone_give_what_the_whole_order_gives(
+def test_some_positions_have_the_same_indices_as_in_the_whole_order(
     data: st.DataObject, size: int, seed: int, epoch: int
 ) -> None:
     positions = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
@@ -45,7 +45,7 @@ def test_positions_asked_alone_give_what_the_whole_order_gives(
     assert alone.tolist() == whole(size, seed=seed, epoch=epoch)[np.asarray(positions, dtype=int)].tolist()
 
 
-def test_the_answer_has_the_shape_of_the_positions() -> None:
+def test_the_indices_have_the_shape_of_the_positions() -> None:
     order = whole(12, seed=5)
     square = indices_at(seed=5, epoch=0, size=12, positions=np.arange(12).reshape(3, 4))
     single = indices_at(seed=5, epoch=0, size=12, positions=7)
@@ -103,7 +103,7 @@ def test_the_order_is_the_same_in_every_version(
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=30), seed=SEEDS, epoch=EPOCHS)
 @settings(max_examples=40, deadline=None)
-def test_spans_give_what_each_span_gives_alone(lengths: list[int], seed: int, epoch: int) -> None:
+def test_spans_have_the_same_indices_together_and_alone(lengths: list[int], seed: int, epoch: int) -> None:
     ends = np.cumsum([0, *lengths]).tolist()
     spans = [range(first, last) for first, last in pairwise(ends)]
     size = max(1, ends[-1])

@@ -23,7 +23,7 @@ SCALARS = torch.rand(SIZE, dtype=torch.float64, generator=torch.Generator().manu
 
 
 class Offering(Dataset[Any]):
-    """Samples that somebody else makes; `as_tensors` gives what it was told to."""
+    """A data set whose `as_tensors` returns the given value."""
 
     def __init__(self, offered: Any, size: int = SIZE) -> None:
         self.offered, self.size = offered, size
@@ -77,37 +77,37 @@ def bits_of(batch: Any) -> list[tuple[torch.dtype, tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Named])
-def test_a_tensor_dataset_is_rows_where_it_lies(kind: type[TensorDataset]) -> None:
+def test_a_tensor_dataset_is_rows_without_a_copy(kind: type[TensorDataset]) -> None:
     found = rows(kind(PIXELS, CLASSES))
     assert found is not None
     assert [tensor.data_ptr() for tensor in found.tensors] == [PIXELS.data_ptr(), CLASSES.data_ptr()]
 
 
 @pytest.mark.parametrize("kind", [OwnItem, OwnItems, OwnCollate])
-def test_who_makes_samples_or_batches_in_a_way_of_its_own_is_not(kind: type[TensorDataset]) -> None:
+def test_a_data_set_with_its_own_items_or_collate_fn_is_not_rows(kind: type[TensorDataset]) -> None:
     assert rows(kind(PIXELS, CLASSES)) is None
     assert rows(SplitSubset(kind(PIXELS, CLASSES), 0, range(4))) is None
 
 
-def test_a_collate_fn_of_the_object_alone_counts_too() -> None:
+def test_a_collate_fn_of_the_instance_counts() -> None:
     dataset = TensorDataset(PIXELS)
     dataset.collate_fn = default_collate  # type: ignore[attr-defined]
     assert rows(dataset) is None
 
 
-def test_other_data_sets_are_not() -> None:
+def test_other_data_sets_are_not_rows() -> None:
     assert rows([(PIXELS[0], 1)]) is None
     assert rows(np.zeros(3)) is None
 
 
-def test_who_offers_its_tensors_is_taken_at_its_word() -> None:
+def test_as_tensors_overrides_the_items() -> None:
     found = rows(OfferingAnyway(PIXELS, CLASSES))
     assert found is not None
     assert torch.equal(found.tensors[1], 2 * CLASSES)
 
 
 @pytest.mark.parametrize("wrap", [tuple, list, lambda tensors: dict(zip("xy", tensors, strict=True))])
-def test_offered_tensors_may_be_a_tuple_a_list_or_a_dict(wrap: Any) -> None:
+def test_as_tensors_may_return_a_tuple_a_list_or_a_dict(wrap: Any) -> None:
     found = rows(Offering(wrap((PIXELS, CLASSES))))
     assert found is not None
     tensors = found.tensors.values() if isinstance(found.tensors, dict) else found.tensors
@@ -161,19 +161,19 @@ def test_gathered_rows_are_the_collated_samples_to_the_last_bit(dataset: Any, in
         assert list(as_row_dataset) == list(collated)
 
 
-def test_indices_of_a_part_are_found_in_the_whole() -> None:
+def test_indices_of_a_subset_are_converted_to_those_of_the_whole() -> None:
     whole = TensorDataset(CLASSES.new_tensor(range(SIZE)))
     part = SplitSubset(whole, 7, range(4, 9))
     found = rows(part)
     assert found is not None
-    asked = np.array([4, 0, 2])
-    places = found.index_converter(part)(asked)
+    indices = np.array([4, 0, 2])
+    places = found.index_converter(part)(indices)
     assert places.dtype == torch.int64
     assert places.tolist() == part.base_indices([4, 0, 2]) != [4, 0, 2]
-    assert found.gather(places)[0].tolist() == [part[index][0].item() for index in asked]
+    assert found.gather(places)[0].tolist() == [part[index][0].item() for index in indices]
 
 
-def test_indices_of_the_whole_are_its_own() -> None:
+def test_indices_of_the_whole_are_not_changed() -> None:
     found = rows(TensorDataset(PIXELS))
     assert found is not None
     assert found.index_converter(TensorDataset(PIXELS))(np.array([5, 1])).tolist() == [5, 1]
@@ -183,12 +183,12 @@ def test_indices_of_the_whole_are_its_own() -> None:
 
 
 class Named(TensorDataset):
-    """A data set that knows more than its samples."""
+    """A data set with further attributes."""
 
     classes = ("cat", "dog")
 
 
-def test_a_loader_of_gathered_batches_gives_what_torchs_loader_gives() -> None:
+def test_a_loader_of_gathered_batches_equals_torchs_loader() -> None:
     whole = Named(torch.randn(23, 3, generator=torch.Generator().manual_seed(1)), torch.arange(23))
     for dataset in (whole, SplitSubset(whole, 3, range(5, 20))):
         quick = as_row_dataset(dataset)
@@ -202,14 +202,14 @@ def test_a_loader_of_gathered_batches_gives_what_torchs_loader_gives() -> None:
         assert torch.equal(quick[3][0], dataset[3][0])
 
 
-def test_a_gathered_data_set_answers_as_the_users_own() -> None:
+def test_a_row_dataset_has_the_attributes_of_the_users_data_set() -> None:
     quick = as_row_dataset(Named(torch.zeros(4, 2), torch.zeros(4)))
     assert quick.classes == ("cat", "dog")
     with pytest.raises(AttributeError, match="colours"):
         quick.colours  # noqa: B018
 
 
-def test_what_makes_its_samples_itself_is_left_alone() -> None:
+def test_a_data_set_that_makes_its_samples_is_returned_as_it_is() -> None:
     class Own(TensorDataset):
         def __getitem__(self, index: int) -> torch.Tensor:
             return super().__getitem__(index)[0] * 2
@@ -233,11 +233,11 @@ def test_a_stream_is_never_rows_and_gradients_do_not_reach_the_data() -> None:
 
 
 @pytest.mark.parametrize("offered", [None, (), 3])
-def test_an_offer_that_is_none_is_told(offered: Any) -> None:
+def test_as_tensors_without_tensors_is_refused(offered: Any) -> None:
     with pytest.raises(DataError, match="as_tensors of Offering must be a method that returns a tuple or a dict"):
         rows_of(Offering(offered), 0.5, HERE)
 
 
-def test_tensors_that_do_not_lie_on_the_cpu_are_left_where_they_lie() -> None:
+def test_tensors_on_other_devices_are_not_gathered_on_the_cpu() -> None:
     elsewhere = TensorDataset(torch.zeros(4, 2, device="meta"), torch.zeros(4))
     assert as_row_dataset(elsewhere) is elsewhere

@@ -54,7 +54,7 @@ def test_samples_as_dicts_are_scaled_by_key() -> None:
     assert same(fitted(OneByOne(), "numbers"), TABLE)
 
 
-def test_a_part_of_the_data_is_measured_alone() -> None:
+def test_only_the_given_subset_is_measured() -> None:
     part = SplitSubset(TensorDataset(TABLE, torch.zeros(9001)), seed=3, positions=range(4500))
     scaler = fitted(part)
     assert same(scaler, TABLE[part.base_indices(range(4500))])
@@ -82,7 +82,7 @@ def test_mistakes_are_named() -> None:
         fitted(Stream())
 
 
-def test_a_feature_that_is_not_a_number_somewhere_is_named() -> None:
+def test_a_feature_that_is_not_finite_is_named() -> None:
     rows = TABLE[:50].clone()
     rows[7, 1] = torch.nan
     with pytest.raises(

@@ -14,7 +14,7 @@ def drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-def test_numbers_are_those_of_the_key_inside_and_go_on_outside() -> None:
+def test_numbers_depend_on_the_key_inside_and_continue_outside() -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     expected = drawn(), drawn()

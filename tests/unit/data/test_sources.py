@@ -121,7 +121,7 @@ def test_nothing_is_held_out_of_an_iterable_data_set(make: Callable[[], Any], ma
 
 
 @pytest.mark.parametrize("limit", [0, 1000], ids=["worked out", "kept"])
-def test_a_part_is_the_same_whether_its_indices_are_kept_or_worked_out(
+def test_a_subset_is_the_same_whether_its_indices_are_stored_or_computed(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "TABLE_LIMIT", limit)
@@ -134,13 +134,13 @@ def test_a_part_is_the_same_whether_its_indices_are_kept_or_worked_out(
 
 
 @pytest.mark.parametrize("index", [5, -6, 100])
-def test_a_part_ends_where_it_ends(index: int) -> None:
+def test_an_index_beyond_a_subset_is_an_error(index: int) -> None:
     part = SplitSubset(Letters(), 3, range(4, 9))
     with pytest.raises(IndexError):
         part[index]
 
 
-def test_a_data_set_that_runs_dry_is_an_error_and_not_the_end_of_the_data() -> None:
+def test_stop_iteration_from_a_data_set_is_an_error_and_not_the_end_of_the_data() -> None:
     class Dry:
         def __getitem__(self, index: int) -> Any:
             return next(iter([]))
@@ -149,7 +149,7 @@ def test_a_data_set_that_runs_dry_is_an_error_and_not_the_end_of_the_data() -> N
         fetch(Dry(), [3])
 
 
-def test_samples_are_fetched_all_at_once_where_the_data_can() -> None:
+def test_samples_are_fetched_by_getitems_where_the_data_set_has_it() -> None:
     together, one_by_one = LettersAtOnce(), Letters()
     assert fetch(together, [2, 0, 1]) == fetch(one_by_one, [2, 0, 1]) == ["c", "a", "b"]
     assert (together.reads, one_by_one.reads) == (1, 3)
@@ -158,7 +158,7 @@ def test_samples_are_fetched_all_at_once_where_the_data_can() -> None:
     assert together.reads == 2
 
 
-# --- where the data comes from ------------------------------------------------------------------------------
+# --- tables and data set functions---------------------------------------------------------------------------
 
 
 def test_dataset_fn_gets_its_arguments(make_config: MakeConfig) -> None:
@@ -179,7 +179,7 @@ def test_a_table_on_disk_is_read(name: str, tmp_path: Path, make_config: MakeCon
     assert items(make_datasets(config)[0]) == [5, 6]
 
 
-def test_val_df_goes_through_the_same_dataset_fn(make_config: MakeConfig) -> None:
+def test_val_df_is_passed_to_the_same_dataset_fn(make_config: MakeConfig) -> None:
     table, held_out = pd.DataFrame({"y": [1, 2, 3]}), pd.DataFrame({"y": [4]})
     config = make_config(dataset_fn=FromTable, df=table, val_df=held_out, dataset_args={"column": "y"})
     training, validation = make_datasets(config)

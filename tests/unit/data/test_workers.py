@@ -16,7 +16,7 @@ from paceline.data import workers
 
 
 def fork_that_sticks(times: int) -> Callable[[], int]:
-    """A fork whose first children never come to run anything."""
+    """A fork whose first children never run any code."""
     fork, made = os.fork, []
 
     def stuck() -> int:
@@ -29,7 +29,7 @@ def fork_that_sticks(times: int) -> Callable[[], int]:
     return stuck
 
 
-def test_a_child_that_is_stuck_in_the_fork_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_stuck_in_the_fork_is_forked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.2)
     monkeypatch.setattr(os, "fork", fork_that_sticks(times=2))
     before, children = psutil.Process().num_fds(), psutil.Process().children()
@@ -39,7 +39,7 @@ def test_a_child_that_is_stuck_in_the_fork_is_made_anew(monkeypatch: pytest.Monk
     assert worker.exitcode == 7
     worker.close()
     assert psutil.Process().num_fds() == before
-    assert psutil.Process().children() == children  # nobody is left, not even as a zombie
+    assert psutil.Process().children() == children  # none is left, not even as a zombie
 
 
 def test_a_dataloader_reads_through_such_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,23 +61,23 @@ def test_a_rank_with_a_thousand_open_files_can_have_workers() -> None:
             os.close(file)
 
 
-class Loud:
-    """Tells when it is destroyed."""
+class ReportsDestruction:
+    """Writes to a pipe when it is destroyed."""
 
-    def __init__(self, ear: int) -> None:
-        self.ear, self.me = ear, self
+    def __init__(self, pipe: int) -> None:
+        self.pipe, self.cycle = pipe, self
 
     def __del__(self) -> None:
-        os.write(self.ear, b"destroyed")
+        os.write(self.pipe, b"destroyed")
 
 
 def test_garbage_of_the_parent_is_not_destroyed_in_a_worker() -> None:
-    """A process group among it would wait for its threads, which a child has not got."""
+    """A process group among it would wait for its threads, which a child does not have."""
     read, write = os.pipe()
     gc.collect()
     gc.disable()
     try:
-        Loud(write)
+        ReportsDestruction(write)
         worker = workers.LoaderContext().Process(target=gc.collect)
         worker.start()
         worker.join()

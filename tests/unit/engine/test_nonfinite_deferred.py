@@ -91,7 +91,7 @@ def batch(seed: int, poison: float | None = None) -> Batch:
 
 
 class Renumbered(Feed):
-    def originals(self, indices: Any) -> list[int]:
+    def original_indices(self, indices: Any) -> list[int]:
         return [1000 + index for index in indices]
 
 

@@ -1,0 +1,41 @@
+"""Iterable data sets for tests, and a world of one rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from paceline import shard
+from paceline.world import World
+
+ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+
+
+class Numbers(IterableDataset):
+    """The numbers below `size`, each with a random one from every generator."""
+
+    def __init__(self, size: int = 30, shuffles: bool = False) -> None:
+        self.size, self.shuffles, self.epoch = size, shuffles, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int, float, float, float]]:
+        numbers = list(range(self.size))
+        if self.shuffles:
+            random.shuffle(numbers)
+        for number in shard(numbers):
+            yield number, self.epoch, random.random(), np.random.rand(), torch.rand(()).item()
+
+
+class Unsharded(IterableDataset):
+    def __init__(self, make: Any = lambda number: torch.tensor([number])) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self.make, range(20))
