@@ -1,1 +1,1 @@
-"""The examples people start from: each a folder with a short module on the public interface and its `config.yaml`."""
+"""Examples to start from: each is a folder with a short module on the public interface and its `config.yaml`."""

@@ -1,4 +1,4 @@
-"""The recipes `cifar10` and `cifar10-fast`: where they look for CIFAR-10, the models, the configs."""
+"""The recipes `cifar10` and `cifar10-fast`: where they read CIFAR-10 from, their models and configs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(name: str) -> Config:
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that has the data read, for files of three records each."""
+    """The module that reads the data, with files of three records each."""
     module = __import__(config_of("cifar10-fast").function("dataset_fn").__module__)
     monkeypatch.setattr(module, "folder", module.folder)
     [archive] = catalog.CIFAR10.files
@@ -38,7 +38,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_files(folder: Path) -> np.ndarray:
-    """All six files; the records that they hold, one a row."""
+    """Write all six files; return their records, one in each row."""
     folder.mkdir(parents=True, exist_ok=True)
     records = np.random.default_rng(0).integers(0, 256, (len(FILES) * RECORDS, 3073), dtype=np.uint8)
     records[:, 0] %= 10
@@ -61,7 +61,7 @@ def test_images_and_classes_are_read_in_order(recipe: Any, tmp_path: Path, inner
 
 
 @pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
-def test_a_missing_or_damaged_file_is_named_with_where_to_put_it(recipe: Any, tmp_path: Path, name: str) -> None:
+def test_a_missing_or_damaged_file_is_named_with_its_folder(recipe: Any, tmp_path: Path, name: str) -> None:
     write_files(tmp_path)
     path = tmp_path / name
 
@@ -77,7 +77,7 @@ def test_a_missing_or_damaged_file_is_named_with_where_to_put_it(recipe: Any, tm
         read_all()
 
 
-def test_the_data_is_looked_for_in_the_home(recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_data_is_read_from_the_home(recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records = write_files(tmp_path / "shared_data" / "datasets" / "cifar10")
     monkeypatch.delenv("PACELINE_HOME", raising=False)
     assert recipe.get_test_dataset().tensors[1].tolist() == records[-RECORDS:, 0].tolist()
@@ -89,7 +89,7 @@ def test_the_data_is_looked_for_in_the_home(recipe: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar10-fast"])
-def test_a_recipe_s_model_gives_ten_scores_an_image(name: str) -> None:
+def test_the_model_returns_ten_logits_for_each_image(name: str) -> None:
     config = config_of(name)
     assert config.name == name
     model = config.function("model_fn")(**config.model_args)
@@ -106,34 +106,34 @@ def make_small() -> tuple[Any, Any]:
     return config.function("model_fn")(widths=[8, 16, 16]), config
 
 
-def test_its_optimizer_moves_every_trainable_parameter_once() -> None:
+def test_the_optimizer_has_every_trainable_parameter_once() -> None:
     model, config = make_small()
     groups = config.function("optimizer_fn")(model).param_groups
-    moved = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(moved) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    optimized = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(optimized) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     assert [group["use_muon"] for group in groups] == [True, False, False]
 
 
-def test_its_first_layer_is_made_of_filters_at_right_angles_and_their_negatives() -> None:
+def test_the_first_layer_has_orthogonal_filters_and_their_negatives() -> None:
     filters = make_small()[0].whiten.weight.detach().flatten(1)
     assert torch.equal(filters[:12], -filters[12:])
     products = filters[:12] @ filters[:12].T
     torch.testing.assert_close(products, products.diagonal().diag(), rtol=0, atol=1e-3)
 
 
-def test_its_evaluation_is_the_mean_over_six_views() -> None:
+def test_the_evaluation_is_the_weighted_mean_over_six_views() -> None:
     model = make_small()[0].eval()
     images = torch.randn(2, 3, 32, 32)
     padded = torch.nn.functional.pad(images, (1, 1, 1, 1), mode="reflect")
     weighted = [(0.5, images), (0.25, padded[:, :, 0:32, 0:32]), (0.25, padded[:, :, 2:34, 2:34])]
     with torch.no_grad():
-        want = sum(weight / 2 * (model.score(view) + model.score(view.flip(3))) for weight, view in weighted)
-        torch.testing.assert_close(model(images), want, rtol=1e-4, atol=1e-5)
+        expected = sum(weight / 2 * (model.score(view) + model.score(view.flip(3))) for weight, view in weighted)
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
         model.views = False
         torch.testing.assert_close(model(images), model.score(images))
 
 
-def test_it_learns() -> None:
+def test_the_loss_decreases() -> None:
     model, config = make_small()
     optimizer, loss_fn = config.function("optimizer_fn")(model), config.function("loss_fn")
     images, classes = torch.randn(40, 3, 32, 32), torch.arange(40) % 4

@@ -1,4 +1,4 @@
-"""The recipe `lm`: windows of bytes, a model that sees no future, and text from it."""
+"""The recipe `lm`: windows of bytes, a causal model, and generated text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_training_sees_every_window_of_the_first_part_and_validation_the_rest_once(config: Config, text: Path) -> None:
+def test_training_has_every_window_of_the_first_part_and_validation_each_byte_once(config: Config, text: Path) -> None:
     training = config.function("dataset_fn")(path=text, context=4)
     assert len(training) == 90 - 4
     assert [row.tolist() for row in training[3]] == [[3, 4, 5, 6], [4, 5, 6, 7]]
@@ -39,20 +39,20 @@ def test_training_sees_every_window_of_the_first_part_and_validation_the_rest_on
     assert training.tensors[0].untyped_storage().nbytes() == 100  # views of the text
 
 
-def test_its_text_is_looked_for_in_the_home(config: Config, text: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_text_is_read_from_the_home(config: Config, text: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     make = config.function("dataset_fn")
-    place = tmp_path / "datasets" / "tinyshakespeare" / "input.txt"
-    with pytest.raises(DataError, match=f"{place} does not exist; run: paceline data get tinyshakespeare, or give"):
+    path = tmp_path / "datasets" / "tinyshakespeare" / "input.txt"
+    with pytest.raises(DataError, match=f"{path} does not exist; run: paceline data get tinyshakespeare, or give"):
         make()
-    place.parent.mkdir(parents=True)
-    text.rename(place)
+    path.parent.mkdir(parents=True)
+    text.rename(path)
     assert len(make()) == 90 - 64
     with pytest.raises(DataError, match=r"too short for windows of 90 bytes; lower dataset_args\.context"):
         make(context=90)
 
 
-def test_its_model_gives_scores_that_do_not_know_the_future(config: Config) -> None:
+def test_logits_do_not_depend_on_later_bytes(config: Config) -> None:
     model = config.function("model_fn")(**SMALL)
     text = torch.randint(256, (2, 8), dtype=torch.uint8)
     other = text.clone()
@@ -66,13 +66,13 @@ def test_its_model_gives_scores_that_do_not_know_the_future(config: Config) -> N
         model(torch.zeros(2, 9, dtype=torch.uint8))
 
 
-def test_its_config_is_small_enough_for_two_cores(config: Config) -> None:
+def test_the_default_model_is_small_enough_for_two_cores(config: Config) -> None:
     model = config.function("model_fn")(**config.model_args)
     assert sum(parameter.numel() for parameter in model.parameters()) == 862_464
     assert config.model_args["context"] == config.dataset_args["context"]
 
 
-def test_its_loss_weighs_every_byte_alike(config: Config) -> None:
+def test_the_loss_weighs_every_byte_equally(config: Config) -> None:
     loss_fn: Any = config.function("loss_fn")
     scores, following = torch.randn(3, 8, 256), torch.randint(256, (3, 8), dtype=torch.uint8)
     total, count = sum_and_count(loss_fn(scores, following), 3, "loss_fn")
@@ -81,17 +81,17 @@ def test_its_loss_weighs_every_byte_alike(config: Config) -> None:
     torch.testing.assert_close(total / count, expected)
 
 
-def test_it_writes_on_from_a_prompt_by_what_its_model_expects(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_generated_from_the_predictions_of_the_model(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = config.function("model_fn")(**SMALL)
     lengths = []
 
-    def expect_the_next_letter(text: torch.Tensor) -> torch.Tensor:
+    def predict_the_next_letter(text: torch.Tensor) -> torch.Tensor:
         lengths.append(text.shape[1])
         return torch.nn.functional.one_hot(text + 1, 256) * 10.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "forward", expect_the_next_letter)
+        patch.setattr(model, "forward", predict_the_next_letter)
         assert model.generate("abc", length=10, temperature=0.1) == "abcdefghijklm"
-        assert lengths == [3, 4, 5, 6, 7, 8, 8, 8, 8, 8]  # never more than it can see
+        assert lengths == [3, 4, 5, 6, 7, 8, 8, 8, 8, 8]  # never longer than its context
     texts = [model.generate("a", length=9, temperature=5.0, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

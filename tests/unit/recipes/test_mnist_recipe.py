@@ -1,4 +1,4 @@
-"""The recipe `mnist`: its config, what it reads, its model."""
+"""The recipe `mnist`: its config, its data and its model."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def config() -> Config:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the recipe wants to have read."""
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(datasets, "read", lambda **what: asked.append(what))
-    return asked
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of all calls of `datasets.read`."""
+    reads: list[dict[str, Any]] = []
+    monkeypatch.setattr(datasets, "read", lambda **arguments: reads.append(arguments))
+    return reads
 
 
-def test_its_model_gives_ten_scores_an_image(config: Config) -> None:
+def test_the_model_returns_ten_logits_for_each_image(config: Config) -> None:
     model = config.function("model_fn")(**config.model_args)
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [(256, 784), (256,), (10, 256), (10,)]
 
 
-def test_it_trains_on_the_training_set_and_validates_on_the_test_set(config: Config, asked: list[Any]) -> None:
+def test_training_uses_the_training_set_and_validation_the_test_set(config: Config, reads: list[Any]) -> None:
     config.function("dataset_fn")()
     config.function("val_dataset_fn")()
-    assert asked == [{"name": "mnist", "train": True}, {"name": "mnist", "train": False}]
+    assert reads == [{"name": "mnist", "train": True}, {"name": "mnist", "train": False}]
 
 
-def test_both_sets_come_from_where_dataset_args_say(config: Config, asked: list[Any]) -> None:
-    where = {"name": "fashion-mnist", "root": "/data"}
-    config.function("dataset_fn")(**where)
+def test_both_sets_are_read_with_dataset_args(config: Config, reads: list[Any]) -> None:
+    options = {"name": "fashion-mnist", "root": "/data"}
+    config.function("dataset_fn")(**options)
     config.function("val_dataset_fn")()
-    config.function("dataset_fn")()  # the next run in the same program does not inherit it
-    assert asked == [{**where, "train": True}, {**where, "train": False}, {"name": "mnist", "train": True}]
+    config.function("dataset_fn")()  # the next run in the same process does not use these options
+    assert reads == [{**options, "train": True}, {**options, "train": False}, {"name": "mnist", "train": True}]

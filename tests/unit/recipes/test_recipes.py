@@ -1,4 +1,4 @@
-"""What holds for every recipe."""
+"""Checks of every recipe."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.config import build, read_yaml
 
 
 @pytest.mark.parametrize("recipe", RECIPE_CONFIGS)
-def test_its_copy_has_a_config_that_holds_together_and_functions_of_its_own(
+def test_a_copy_of_the_recipe_has_a_valid_config_and_uses_its_own_functions(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
     cli.app(["init", str(folder), "--recipe", recipe], standalone_mode=False)
-    for path in folder.glob("*.py"):  # other tests have imported the original
+    for path in folder.glob("*.py"):  # other tests may have imported the original
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
     config = build(read_yaml(folder / "config.yaml"), folder=folder)
     assert config.name == recipe

@@ -1,4 +1,4 @@
-"""The recipe `tabular`: a table becomes numbers and classes, and the model begins by scaling."""
+"""The recipe `tabular`: a table as numbers and classes, and a model that scales its inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(**columns: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("column", "classes", "places"),
+    ("column", "classes", "indices"),
     [
         ([7, 2, 7], [1, 2, 7], [2, 1, 2]),
         ([7.0, 2.0, 1.0], [1, 2, 7], [2, 1, 0]),
@@ -37,52 +37,52 @@ def table(**columns: Any) -> Any:
         (pandas.Categorical(["oak", "elm", "oak"]), ["oak", "ash", "elm"], [0, 2, 0]),
     ],
 )
-def test_a_class_is_its_place_in_the_list_whichever_a_table_has(
-    config: Config, column: Any, classes: list[Any], places: list[int]
+def test_a_class_is_its_index_in_the_list_of_all_classes(
+    config: Config, column: Any, classes: list[Any], indices: list[int]
 ) -> None:
     numbers, found = config.function("dataset_fn")(table(kind=column), target="kind", classes=classes).tensors
     assert numbers.tolist() == [[3, 0.5], [1, 0.25], [2, 1]]
-    assert found.tolist() == places
+    assert found.tolist() == indices
     assert found.dtype == torch.int64
 
 
-def test_columns_go_by_their_names(config: Config) -> None:
+def test_the_order_of_columns_does_not_matter(config: Config) -> None:
     columns = table(Cover_Type=[7, 2, 1])
     make = config.function("dataset_fn")
-    ours, theirs = (make(each, **config.dataset_args).tensors[0] for each in (columns, columns[columns.columns[::-1]]))
-    assert torch.equal(ours, theirs)
+    first, second = (make(df, **config.dataset_args).tensors[0] for df in (columns, columns[columns.columns[::-1]]))
+    assert torch.equal(first, second)
 
 
-def test_covertypes_classes_are_part_of_the_config(config: Config) -> None:
-    made = config.function("dataset_fn")(table(Cover_Type=[7, 2, 1]), **config.dataset_args)
-    assert made.tensors[1].tolist() == [6, 1, 0]
+def test_the_config_lists_the_classes_of_covertype(config: Config) -> None:
+    dataset = config.function("dataset_fn")(table(Cover_Type=[7, 2, 1]), **config.dataset_args)
+    assert dataset.tensors[1].tolist() == [6, 1, 0]
 
 
-@pytest.mark.parametrize(("column", "strange"), [([7, 8, 9], "8"), (["7", "7", "7"], "7"), ([1, None, 2], "nan")])
-def test_a_class_that_the_list_has_not_is_said(config: Config, column: list[Any], strange: str) -> None:
+@pytest.mark.parametrize(("column", "unknown"), [([7, 8, 9], "8"), (["7", "7", "7"], "7"), ([1, None, 2], "nan")])
+def test_a_class_that_is_not_in_the_list_is_refused(config: Config, column: list[Any], unknown: str) -> None:
     with pytest.raises(DataError) as caught:
         config.function("dataset_fn")(table(Cover_Type=column), **config.dataset_args)
     assert str(caught.value).startswith(
-        f"Cover_Type={strange} is not one of dataset_args.classes=[1, 2, 3, 4, 5, 6, 7]"
+        f"Cover_Type={unknown} is not one of dataset_args.classes=[1, 2, 3, 4, 5, 6, 7]"
     )
-    assert "name all classes" in str(caught.value)
+    assert "list all classes" in str(caught.value)
 
 
-def test_a_missing_table_is_said(config: Config) -> None:
+def test_a_missing_table_is_reported(config: Config) -> None:
     with pytest.raises(DataError, match="there is no table; give one: paceline train tabular df="):
         config.function("dataset_fn")()
 
 
-def test_a_table_without_classes_is_good_for_predictions(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_without_classes_is_for_predictions(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     rows = config.function("dataset_fn")(table(), **config.dataset_args)
     assert "the table has no column Cover_Type (dataset_args.target)" in capsys.readouterr().out
     model = config.function("model_fn")(features=2, classes=3, width=8)
-    output, target = run_model(model, default_collate([rows[place] for place in range(len(rows))]))
+    output, target = run_model(model, default_collate([rows[index] for index in range(len(rows))]))
     assert output.shape == (3, 3)
     assert target is None
 
 
-def test_its_model_scales_first_and_scores_each_class(config: Config) -> None:
+def test_the_model_scales_its_inputs_and_returns_a_logit_for_each_class(config: Config) -> None:
     model = config.function("model_fn")(features=2, classes=3, width=8)
     assert isinstance(model[0], StandardScaler)
     assert model(torch.randn(5, 2)).shape == (5, 3)

@@ -1,4 +1,4 @@
-"""The recipe `text`: sentences become tokens once, batches are padded by themselves, the model scores classes."""
+"""The recipe `text`: sentences are tokenized once, each batch is padded alone, and the model classifies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.config import Config, build, read_yaml
 from paceline.errors import ConfigError, DataError, MissingExtra
 
 TRAIN = "sentence\tlabel\na good film \t1\na bad \t0\nvery very very very very very bad\t0\n"
-DEV = 'sentence\tlabel\n"good film\t1\n'  # quotes are a part of the text
+DEV = 'sentence\tlabel\n"good film\t1\n'  # the quote is part of the text
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def config() -> Config:
 
 @pytest.fixture
 def make(config: Config, tiny_encoder: str, tmp_path: Path) -> Callable[..., Any]:
-    """Makes the training data set, of SST-2's files by default."""
+    """A function that makes the training data set, by default from SST-2's files."""
     folder = tmp_path / "home" / "datasets" / "sst2"
     folder.mkdir(parents=True)
     (folder / "train.tsv").write_text(TRAIN)
@@ -34,29 +34,29 @@ def make(config: Config, tiny_encoder: str, tmp_path: Path) -> Callable[..., Any
     return lambda *tables, **options: config.function("dataset_fn")(*tables, **{"model": tiny_encoder, **options})
 
 
-def test_sentences_are_tokens_and_classes(make, config: Config) -> None:
+def test_a_sample_has_tokens_and_a_class(make, config: Config) -> None:
     dataset = make()
     assert len(dataset) == 3
     assert {key: value.tolist() for key, value in dataset[0].items()} == {"input_ids": [2, 8, 4, 6, 3], "labels": 1}
     assert dataset[2]["input_ids"].tolist() == [2, 7, 7, 7, 7, 7, 7, 5, 3]
     assert dataset.classes == ["negative", "positive"]
-    dev = config.function("val_dataset_fn")()  # with what the training data was told
+    dev = config.function("val_dataset_fn")()  # with the options of the training data
     assert {key: value.tolist() for key, value in dev[0].items()} == {"input_ids": [2, 1, 4, 6, 3], "labels": 1}
-    assert make(max_length=4)[2]["input_ids"].tolist() == [2, 7, 3]  # a batch of it has room for padding
+    assert make(max_length=4)[2]["input_ids"].tolist() == [2, 7, 3]  # leaves one position for padding
 
 
 def test_a_text_is_tokenized_once(make, tmp_path: Path) -> None:
     first = make()
 
-    def made() -> dict[str, int]:
+    def cached_files() -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "home" / "cache").glob("*.safetensors")}
 
-    before = made()
+    before = cached_files()
     assert len(before) == 1
     assert make().tokens.equal(first.tokens)
-    assert made() == before
+    assert cached_files() == before
     make(max_length=4)
-    assert len(made()) == 2
+    assert len(cached_files()) == 2
 
 
 def test_a_batch_is_about_as_long_as_its_longest_sentence(make) -> None:
@@ -69,7 +69,7 @@ def test_a_batch_is_about_as_long_as_its_longest_sentence(make) -> None:
     assert dataset.collate_fn([dataset[0], long])["input_ids"].shape == (2, 32)
 
 
-def test_a_batch_has_some_padding_and_no_more_than_the_model_takes(make) -> None:
+def test_a_batch_has_some_padding_and_at_most_max_length_tokens(make) -> None:
     dataset = make(max_length=6)
     assert max(len(dataset[index]["input_ids"]) for index in range(len(dataset))) == 5
     batch = dataset.collate_fn([dataset[0], dataset[2]])
@@ -77,37 +77,37 @@ def test_a_batch_has_some_padding_and_no_more_than_the_model_takes(make) -> None
     assert not batch["attention_mask"].all()
 
 
-def test_a_table_has_classes_by_name_or_number_or_none_to_predict(make, capsys) -> None:
+def test_a_table_has_classes_by_name_or_number_or_none_for_predictions(make, capsys) -> None:
     table = {"body": ["good", "bad", "film"], "kind": ["spam", 0, "1"]}
     dataset = make(table, text="body", label="kind", classes=["ham", "spam"])
     assert dataset.labels.tolist() == [1, 0, 1]
     dataset = make({"sentence": ["good"]})
     assert set(dataset.collate_fn([dataset[0]])) == {"input_ids", "attention_mask"}
-    assert "no column label (dataset_args.label), so it is good for predictions only" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"2 is not one of the classes \['negative', 'positive'\]; name all by"):
+    assert "no column label (dataset_args.label), so it is for predictions only" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"2 is not one of the classes \['negative', 'positive'\]; list all in"):
         make({"sentence": ["good"], "label": [2]})
-    with pytest.raises(DataError, match=r"has no column sentence; name the texts' by dataset_args\.text"):
+    with pytest.raises(DataError, match=r"has no column sentence; name the column of texts in dataset_args\.text"):
         make({"body": ["good"]})
 
 
-def test_classes_whose_names_are_numbers_go_by_their_names(make, config: Config, tiny_encoder: str) -> None:
+def test_names_of_classes_that_are_numbers_count_as_names(make, config: Config, tiny_encoder: str) -> None:
     dataset = make({"sentence": ["good", "bad"], "label": [1, 0]}, classes=[1, 0])
     assert dataset.labels.tolist() == [0, 1]
     assert config.function("model_fn")(model=tiny_encoder, classes=[1, 0]).model.config.id2label == {0: "1", 1: "0"}
 
 
-def test_a_table_is_never_measured_on_the_sentences_of_another(make, config: Config) -> None:
+def test_a_table_is_not_validated_on_the_sentences_of_sst2(make, config: Config) -> None:
     table = {"sentence": ["good"], "label": [1]}
     make(table)
     make_dev = config.function("val_dataset_fn")
-    with pytest.raises(DataError, match="df has no validation data beside it; give val_df, or val_dataset_fn=null"):
+    with pytest.raises(DataError, match="df is given without validation data; give val_df, or val_dataset_fn=null"):
         make_dev()
     assert len(make_dev(table)) == 1
     make()
     assert len(make_dev()) == 1
 
 
-def test_files_and_models_that_are_missing_are_named(make, config: Config, tmp_path: Path, monkeypatch) -> None:
+def test_missing_files_and_models_are_named(make, config: Config, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(DataError, match=f"{tmp_path}/train.tsv does not exist; put train.tsv and dev.tsv of GLUE's"):
         make(root=tmp_path)
     with pytest.raises(DataError, match=r"^lab/gone cannot be loaded \(.*\); run: paceline model get lab/gone$"):
@@ -117,7 +117,7 @@ def test_files_and_models_that_are_missing_are_named(make, config: Config, tmp_p
         make()
 
 
-def test_its_model_scores_the_classes_and_knows_their_names(make, config: Config, tiny_encoder: str) -> None:
+def test_the_model_returns_logits_and_has_the_names_of_the_classes(make, config: Config, tiny_encoder: str) -> None:
     dataset = make()
     batch = dataset.collate_fn([dataset[0], dataset[1]])
     del batch["labels"]
@@ -126,7 +126,7 @@ def test_its_model_scores_the_classes_and_knows_their_names(make, config: Config
     assert model.model.config.id2label == {0: "no", 1: "yes", 2: "maybe"}
 
 
-def test_a_model_that_learns_does_without_some_words_of_longer_texts(make, config: Config, tiny_encoder: str) -> None:
+def test_some_words_of_longer_texts_are_masked_in_training(make, config: Config, tiny_encoder: str) -> None:
     dataset = make()
     batch = dataset.collate_fn([dataset[index] for index in (0, 2)] * 50)
     del batch["labels"]
@@ -136,18 +136,20 @@ def test_a_model_that_learns_does_without_some_words_of_longer_texts(make, confi
     torch.manual_seed(0)
     model.train()(**batch)
     model.eval()(**batch)
-    learning, later = (each["input_ids"] for each in seen)
-    assert torch.equal(later, batch["input_ids"])
-    changed = learning != later
-    assert set(learning[changed].tolist()) == {9}  # [MASK]
-    assert not changed[::2].any()  # three words are few
-    assert not changed[:, [0, *range(8, 16)]].any()  # what is no word
+    training, evaluation = (each["input_ids"] for each in seen)
+    assert torch.equal(evaluation, batch["input_ids"])
+    changed = training != evaluation
+    assert set(training[changed].tolist()) == {9}  # [MASK]
+    assert not changed[::2].any()  # three words are too few
+    assert not changed[:, [0, *range(8, 16)]].any()  # special tokens and padding
     assert 0.05 < changed[1::2, 1:8].double().mean() < 0.15
     assert all(torch.equal(each["attention_mask"], batch["attention_mask"]) for each in seen)
-    assert torch.equal(config.function("model_fn")(model=tiny_encoder, masked=0).train().with_masks(later), later)
+    assert torch.equal(
+        config.function("model_fn")(model=tiny_encoder, masked=0).train().with_masks(evaluation), evaluation
+    )
 
 
-def test_the_meaning_of_words_stays_unless_it_is_to_be_learnt(make, config: Config, tiny_encoder: str) -> None:
+def test_word_embeddings_are_frozen_unless_learns_embeddings(make, config: Config, tiny_encoder: str) -> None:
     make()
     make_model = config.function("model_fn")
     names = [
@@ -157,14 +159,14 @@ def test_the_meaning_of_words_stays_unless_it_is_to_be_learnt(make, config: Conf
     assert all(each.requires_grad for each in make_model(model=tiny_encoder, learns_embeddings=True).parameters())
 
 
-def test_in_a_rank_a_model_that_was_told_otherwise_than_the_data_is_refused(
+def test_in_a_rank_model_args_that_differ_from_dataset_args_are_refused(
     make, config: Config, tiny_encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make()
     make_model = config.function("model_fn")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(
-        ConfigError, match=r"model_args.model=other is not dataset_args.model=lab/tiny; give both alike"
+        ConfigError, match=r"model_args.model=other is not dataset_args.model=lab/tiny; make them equal"
     ):
         make_model(model="other")
     with pytest.raises(

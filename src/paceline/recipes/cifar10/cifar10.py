@@ -1,7 +1,7 @@
 """CIFAR-10: 60,000 colour photographs of 32 × 32 pixels in ten classes, a plain residual network, the managed loop.
 
 Data: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, the archive of binary files,
-packed or unpacked, in `$PACELINE_HOME/datasets/cifar10` or where you say:
+compressed or unpacked, in `$PACELINE_HOME/datasets/cifar10` or in another folder:
 
     paceline data get cifar10
     paceline train cifar10 --procs 2
@@ -12,18 +12,18 @@ from torch import nn
 
 from paceline import datasets
 
-folder = None  # where get_dataset was told to look; the test images lie there, too
+folder = None  # the root given to get_dataset; the test images are read from there, too
 
 
 def get_dataset(root=None):
-    """The 50,000 training images as bytes, and their classes."""
+    """Return the 50,000 training images as bytes, and their classes."""
     global folder
     folder = root
     return datasets.read("cifar10", train=True, root=root)
 
 
 def get_test_dataset():
-    """The 10,000 test images."""
+    """Return the 10,000 test images."""
     return datasets.read("cifar10", train=False, root=folder)
 
 
@@ -43,14 +43,14 @@ class NetResDeep(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """What comes in, and what a convolution makes of it."""
+    """A convolution whose input is added to its output."""
 
     def __init__(self, channels):
         super().__init__()
         self.convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         nn.init.kaiming_normal_(self.convolution.weight, nonlinearity="relu")
-        nn.init.constant_(self.norm.weight, 0.2)  # a block begins close to the identity, so that ten in a row learn
+        nn.init.constant_(self.norm.weight, 0.2)  # close to the identity, so that ten blocks in a row can be trained
 
     def forward(self, x):
         return self.norm(self.convolution(x)).relu() + x

@@ -1,9 +1,9 @@
-"""CIFAR-10 in as little time as one GPU can: a small convolutional network, Muon, half precision.
+"""CIFAR-10 in the shortest time on one GPU: a small convolutional network, Muon, half precision.
 
-On one H200: 94.15 % of the test images (mean of ten seeds), 1.4 s of steps, 12 s from the command (docs/benchmarks.md).
+On one H200: 94.15 % accuracy (mean of ten seeds), 1.4 s of training steps, 12 s for the command (docs/benchmarks.md).
 The method is that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024: a frozen first layer that
-decorrelates pixels, convolutions that begin as the identity, flips that alternate, Muon, and a test that looks at each
-image six times. Data as for the recipe `cifar10`, in `$PACELINE_HOME/datasets/cifar10`.
+decorrelates pixels, convolutions that start as the identity, flips that alternate, Muon, and an evaluation on six views
+of each image. Data as for the recipe `cifar10`, in `$PACELINE_HOME/datasets/cifar10`.
 """
 
 import torch
@@ -19,12 +19,13 @@ except ImportError:  # no Triton
 
 # --- model ----------------------------------------------------------------------------------------------------------
 
-# Neighbouring pixels and colours say nearly the same. Four patterns of 2 × 2 pixels times three of colour hardly
-# correlate; divided by their spread in the training images (rows: pixels, columns: colours), they are white noise.
+# Neighbouring pixels and colours are strongly correlated. Four patterns of 2 × 2 pixels times three of colour hardly
+# are; divided by their standard deviation in the training images, they are white noise.
+# VARIANCES has a row for each pattern of pixels and a column for each pattern of colours.
 PIXELS = [[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]
 COLOURS = [[1, 1, 1], [1, 0, -1], [1, -2, 1]]
 VARIANCES = [[10.2, 0.817, 0.186], [0.396, 0.0165, 0.0050], [0.331, 0.0141, 0.0045], [0.0553, 0.0016, 0.0006]]
-SOFTEN = 5e-4  # keeps noise from being blown up
+EPSILON = 5e-4  # limits the amplification of noise
 
 
 class FastNet(nn.Module):
@@ -43,10 +44,10 @@ class FastNet(nn.Module):
         if self.training or not self.views:
             return self.score(images)
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        corners = self.both_ways(padded[..., :-2, :-2]) + self.both_ways(padded[..., 2:, 2:])
-        return (2 * self.both_ways(images) + corners) / 8
+        corners = self.score_both_flips(padded[..., :-2, :-2]) + self.score_both_flips(padded[..., 2:, 2:])
+        return (2 * self.score_both_flips(images) + corners) / 8
 
-    def both_ways(self, images):
+    def score_both_flips(self, images):
         return self.score(images) + self.score(images.flip(3))
 
     def score(self, images):
@@ -68,30 +69,30 @@ class Group(nn.Module):
 
 
 def halved(x):
-    """The largest of every four pixels; on a GPU by a kernel of our own."""
+    """Return the maximum of every 2 × 2 pixels; on a GPU by the kernel in halve.py."""
     return Halve.apply(x) if Halve is not None and x.is_cuda else F.max_pool2d(x, 2)
 
 
 def whitening():
-    """The filters of the first layer, and their negatives: what GELU cuts away of one is kept by the other."""
+    """Return the filters of the first layer and their negatives: where GELU suppresses one, the other passes."""
     patterns = torch.einsum("pk,ci->pcik", torch.tensor(PIXELS) / 2, F.normalize(torch.tensor(COLOURS).float()))
-    filters = patterns / (torch.tensor(VARIANCES) + SOFTEN).sqrt()[:, :, None, None]
+    filters = patterns / (torch.tensor(VARIANCES) + EPSILON).sqrt()[:, :, None, None]
     filters = filters.reshape(12, 3, 2, 2)
     return torch.cat([filters, -filters])
 
 
 def convolution(inputs, outputs):
-    """Begins by handing its inputs on."""
-    made = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-    nn.init.dirac_(made.weight.data[:inputs])
-    return made
+    """Return a convolution whose first outputs are initialized to equal its inputs."""
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.dirac_(layer.weight.data[:inputs])
+    return layer
 
 
 def norm(channels):
-    """BatchNorm that learns its bias only."""
-    made = nn.BatchNorm2d(channels, momentum=0.4)
-    made.weight.requires_grad_(False)
-    return made
+    """Return a BatchNorm of which only the bias is trained."""
+    layer = nn.BatchNorm2d(channels, momentum=0.4)
+    layer.weight.requires_grad_(False)
+    return layer
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def smoothed_loss(output, target):
 
 
 def get_optimizer(model, lr=0.24, bias_lr=100.0, head_lr=1.6, decay=4e-3):
-    """Muon for the filters, SGD for the rest. Behind BatchNorm gradients of biases are tiny, hence their large rate."""
+    """Return Muon for the filters, SGD for the rest. Biases behind BatchNorm have tiny gradients: a large rate."""
     filters = [p for p in model.groups.parameters() if p.requires_grad and p.dim() == 4]
     biases = [model.whiten.bias, *(p for p in model.groups.parameters() if p.requires_grad and p.dim() == 1)]
     return paceline.Muon(

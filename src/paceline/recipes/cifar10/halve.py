@@ -1,7 +1,7 @@
-"""max_pool2d(x, 2) for images that lie by channels: torch's own takes as long as the convolutions around it.
+"""max_pool2d(x, 2) for channels-last images: torch's own takes as long as the convolutions around it.
 
-Forward reads the image once and notes which pixel of four was the largest; backward writes the gradient once. In
-Triton, which comes with torch for NVIDIA GPUs.
+Forward reads the image once and stores which pixel of four was the largest; backward writes the gradient once. Written
+in Triton, which is installed with torch for NVIDIA GPUs.
 """
 
 import torch
@@ -31,7 +31,7 @@ def forward_kernel(x, best, which, total, height, width, C: tl.constexpr, BLOCK:
 
 @triton.jit
 def backward_kernel(slope, which, out, total, height, width, C: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    # Cells of four pixels cover the whole image; those of an odd last row or column have had no part.
+    # Cells of four pixels cover the whole image; an odd last row or column is not pooled, so its gradient is zero.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns, rows = (width + 1) // 2, (height + 1) // 2
     column = (i // C) % columns
@@ -52,7 +52,7 @@ def backward_kernel(slope, which, out, total, height, width, C: tl.constexpr, BL
 
 
 class Halve(torch.autograd.Function):
-    """The largest of every four pixels."""
+    """The maximum of every 2 × 2 pixels."""
 
     @staticmethod
     def forward(ctx, x):

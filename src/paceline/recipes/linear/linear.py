@@ -1,4 +1,4 @@
-"""One linear layer, the first thing to read to understand DDP here.
+"""One linear layer: read this first to understand DDP.
 
 Every rank runs `train` below with a model of its own that starts from the same weights. Its `train_loader` gives it a
 different share of the samples. `loss.backward()` averages the gradients over the ranks, so `optimizer.step()` moves

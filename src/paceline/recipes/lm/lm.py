@@ -1,4 +1,4 @@
-"""A small GPT on plain text: it reads bytes, learns to tell the next one, and writes.
+"""A small GPT on plain text: it learns to predict the next byte, and generates text.
 
 Data: A. Karpathy's "tiny Shakespeare", 1.1 MB of plays, `input.txt` in `$PACELINE_HOME/datasets/tinyshakespeare`; or
 any text file.
@@ -8,7 +8,7 @@ any text file.
     paceline train lm dataset_args.path=mine.txt
     python -c 'import paceline; print(paceline.load("runs/lm/DATE-TIME").model.generate("ROMEO:"))'
 
-Made for two cores. On a GPU, 10.9 million parameters and a longer view:
+The defaults suit two CPU cores. On a GPU, use 10.9 million parameters and a longer context:
 
     paceline train lm model_args='{width: 384, depth: 6, heads: 6, context: 256, dropout: 0.2}' \\
         dataset_args.context=256 optimizer.lr=1e-3 max_steps=5000
@@ -23,25 +23,26 @@ from torch.utils.data import TensorDataset
 
 from paceline import datasets, errors
 
-BYTES = 256  # every text is a row of these, so there is no vocabulary to make or to keep
-TRAINING = 0.9  # the part of the text that is trained on; the rest measures
+BYTES = 256  # the vocabulary is all bytes, so none has to be built or stored
+TRAINING = 0.9  # the fraction of the text for training; the rest is for validation
 
-source = {}  # what get_dataset was told; get_val_dataset does likewise
+source = {}  # the options given to get_dataset; get_val_dataset uses them, too
 
 
 def get_dataset(**options):
-    """Every window of `context` bytes of the training text, and for each of its bytes the one that follows."""
+    """Return every window of `context` bytes of the training text, and the byte that follows each of them."""
     global source
     source = options
     return windows(**options, is_training=True)
 
 
 def get_val_dataset():
-    """The windows of the last tenth, side by side."""
+    """Return the windows of the last tenth of the text, without overlap."""
     return windows(**source, is_training=False)
 
 
 def windows(path=None, context=64, is_training=True):
+    """Return windows of a text as a data set of inputs and targets."""
     path = Path(path or datasets.folder_of("tinyshakespeare") / "input.txt")
     if not path.is_file():
         raise errors.DataError(
@@ -53,18 +54,18 @@ def windows(path=None, context=64, is_training=True):
     if len(text) <= context:
         raise errors.DataError(f"{path} is too short for windows of {context} bytes; lower dataset_args.context")
     step = 1 if is_training else context
-    # Views: a million windows take no memory of their own.
+    # Views of the text: a million windows take no additional memory.
     return TensorDataset(text[:-1].unfold(0, context, step), text[1:].unfold(0, context, step))
 
 
 def loss_fn(scores, following):
-    """The sum over all bytes, and their number: each counts once, whatever the sizes of batches."""
+    """Return the sum over all bytes and their number, so that every byte has equal weight in batches of any size."""
     loss = functional.cross_entropy(scores.flatten(0, 1), following.flatten().long(), reduction="sum")
     return loss, following.numel()
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a network of two layers at each place."""
+    """Causal self-attention, then a network of two layers at each position."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -82,14 +83,14 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
     def attend(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, places, width)
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (batch, heads, length, width)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):
-    """Bytes in, scores of the following byte out, at each place of the text."""
+    """Maps bytes to the logits of the following byte, at each position of the text."""
 
     def __init__(self, width=128, depth=4, heads=4, context=64, dropout=0.0):
         super().__init__()
@@ -100,21 +101,21 @@ class GPT(nn.Module):
         self.scores = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                is_last = name.endswith(("out.weight", "mlp.2.weight"))  # of what a block adds: the sum must not grow
+                is_last = name.endswith(("out.weight", "mlp.2.weight"))  # limits the sum of residuals
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if is_last else 0.02)
 
     def forward(self, text):
         length = text.shape[1]
         if length > self.context:
             raise errors.ConfigError(
-                f"dataset_args.context={length} is longer than model_args.context={self.context}; give both one number"
+                f"dataset_args.context={length} is longer than model_args.context={self.context}; make them equal"
             )
         x = self.bytes(text.long()) + self.places(torch.arange(length, device=text.device))
         return self.scores(self.norm(self.blocks(self.drop(x))))
 
     @torch.no_grad()
     def generate(self, prompt="\n", length=500, temperature=0.8, seed=0):
-        """The prompt, and `length` more bytes as this model goes on; a lower temperature is less daring."""
+        """Return the prompt and `length` more bytes that the model generates; a lower temperature is less random."""
         self.eval()
         device = self.scores.weight.device
         generator = torch.Generator(device).manual_seed(seed)

@@ -1,7 +1,7 @@
 """MNIST: 70,000 handwritten digits of 28 × 28 pixels, a network of two linear layers, the managed loop.
 
-Data: Y. LeCun, C. Cortes and C. J. C. Burges, "The MNIST database of handwritten digits", the four idx files, packed or
-unpacked, in `$PACELINE_HOME/datasets/mnist` or where you say. Fashion-MNIST has the same form:
+Data: Y. LeCun, C. Cortes and C. J. C. Burges, "The MNIST database of handwritten digits", the four idx files,
+compressed or unpacked, in `$PACELINE_HOME/datasets/mnist` or in another folder. Fashion-MNIST has the same format:
 
     paceline data get mnist
     paceline train mnist --procs 2
@@ -12,18 +12,18 @@ from torch import nn
 
 from paceline import datasets
 
-source = {"name": "mnist"}  # what get_dataset was told to read; the test images are read likewise
+source = {"name": "mnist"}  # the arguments of get_dataset; the test images are read with them, too
 
 
-def get_dataset(name="mnist", **where):
-    """The 60,000 training images as bytes, and their classes."""
+def get_dataset(name="mnist", **options):
+    """Return the 60,000 training images as bytes, and their classes."""
     global source
-    source = {"name": name, **where}
+    source = {"name": name, **options}
     return datasets.read(**source, train=True)
 
 
 def get_test_dataset():
-    """The 10,000 test images."""
+    """Return the 10,000 test images."""
     return datasets.read(**source, train=False)
 
 

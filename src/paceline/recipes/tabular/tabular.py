@@ -1,7 +1,7 @@
-"""A table of numbers with a class in each row: scaled by the training rows alone, then three linear layers.
+"""A table of numbers with a class in each row: scaled by statistics of the training rows, then three linear layers.
 
-Made for Covertype (J. A. Blackard, 1998): 581,012 patches of forest, 54 columns, seven kinds of trees. Any CSV or
-Parquet file with numbers and a column of classes will do:
+The defaults are for Covertype (J. A. Blackard, 1998): 581,012 patches of forest, 54 columns, seven kinds of trees. Any
+CSV or Parquet file with numbers and a column of classes can be used:
 
     paceline train tabular df=covtype.csv --procs 2
     paceline train tabular df=mine.parquet dataset_args.target=kind dataset_args.classes=[ash,elm,oak] \\
@@ -16,34 +16,38 @@ from paceline import StandardScaler, errors
 
 
 def get_dataset(df=None, target="Cover_Type", classes=()):
-    """All columns but the target as numbers, in the order of their names: tables need not have one order.
+    """Return all columns but the target as numbers, and the classes.
 
-    A class is its place in `classes`, whichever of them a table has.
+    Columns are sorted by name, so that their order in a table does not matter. A class is its index in `classes`,
+    also if a table does not contain all of them.
     """
     if df is None:
         raise errors.DataError("there is no table; give one: paceline train tabular df=covtype.csv")
     columns = sorted((column for column in df.columns if column != target), key=str)
     numbers = torch.tensor(df[columns].to_numpy("float32"))
     if target not in df:
-        print(f"the table has no column {target} (dataset_args.target), so it is good for predictions only", flush=True)
-        return Unlabelled(numbers)
-    return TensorDataset(numbers, torch.tensor(places_of(df[target], list(classes))))
-
-
-def places_of(column, classes):
-    """The place of each row's class in the list of all."""
-    places = column.map({name: place for place, name in enumerate(classes)})
-    if places.isna().any():
-        strange = column[places.isna()].iloc[0]
-        raise errors.DataError(
-            f"{column.name}={strange} is not one of dataset_args.classes={classes}; name all classes, in the order "
-            "in which they are counted: dataset_args.classes=[ash,elm,oak] model_args.classes=3"
+        print(
+            f"the table has no column {target} (dataset_args.target), so it is for predictions only",
+            flush=True,
         )
-    return places.to_numpy("int64")
+        return UnlabelledRows(numbers)
+    return TensorDataset(numbers, torch.tensor(indices_of(df[target], list(classes))))
 
 
-class Unlabelled(Dataset):
-    """Rows whose class nobody knows yet."""
+def indices_of(column, classes):
+    """Return the index of each row's class in the list of classes."""
+    indices = column.map({name: index for index, name in enumerate(classes)})
+    if indices.isna().any():
+        unknown = column[indices.isna()].iloc[0]
+        raise errors.DataError(
+            f"{column.name}={unknown} is not one of dataset_args.classes={classes}; list all classes "
+            "in the order of their indices: dataset_args.classes=[ash,elm,oak] model_args.classes=3"
+        )
+    return indices.to_numpy("int64")
+
+
+class UnlabelledRows(Dataset):
+    """Rows without a class, for predictions."""
 
     def __init__(self, numbers):
         self.numbers = numbers
@@ -52,7 +56,7 @@ class Unlabelled(Dataset):
         return len(self.numbers)
 
     def __getitem__(self, index):
-        return {"input": self.numbers[index]}  # what Sequential calls its argument
+        return {"input": self.numbers[index]}  # the argument's name in nn.Sequential.forward
 
 
 def get_model(features=54, classes=7, width=256):

@@ -1,7 +1,7 @@
-"""Sentences and their classes: a pretrained encoder of the Hugging Face hub, fine-tuned.
+"""Classification of sentences: a pretrained encoder from the Hugging Face hub, fine-tuned.
 
-Data: R. Socher et al., "Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013, as GLUE's
-SST-2 has it: `train.tsv` and `dev.tsv` in `$PACELINE_HOME/datasets/sst2`. Or a table with a column of texts and one of
+Data: R. Socher et al., "Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013, as
+GLUE's SST-2: `train.tsv` and `dev.tsv` in `$PACELINE_HOME/datasets/sst2`. Or a table with a column of texts and one of
 classes, by name or number.
 
     pip install 'paceline[hf]'
@@ -25,30 +25,30 @@ from paceline import cached_tensors, datasets, errors, models
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CLASSES = ("negative", "positive")
-PAD_TO = 16  # few lengths, so that steps can be recorded for each; and tensor cores like them
-FEW = 4  # a text of fewer words keeps them all
+PAD_TO = 16  # few different lengths, so that each can have a CUDA graph; multiples of 16 suit tensor cores
+MIN_WORDS = 4  # in texts with fewer words, none is masked
 
-source, has_table = {}, False  # what get_dataset was told; get_dev_dataset does likewise
+source, has_table = {}, False  # the options given to get_dataset; get_dev_dataset uses them, too
 
 
 def get_dataset(df=None, **options):
-    """The training sentences, or those of a table."""
+    """Return the training sentences, or those of a table."""
     global source, has_table
     source, has_table = options, df is not None
     return Sentences(df, file="train.tsv", **options)
 
 
 def get_dev_dataset(df=None):
-    """The 872 sentences that SST-2 holds out, or those of a table."""
+    """Return the 872 validation sentences of SST-2, or those of a table."""
     if has_table and df is None:
         raise errors.DataError(
-            "df has no validation data beside it; give val_df, or val_dataset_fn=null to hold some out"
+            "df is given without validation data; give val_df, or val_dataset_fn=null to hold out some rows"
         )
     return Sentences(df, file="dev.tsv", **source)
 
 
 class Sentences(Dataset):
-    """Sentences as tokens; batches are about as long as their longest sentence."""
+    """Sentences as tokens; a batch is padded to about the length of its longest sentence."""
 
     def __init__(self, df=None, file="train.tsv", root=None, model=MODEL, classes=CLASSES, max_length=128, **columns):
         self.classes, self.tokenizer, self.max_length = list(map(str, classes)), load_tokenizer(model), max_length
@@ -58,13 +58,13 @@ class Sentences(Dataset):
         self.tokens, self.ends = tokenized(texts, self.tokenizer, max_length - 1)
 
     def number_of(self, label):
-        """A class by its name or its number."""
+        """Return the number of a class that is given by name or number."""
         name = str(label)
         if name in self.classes:
             return self.classes.index(name)
         if name.isdecimal() and int(name) < len(self.classes):
             return int(name)
-        raise errors.DataError(f"{name} is not one of the classes {self.classes}; name all by dataset_args.classes")
+        raise errors.DataError(f"{name} is not one of the classes {self.classes}; list all in dataset_args.classes")
 
     def __len__(self):
         return len(self.ends)
@@ -75,9 +75,9 @@ class Sentences(Dataset):
         return {"input_ids": self.tokens[start : self.ends[index]].long(), **label}
 
     def collate_fn(self, samples):
-        """A batch: padded by itself, so the number of processes does not change it."""
+        """Return a batch, whose padding does not depend on other batches or on the number of processes."""
         longest = max(len(sample["input_ids"]) for sample in samples)
-        # There is always some padding: where there is none, transformers takes another way, with other last bits.
+        # There is always some padding, because without any, transformers uses another code path with other rounding.
         width = min((longest // PAD_TO + 1) * PAD_TO, self.max_length)
         ids = torch.full((len(samples), width), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
@@ -89,7 +89,7 @@ class Sentences(Dataset):
 
 
 class Classifier(nn.Module):
-    """A model of transformers that gives the scores of the classes; while it learns it must do without some words."""
+    """A model of transformers that returns the logits of the classes; in training, some words are masked."""
 
     def __init__(self, model, tokenizer, masked):
         super().__init__()
@@ -103,50 +103,53 @@ class Classifier(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
     def with_masks(self, ids):
+        """Return the tokens with a random part of the words replaced by the mask token."""
         is_word = (ids[..., None] != self.special).all(-1)
-        is_drawn = torch.rand(ids.shape, device=ids.device) < self.masked
-        return ids.masked_fill(is_word & is_drawn & (is_word.sum(1, keepdim=True) >= FEW), self.mask)
+        is_chosen = torch.rand(ids.shape, device=ids.device) < self.masked
+        return ids.masked_fill(is_word & is_chosen & (is_word.sum(1, keepdim=True) >= MIN_WORDS), self.mask)
 
 
 def get_model(model=MODEL, classes=CLASSES, masked=0.1, learns_embeddings=False):
-    """The encoder with its pretrained weights and a new last layer.
+    """Return the encoder with its pretrained weights and a new last layer.
 
-    What the words mean stays as it was learnt from far more text than this, unless `learns_embeddings`.
+    The word embeddings stay frozen unless `learns_embeddings`, because they were trained on far more text.
     """
-    check_alike(model=model, classes=classes)
+    check_matches_data(model=model, classes=classes)
     transformers = import_transformers()
-    transformers.utils.logging.set_verbosity_error()  # that the last layer is new is what we want
+    transformers.utils.logging.set_verbosity_error()  # no warning that the last layer is new
     transformers.utils.logging.disable_progress_bar()
     names = dict(enumerate(map(str, classes)))
-    encoder = loaded(
+    encoder = from_pretrained(
         transformers.AutoModelForSequenceClassification, model,
         num_labels=len(names), id2label=names, label2id={name: number for number, name in names.items()},
         ignore_mismatched_sizes=True,
     )  # fmt: skip
     encoder.get_input_embeddings().requires_grad_(learns_embeddings)
-    # Autocast chooses shorter formats; the weights are kept in full.
+    # Weights stay in fp32; autocast uses lower precision where it is safe.
     return Classifier(encoder.float(), load_tokenizer(model), masked)
 
 
-def check_alike(**given):
-    """Refuse a model that was told otherwise than the data; only in ranks, where the data has just been made."""
+def check_matches_data(**given):
+    """Refuse arguments that differ from those of the data; only in ranks, where the data was created before."""
     if not torch.distributed.is_initialized():
         return
-    told = {"model": MODEL, "classes": CLASSES, **source}
+    of_data = {"model": MODEL, "classes": CLASSES, **source}
     for key, value in given.items():
-        if list(value) != list(told[key]):
-            raise errors.ConfigError(f"model_args.{key}={value} is not dataset_args.{key}={told[key]}; give both alike")
+        if list(value) != list(of_data[key]):
+            raise errors.ConfigError(
+                f"model_args.{key}={value} is not dataset_args.{key}={of_data[key]}; make them equal"
+            )
 
 
 # --- texts and tokens ---------------------------------------------------------------------------------------------
 
 
 def read_tsv(path):
-    """The columns of a TSV file by name."""
+    """Return the columns of a TSV file by name."""
     if not path.is_file():
         raise errors.DataError(
-            f"{path.resolve()} does not exist; put train.tsv and dev.tsv of GLUE's SST-2 there, say where they are "
-            "(dataset_args.root), or give a table (df=FILE)"
+            f"{path.resolve()} does not exist; put train.tsv and dev.tsv of GLUE's SST-2 there, give another "
+            "folder (dataset_args.root), or give a table (df=FILE)"
         )
     with path.open(encoding="utf-8", newline="") as file:
         head, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -154,39 +157,39 @@ def read_tsv(path):
 
 
 def columns_of(table, text="sentence", label="label"):
-    """The texts of a table, and its labels if it has any."""
+    """Return the texts of a table, and its labels if it has any."""
     if text not in table:
-        raise errors.DataError(f"the table has no column {text}; name the texts' by dataset_args.text")
+        raise errors.DataError(f"the table has no column {text}; name the column of texts in dataset_args.text")
     if label not in table:
-        print(f"the table has no column {label} (dataset_args.label), so it is good for predictions only", flush=True)
-    return [str(each) for each in table[text]], table.get(label)
+        print(f"the table has no column {label} (dataset_args.label), so it is for predictions only", flush=True)
+    return [str(value) for value in table[text]], table.get(label)
 
 
 def tokenized(texts, tokenizer, max_length):
-    """The tokens of all texts in a row, and where each text ends: made once, by one process."""
+    """Return the concatenated tokens of all texts, and the end of each text; one process computes them for all."""
 
     def make():
-        ids, told = [], time.monotonic()
+        ids, reported = [], time.monotonic()
         for start in range(0, len(texts), 1000):
             ids += tokenizer(texts[start : start + 1000], truncation=True, max_length=max_length)["input_ids"]
-            if time.monotonic() - told > 2:
-                told = time.monotonic()
-                print(f"{len(ids):,} of {len(texts):,} texts are tokens", flush=True)
+            if time.monotonic() - reported > 2:
+                reported = time.monotonic()
+                print(f"{len(ids):,} of {len(texts):,} texts tokenized", flush=True)
         ends = torch.tensor([len(each) for each in ids]).cumsum(0)
         return {"tokens": torch.tensor([token for each in ids for token in each], dtype=torch.int32), "ends": ends}
 
-    with tempfile.TemporaryDirectory() as folder:  # a tokenizer is what it saves of itself
+    with tempfile.TemporaryDirectory() as folder:  # the cache key is the content of the saved tokenizer
         tokenizer.save_pretrained(folder)
-        made = cached_tensors("tokens", make, texts, Path(folder), max_length)
-    return made["tokens"], made["ends"]
+        tensors = cached_tensors("tokens", make, texts, Path(folder), max_length)
+    return tensors["tokens"], tensors["ends"]
 
 
 def load_tokenizer(model):
-    return loaded(import_transformers().AutoTokenizer, model)
+    return from_pretrained(import_transformers().AutoTokenizer, model)
 
 
-def loaded(kind, model, **options):
-    """Something of a pretrained model, from its folder or from the hub."""
+def from_pretrained(kind, model, **options):
+    """Load a model or a tokenizer from its folder or from the hub."""
     try:
         return kind.from_pretrained(models.find(model), **options)
     except OSError as error:
