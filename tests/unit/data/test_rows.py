@@ -152,13 +152,10 @@ def test_zero_leaves_the_data_to_the_loader() -> None:
 def test_gathered_rows_are_the_collated_samples_to_the_last_bit(dataset: Any, indices: list[int]) -> None:
     found = rows(dataset)
     assert found is not None
-    as_row_dataset, collated = (
-        found.gather(torch.tensor(indices)),
-        default_collate([dataset[index] for index in indices]),
-    )
-    assert bits_of(as_row_dataset) == bits_of(collated)
+    gathered, collated = found.gather(torch.tensor(indices)), default_collate([dataset[index] for index in indices])
+    assert bits_of(gathered) == bits_of(collated)
     if isinstance(collated, dict):
-        assert list(as_row_dataset) == list(collated)
+        assert list(gathered) == list(collated)
 
 
 def test_indices_of_a_subset_are_converted_to_those_of_the_whole() -> None:
