@@ -219,4 +219,4 @@ def test_a_folder_means_the_config_in_it(run, tmp_path: Path) -> None:
     assert run("paceline", "train", "lab").returncode == 0
     ended = run("paceline", "train", "lab", "--run-dir", "/proc/nowhere")
     assert ended.returncode == 2
-    assert "run_dir=/proc/nowhere cannot be made" in ended.stderr
+    assert "run_dir=/proc/nowhere cannot be created" in ended.stderr

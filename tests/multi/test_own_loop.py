@@ -252,7 +252,7 @@ def test_a_table_reaches_the_ranks_through_one_mapped_file() -> None:
     assert table.x[0] == 0.0
 
 
-def test_what_cannot_travel_is_named_before_a_process_starts(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_named_before_a_process_starts(tmp_path: Path) -> None:
     class Settings:
         def __init__(self) -> None:
             self.lock = threading.Lock()

@@ -47,7 +47,7 @@ class Replica(DistributedDataParallel):
             raise UnusedParameters(self._names_in(str(error))) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A replica pickles and copies as the model that it wraps: a process group cannot travel."""
+        """A replica pickles and copies as the model that it wraps: a process group cannot be pickled."""
         return _as_it_is, (self.module,)
 
     def _sync_buffers(self) -> None:
