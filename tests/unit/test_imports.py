@@ -160,7 +160,7 @@ INSIDE_TOOLS = {
     "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.registry", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
-    # An export writes weights as a checkpoint does, and compares its model on samples as training reads them.
+    # An export writes and fingerprints weights as a run does, and normalises images as an evaluation does.
     "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},
 }
 

@@ -213,12 +213,19 @@ def test_samples_are_of_the_given_file_else_of_the_validation_data_else_of_the_d
         pd.DataFrame({"x": values}).to_csv(paths[name])
     run = make_run(dataset_fn="pl_export:get_table", df=paths["df"], val_df=paths["val"])
 
+    dataset_fn = run.config.dataset_fn
+
     def first_values(data: Path | None) -> list[float]:
         inputs, _ = ExportTask(run, tmp_path, data, on_progress=print).batch
         return inputs[:, 0].tolist()
 
     assert first_values(paths["given"]) == [3, 4] * 4
     assert first_values(None) == [2] * 8
+    calls = []
+    run.config.dataset_fn, run.config.val_dataset_fn = calls.append, lambda table: [(torch.zeros(12), 0)]
+    assert first_values(None) == [0] * 8
+    assert len(calls) == 1  # as in a run: val_dataset_fn may use what dataset_fn has set
+    run.config.dataset_fn, run.config.val_dataset_fn = dataset_fn, None
     run.config.val_df = None
     assert first_values(None) == [1] * 8
     run.config.df, run.config.dataset_fn = None, lambda: {1, 2}

@@ -17,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from paceline.system.cores import usable_cores
+
 SMI_TIMEOUT_S = 20.0  # a driver that is not loaded yet takes seconds to answer
 SMI_FIELDS = "driver_version,name,memory.total,memory.used"
 
@@ -86,7 +88,7 @@ def gather(folder: Path) -> MachineFacts:
         gpu_warning=gpu_warning,
         driver=driver,
         gpus=gpus,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         cores_of_machine=os.cpu_count() or 1,
         core_quota=core_quota(groups),
         memory=memory.total,

@@ -122,15 +122,19 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _open_dataset(config: Config, data: Path | None) -> Any:
-    """The data set to take samples from."""
-    key, table, arguments = "dataset_fn", config.df if config.val_df is None else config.val_df, config.dataset_args
+    """The data set to take samples from; its functions are called in the order of a run, as they may share state."""
     if data is not None:
-        table = data
-    elif config.val_dataset_fn is not None:
-        key, table, arguments = "val_dataset_fn", config.val_df, {}
-    if isinstance(table, Missing):
-        raise ConfigError(f"{table.what} {table.why}")
-    dataset = config.function(key)(*(() if table is None else [_read_table(table)]), **arguments)
+        config = config.model_copy(update={"df": data, "val_df": None, "val_dataset_fn": None})
+    missing = [table for table in (config.df, config.val_df) if isinstance(table, Missing)]
+    if missing:
+        raise ConfigError([f"{table.what} {table.why}" for table in missing])
+    key = "dataset_fn"
+    dataset = config.function(key)(*_read_table(config.df), **config.dataset_args)
+    if config.val_dataset_fn is not None:
+        key = "val_dataset_fn"
+        dataset = config.function(key)(*_read_table(config.val_df))
+    elif config.val_df is not None:
+        dataset = config.function(key)(*_read_table(config.val_df), **config.dataset_args)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{key} returned a {type(dataset).__name__}, whose samples have no index; "
@@ -141,16 +145,16 @@ def _open_dataset(config: Config, data: Path | None) -> Any:
     return dataset
 
 
-def _read_table(table: Any) -> Any:
-    """The DataFrame, read if it is a file."""
+def _read_table(table: Any) -> list[Any]:
+    """The arguments of a data set function: the DataFrame, read if it is a file; none without a table."""
+    if not isinstance(table, Path):
+        return [] if table is None else [table]
     import pandas as pd
 
-    if not isinstance(table, Path):
-        return table
     if table.suffix.lower() != ".parquet":
-        return pd.read_csv(table)
+        return [pd.read_csv(table)]
     try:
-        return pd.read_parquet(table)
+        return [pd.read_parquet(table)]
     except ImportError:
         raise MissingExtra("pyarrow", "parquet", f"reading {table.name}") from None
 
