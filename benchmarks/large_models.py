@@ -106,7 +106,7 @@ def causal_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention without a mask, so that torch uses its fastest kernel.
 
-    The function of transformers creates a mask when it is compiled, and otherwise waits for the device to check for one.
+    The function of transformers creates a mask when it is compiled, and otherwise waits for the device to check it.
     """
     assert mask is None
     mixed = scaled_dot_product_attention(query, key, value, scale=options.get("scaling"), is_causal=True)

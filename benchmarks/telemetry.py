@@ -3,9 +3,9 @@
     python benchmarks/telemetry.py [--turns 30] [--procs 1 2] [--layers 64-32-10 784-256-10]
 
 Logging is what a run does by default: phases of every step, log points with memory and stragglers, events, TensorBoard
-and the screen. A run switches it on and off about every second, on all ranks at the same step, so that both have the same
-conditions; each round with logging is compared with the rounds without before and after it. The losses of steps are
-summed in both. The second ratio is that of the CPU time of rank 0; it does not include the launcher, which reads the
+and the screen. A run switches it on and off about every second, on all ranks at the same step, so that both have
+the same conditions; each round with logging is compared with the rounds without before and after it. The losses
+of steps are summed in both. The second ratio is that of the CPU time of rank 0, without the launcher, which reads the
 events.
 """
 
