@@ -1,11 +1,11 @@
-"""Finds settings for the recipe `cifar10-fast`: trains its model with plain torch, the whole step as a CUDA graph.
+"""Find settings for the recipe `cifar10-fast`: trains its model with plain torch, the whole step as a CUDA graph.
 
     python benchmarks/cifar_fast_trial.py --root DIR --seeds 3 "epochs=8" "epochs=8,pool=torch" "epochs=7,batch=1500"
     python benchmarks/cifar_fast_trial.py --list                   # the keys of a variant and their defaults
     python benchmarks/cifar_fast_trial.py --root DIR --profile "precision=fp16"
     python benchmarks/cifar_fast_trial.py --smoke                  # random data, tiny sizes, any device
 
-A variant is `key=value,…`; it is built and captured once, then trained from each seed. One row a variant.
+A variant is `key=value,…`; it is built and recorded once, then trained from each seed. It has one row in the table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class Variant:
-    """What may be tried. Rates and decay are per sample of a batch, as for a loss that is a sum."""
+    """The settings of a variant. Learning rates and decay are per sample of a batch, as for a loss that is a sum."""
 
     epochs: float = 9.0
     batch: int = 2000
@@ -57,7 +57,7 @@ class Variant:
     ns: int = 3  # rounds of Newton–Schulz
     muon: str = "paceline"  # or padded: all filters in one stack
     decay: float = 0.1  # of the filters, where they do not keep their norm
-    renorm: int = 1  # 1: filters keep their norm, instead of decay
+    renorm: int = 1  # 1: filters keep their norm, without decay
     bias_lr: float = 0.053
     head_lr: float = 8.3e-4
     rest_decay: float = 2e-6
@@ -82,7 +82,7 @@ class Variant:
     low_epochs: float = 0.0
     weights_last: int = 0  # 1: weights in channels_last
     graph: int = 1
-    benchmark: int = 1  # cuDNN tries its algorithms
+    benchmark: int = 1  # cuDNN measures its algorithms
     exact: int = 0  # 1: deterministic algorithms, as `exact: true`
 
 
@@ -142,7 +142,7 @@ def smoothed_loss(output: Tensor, target: Tensor, smooth: float) -> Tensor:
 
 
 class PaddedMuon:
-    """All filters in one stack of matrices, padded with zeros, which the iteration leaves zeros."""
+    """All filters in one stack of matrices, padded with zeros, which stay zero in the iteration."""
 
     def __init__(self, filters: list[nn.Parameter], lr: Tensor, variant: Variant) -> None:
         self.filters, self.lr, self.variant = filters, lr, variant
@@ -254,7 +254,7 @@ class Training:
         )
 
     def set_rates(self) -> None:
-        """Every group's rate at this step, on the device."""
+        """Set the learning rate of every group at this step, on the device."""
         v, done = self.variant, self.step / self.total
         down = 1 - done if v.schedule == "linear" else ((1 - done) / v.down).clamp(max=1)
         factor = v.final + (1 - v.final) * down
@@ -266,7 +266,7 @@ class Training:
         self.rates.copy_(self.bases * torch.stack([factor, factor, factor, whiten]))
 
     def take(self, size: int) -> None:
-        """One step, without the host."""
+        """Take one step without waiting for the host."""
         v = self.variant
         self.set_rates()
         chosen = self.order[(self.step % self.per_epoch) * self.batch + self.places]
@@ -297,7 +297,7 @@ class Training:
         self.step += 1
 
     def captured(self, size: int) -> Callable[[], None]:
-        """The step as something to be repeated: a CUDA graph where there is one."""
+        """A function that repeats the step: the replay of a CUDA graph on a GPU, else the step itself."""
         if self.variant.augment == "epoch":
             self.ready[size] = self.augmented(size)
         if self.device.type != "cuda" or not self.variant.graph:
@@ -349,7 +349,7 @@ class Training:
         yield from ((step, self.variant.low if step < low_until else full) for step in range(self.total))
 
     def run(self, seed: int) -> float:
-        """Train from a seed; seconds, without the preparation."""
+        """Train from a seed and return the seconds, without the preparation."""
         self.model.train()
         self.restart(seed)
         synchronize(self.device)
@@ -369,7 +369,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self, *, views: bool) -> float:
-        """The share of test images that are told right."""
+        """The accuracy on the test images."""
         if self.average:
             kept = [p.clone() for p in self.model.parameters()]
             torch._foreach_copy_(list(self.model.parameters()), self.average)
@@ -411,7 +411,7 @@ def tried(text: str, data: list[Tensor], device: torch.device, seeds: range, dea
     """One row: a variant over its seeds."""
     training = Training(parsed(text), data, device)
     if device.type == "cuda":
-        training.run(10**6)  # clocks, allocator
+        training.run(10**6)  # warms up clocks and the allocator
     seconds, with_views, without = [], [], []
     for seed in seeds:
         if seconds and time.perf_counter() > deadline:
@@ -464,7 +464,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--random", action="store_true", help="random images, for the time alone")
+    parser.add_argument("--random", action="store_true", help="random images, to measure only the time")
     parser.add_argument("--held-out", type=int, default=0, help="test on this many images of the training set instead")
     args = parser.parse_args()
     if args.list:

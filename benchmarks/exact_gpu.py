@@ -1,4 +1,4 @@
-"""What `exact` costs on one GPU: deterministic kernels against the default, the same step in turns, in one run.
+"""What `exact` costs on one GPU: deterministic and default kernels, measured in turn on the same step in one run.
 
 python benchmarks/exact_gpu.py
 """

@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` costs beside the logits: forward and backward of GPT-2's last layer, in one run on a GPU.
+"""What `linear_cross_entropy` costs compared with logits: forward and backward of GPT-2's last layer, on a GPU.
 
 python benchmarks/fused_loss.py --tokens 32768
 """
@@ -34,7 +34,7 @@ def main() -> None:
     target = torch.randint(options.classes, (options.tokens,), device=device)
 
     def measure(loss_fn: Callable[..., torch.Tensor], times: int = 10) -> tuple[float, float]:
-        """Milliseconds, and the gigabytes at the peak above what was there."""
+        """The milliseconds, and the peak memory in gigabytes above that before the call."""
         seconds, before = [], torch.cuda.memory_allocated() if device == "cuda" else 0
         for turn in range(times + 3):
             if device == "cuda":
@@ -60,7 +60,7 @@ def main() -> None:
             loops[f"linear_cross_entropy, chunk {chunk}"] = lambda *inputs, chunk=chunk: linear_cross_entropy(
                 *inputs, chunk=chunk
             )
-    flop = 3 * 2 * options.tokens * options.features * options.classes  # three products
+    flop = 3 * 2 * options.tokens * options.features * options.classes  # three matrix products
     print(f"torch {torch.__version__}, {options.tokens} tokens × {options.features} → {options.classes}")
     for name, loss_fn in loops.items():
         ms, gigabytes = measure(loss_fn)

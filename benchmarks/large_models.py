@@ -1,20 +1,20 @@
-"""Throughput of two large models on one GPU, through Paceline, loops written by hand, Lightning and Hugging Face.
+"""Throughput of two large models on one GPU, with Paceline, hand-written loops, Lightning and Hugging Face.
 
 python benchmarks/large_models.py --model gpt2
 python benchmarks/large_models.py --model resnet50 --only compile,paceline-compile --json resnet50.json
-python benchmarks/large_models.py --tiny            # whether it runs at all, on a CPU too
+python benchmarks/large_models.py --tiny            # a quick check, also on a CPU
 
-GPT-2 has 124 M parameters (transformers, random weights, no dropout, attention without a mask), 1,024 tokens a sample, AdamW;
-ResNet-50 (transformers) takes 224 × 224 pixels, channels last, SGD with momentum. Both in bf16 autocast (fp32 on a CPU) on made-up
+GPT-2 has 124 M parameters (transformers, random weights, no dropout, attention without a mask), 1,024 tokens per sample, AdamW;
+ResNet-50 (transformers) takes 224 × 224 pixels, channels last, SGD with momentum. Both in bf16 autocast (fp32 on a CPU) on random
 data. Optimizers are fused.
 
-Each contender runs in a process of its own. What is timed are windows of steps, with the device synchronised at their ends; two
-windows before them, with all compiling and recording, are not counted. To compare computing alone, the data lies on the
-GPU for the loops by hand, as it does for Paceline by itself (a `TensorDataset`). Lightning's and Hugging Face's Trainers take the
-same `TensorDataset` through a DataLoader with pinned memory and `--workers` processes, as their users would.
+Each contender runs in its own process. Windows of steps are timed, with the device synchronized at their ends; the first two
+windows, with all compilation and recording, are not counted. To compare only the computation, the data is on the
+GPU for the hand-written loops, as it is by default for Paceline (a `TensorDataset`). Lightning's and Hugging Face's Trainers read the
+same `TensorDataset` with a DataLoader with pinned memory and `--workers` processes, as their users would.
 
-The share of the peak is that of what a product of two 8192 × 8192 matrices in bf16 reaches on this GPU, with 6 FLOP a
-parameter and token and 12 × layers × width × length a token for attention (GPT-2), 3 × 8.2 GFLOP an image (ResNet-50).
+The share is relative to the FLOP/s of a product of two 8192 × 8192 matrices in bf16 on this GPU, with 6 FLOP per
+parameter and token and 12 × layers × width × length per token for attention (GPT-2), 3 × 8.2 GFLOP per image (ResNet-50).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LIMIT_S = 900.0  # for one contender
 COLUMNS = "{:<42} {:<22} {:>12} {:>9} {:>7} {:>15} {:>8}"
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- models ----------------------------------------------------------------------------------------------------------
 
 
 class Logits(nn.Module):
-    """A model of transformers that takes a tensor and gives one."""
+    """A model of transformers with a tensor as input and output."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Logits(nn.Module):
 
 
 class Hidden(nn.Module):
-    """GPT-2 up to its last layer, and the weight of that, for a loss that needs no logits."""
+    """GPT-2 without its last layer; returns the weight of that layer too, for a loss that needs no logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Hidden(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """A model as transformers has them, which gives its loss."""
+    """A model with the interface of transformers, which returns its loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -104,9 +104,9 @@ def of_hidden(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor, c
 def causal_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention to all tokens before; without a mask, so that torch takes its fastest kernel.
+    """Causal attention without a mask, so that torch uses its fastest kernel.
 
-    transformers' own makes a mask where it is compiled, and asks the device whether it needs one where it is not.
+    The function of transformers creates a mask when it is compiled, and otherwise waits for the device to check it.
     """
     assert mask is None
     mixed = scaled_dot_product_attention(query, key, value, scale=options.get("scaling"), is_causal=True)
@@ -124,7 +124,7 @@ class Gpt2:
         self.title = f"GPT-2, {self.layers} layers × {self.width}, batch {self.batch} × {self.length}"
 
     def model(self, has_logits: bool = True) -> nn.Module:
-        """Without logits it gives the last hidden states and the weight that would make them."""
+        """The model; without logits it returns the last hidden states and the weight of the last layer."""
         from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
         AttentionInterface.register("causal", causal_attention)
@@ -168,7 +168,7 @@ class ResNet50:
     def dataset(self, samples: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(samples, 3, self.side, self.side, generator=generator)
-        # In bf16, as the first convolution takes them: half the bytes for the DataLoaders.
+        # In bf16, which the first convolution uses: half the bytes for the DataLoaders.
         images = images.bfloat16() if torch.cuda.is_available() else images
         return TensorDataset(images, torch.randint(1000, (samples,), generator=generator))
 
@@ -186,10 +186,10 @@ WORKLOADS: dict[str, Callable[[bool, int | None], Any]] = {"gpt2": Gpt2, "resnet
 
 @dataclass
 class Setting:
-    """What a contender is given."""
+    """The settings that all contenders share."""
 
     work: Any
-    steps: int  # with those that warm up
+    steps: int  # including warm-up
     window: int
     workers: int
     chunk: int
@@ -198,7 +198,7 @@ class Setting:
 
     @property
     def samples(self) -> int:
-        """As many as a window needs."""
+        """The samples of one window."""
         return self.window * self.work.batch
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -225,7 +225,7 @@ class Setting:
 
 
 def by_hand(setting: Setting, *, compiled: bool, has_logits: bool = True) -> int:
-    """A loop without any library, data on the device, no waits; returns the number of parameters, as all do."""
+    """A loop without any library, with data on the device. Returns the number of parameters, like all loops."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     model: Any = setting.with_loss(has_logits)
@@ -318,7 +318,7 @@ def _named(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def paceline(setting: Setting, *, has_logits: bool = True, **options: Any) -> int:
-    """Paceline, in this process, as a world of one; its own events tell the time."""
+    """Paceline in this process, with one rank; the times are those of its events."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -382,7 +382,7 @@ CONTENDERS = {
 
 
 def matrix_rate(device: torch.device) -> dict[str, Any]:
-    """The FLOP a second of a large product."""
+    """The FLOP/s of a large matrix product."""
     is_cuda = device.type == "cuda"
     side, dtype, times = (8192, torch.bfloat16, 50) if is_cuda else (512, torch.float32, 5)
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -395,7 +395,7 @@ def matrix_rate(device: torch.device) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """What one contender gives."""
+    """The figures of one contender."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if job["contender"] == "rate":
         return matrix_rate(device)
@@ -424,21 +424,21 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def be_worker(job: dict[str, Any]) -> None:
-    """Measure, and leave the outcome as a file."""
+    """Measure, and write the figures to a file."""
     die_with_parent(job["parent"])
     try:
         outcome = measure(job)
-    except BaseException as error:  # noqa: BLE001 - whatever ends a contender is told
+    except BaseException as error:  # noqa: BLE001 - any error of a contender is reported
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a library may have left threads that wait for something
+    os._exit(0)  # threads of a library may still wait
 
 
 def run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """The outcome of one contender, in a process and a folder of its own."""
+    """The figures of one contender, measured in its own process and folder."""
     with tempfile.TemporaryDirectory(prefix="large-models-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log.txt"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", ""]
@@ -455,11 +455,11 @@ def run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:
     return found | {"log": told[-6000:] if "error" in found else "", "warnings": warnings}
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- all contenders --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Measure, and print each row as soon as it is there."""
+    """Measure all contenders, and print each row when it is measured."""
     options = _options()
     if options.worker:
         be_worker(json.loads(options.worker))
@@ -517,15 +517,15 @@ def _print(contender: Contender, version: str, found: dict[str, Any], rate: floa
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=WORKLOADS, help="only this one")
+    parser.add_argument("--model", choices=WORKLOADS, help="measure only this model")
     parser.add_argument("--only", help=f"some of {', '.join(CONTENDERS)}")
-    parser.add_argument("--batch", type=int, help="samples a step (GPT-2 32, ResNet-50 256)")
-    parser.add_argument("--steps", type=int, help="that are timed (50)")
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens that linear_cross_entropy takes at once")
-    parser.add_argument("--workers", type=int, default=8, help="processes of the DataLoaders")
+    parser.add_argument("--batch", type=int, help="samples per step (GPT-2 32, ResNet-50 256)")
+    parser.add_argument("--steps", type=int, help="the number of timed steps (50)")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens per chunk of linear_cross_entropy")
+    parser.add_argument("--workers", type=int, default=8, help="workers of the DataLoaders")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="begin nothing that would not end by then")
-    parser.add_argument("--json", type=Path, help="a file for all figures, written after each row")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="start no contender that would end later")
+    parser.add_argument("--json", type=Path, help="write all figures to this file after each row")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 

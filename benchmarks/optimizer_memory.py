@@ -1,8 +1,8 @@
-"""What `shard_optimizer` saves and costs: the optimizer's state on each rank, the time of a step, the stall of a save.
+"""What `shard_optimizer` saves and costs: the optimizer state on each rank, the times of a step and of a save.
 
     python benchmarks/optimizer_memory.py [--ranks 1 2 4] [--layers 12] [--steps 12] [--turns 3]
 
-A stack of square layers with AdamW on the CPU. Runs with and without sharding take turns; all must end with one hash.
+A stack of square layers with AdamW on the CPU. Runs with and without sharding alternate; all must have the same hash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_dataset(steps: int) -> TensorDataset:
 
 
 def make_optimizer(model: nn.Module, out: Path, steps: int) -> torch.optim.Optimizer:
-    """AdamW that leaves the bytes of its state and the times of its steps in a file for each rank."""
+    """AdamW that writes the bytes of its state and the times of its steps to a file for each rank."""
     optimizer, began = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), list[float]()
 
     def note(*arguments: Any) -> None:
@@ -53,14 +53,14 @@ def make_optimizer(model: nn.Module, out: Path, steps: int) -> torch.optim.Optim
 
 
 def measure(procs: int, sharded: bool, layers: int, steps: int, folder: Path) -> tuple[list[int], list[float], str]:
-    """The bytes on each rank; seconds of a median step, of a save's stall and of the save; the hash of the weights."""
+    """The bytes on each rank; the seconds of a step (median), of a save's block and of the save; the weights' hash."""
     trainer = Trainer(
         model_fn=partial(make_model, layers), dataset_fn=partial(make_dataset, steps), val_fraction=0,
         loss_fn=functional.mse_loss, optimizer_fn=partial(make_optimizer, out=folder, steps=steps), batch_size=BATCH,
         lanes=LANES, procs=procs, shard_optimizer=sharded, device="cpu", threads=1, run_dir=folder / "run",
         log={"every_steps": steps, "tensorboard": False},
     )  # fmt: skip
-    result = trainer.start()  # which tells its way on stderr
+    result = trainer.start()  # prints its progress to stderr
     noted = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(procs)]
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     told = {event["event"]: event for event in events}

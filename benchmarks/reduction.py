@@ -2,7 +2,7 @@
 
     python benchmarks/reduction.py --procs 2,4 --mb 1,25,100 [--json out.json]
 
-Each number of ranks is one local run; the variants take turns within it, so that noise hits all of them alike.
+Each number of ranks is one local run; it measures the variants in turn, so that noise affects all of them equally.
 The table gives medians in milliseconds and the ratio to torch's all-reduce. A step is DDP on stacked square layers
 whose gradients have the given size, forward and backward included.
 """
@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
 
 def measure(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[dict[str, Any]]:
-    """Runs on every rank; rank 0's rows are the result."""
+    """Measure on every rank; rank 0 returns the rows. All ranks."""
     from paceline.engine.reduce import BucketHook, Reduction, reduce_bucket
     from paceline.world import World
 
@@ -80,19 +80,19 @@ def _step(stack: Any, hook: Any) -> Any:
 def _take_turns(variants: dict[str, Any], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 2):
-        # Each turn begins with another variant: what comes first after a pause is faster.
+        # Each round begins with another variant, because the first one after a pause is faster.
         order = list(variants) if turn % 2 else list(reversed(variants))
         for name in order:
             dist.barrier()
             began = time.perf_counter()
             variants[name]()
-            if turn >= 2:  # the first two warm up
+            if turn >= 2:  # the first two rounds are warm-up
                 times[name].append(time.perf_counter() - began)
     return {name: round(1e3 * statistics.median(taken), 2) for name, taken in times.items()}
 
 
 class Sizes(nn.Linear):
-    """Carries the sizes to the ranks."""
+    """A data set that sends the sizes to the ranks."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(1, 1)

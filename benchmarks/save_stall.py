@@ -1,9 +1,9 @@
-"""How long training stands still for a save, by ways to save, in one run, the ways taking turns.
+"""How long a save blocks training, for several methods that are measured in turn in one run.
 
     python benchmarks/save_stall.py [--mb 100 3000] [--turns 5] [--folder /tmp]
 
-The state is a model with AdamW: weights and two moments. Each way is timed from its call to the moment at which a next
-step could begin on the device; what goes on beside training is waited for in between and timed apart.
+The state is a model with AdamW: weights and two moments. Each method is timed from its call until the next
+step can begin on the device; the rest of the save, which runs during training, is awaited and timed separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDTH = 1024
 
 
 class Ways:
-    """Each method begins a save and returns what waits for its end."""
+    """Each method starts a save and returns a function that waits for its end."""
 
     def __init__(self, megabytes: int, device: torch.device, folder: Path) -> None:
         layers = max(1, round(megabytes * 2**20 / (3 * 4 * WIDTH * (WIDTH + 1))))
@@ -114,7 +114,7 @@ def measure(ways: Ways, device: torch.device, turns: int) -> None:
             settle(device)
             stood = time.perf_counter() - began
             wait()
-            if turn:  # the first is a warm-up
+            if turn:  # the first round is warm-up
                 held[name].append(stood)
                 whole[name].append(time.perf_counter() - began)
     blocking = statistics.median(held["torch.save"])

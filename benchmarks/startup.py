@@ -1,4 +1,4 @@
-"""From the command to the first step: `paceline train` against a bare DDP script under torchrun, in turns."""
+"""From the command to the first step: `paceline train` and a minimal DDP script under torchrun, measured in turn."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ val_fraction: 0
 
 
 def bare(folder: Path, procs: int, turn: int) -> float:
-    """Seconds until the first step of the bare script."""
+    """The seconds until the first step of the minimal script."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}", "bare.py"]
     began = time.time()
     ended = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -66,7 +66,7 @@ def bare(folder: Path, procs: int, turn: int) -> float:
 
 
 def paceline(folder: Path, procs: int, turn: int) -> float:
-    """Seconds until the first step of the same run by Paceline."""
+    """The seconds until the first step of the same run with Paceline."""
     command = [sys.executable, "-m", "paceline", "train", "config.yaml", "--procs", str(procs), "--run-dir", str(turn)]
     began = time.time()
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

@@ -1,12 +1,12 @@
-"""What it costs to tell how a run is doing: one training that tells and is silent in turns.
+"""What logging costs: one training that alternates between logging and no logging.
 
     python benchmarks/telemetry.py [--turns 30] [--procs 1 2] [--layers 64-32-10 784-256-10]
 
-Telling is what a user has by default: phases of every step, log points with memory and stragglers, events, TensorBoard
-and the screen. Silence is none of it. A run changes between them about every second, on all ranks at the same step, so
-that both see the same machine; each turn that tells is compared with the silent ones before and after it. The losses of
-steps are added up in both. The second ratio is that of the processor time that rank 0 uses; it does not know of the
-launcher, which reads the events.
+Logging is what a run does by default: phases of every step, log points with memory and stragglers, events, TensorBoard
+and the screen. A run switches it on and off about every second, on all ranks at the same step, so that both have
+the same conditions; each round with logging is compared with the rounds without before and after it. The losses
+of steps are summed in both. The second ratio is that of the CPU time of rank 0, without the launcher, which reads the
+events.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from paceline.observe.events import Events
 from paceline.worker.step_log import StepLog
 
 NEVER = 10**9
-TRIAL = 2_000  # steps, to see how many make a second
+TRIAL = 2_000  # steps, to find how many take a second
 
 
 class Switch:
-    """Turns telling off and on again in this rank, and takes the time of each turn."""
+    """Switches logging off and on in this rank, and measures the time of each round."""
 
     def __init__(self, steps: int, note: Path) -> None:
-        self.steps, self.note, self.done, self.is_telling = steps, note, 0, True
-        self.us: list[tuple[float, float]] = []  # of a step, and of the processor in it; silent, telling, silent …
+        self.steps, self.note, self.done, self.is_logging = steps, note, 0, True
+        self.us: list[tuple[float, float]] = []  # of a step, and its CPU time; without logging, with, without …
         self.kept = PhaseClock.enter, DeviceClock.enter, StepLog.is_due, Events.write
         add = StepLog.add
 
@@ -55,25 +55,25 @@ class Switch:
         StepLog.add = counted  # type: ignore[method-assign]
 
     def change(self) -> None:
-        """Note the time of this turn, and go to the other one."""
+        """Record the time of this round, and start the other kind."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if self.done > self.steps:  # the first turn begins in the middle of nowhere
+        if self.done > self.steps:  # the first round is incomplete
             began, used = self.began
             took = time.perf_counter() - began, time.process_time() - used
             self.us.append((1e6 * took[0] / self.steps, 1e6 * took[1] / self.steps))
         if os.environ["RANK"] == "0":
             self.note.write_text(json.dumps(self.us))
-        self.is_telling = not self.is_telling
+        self.is_logging = not self.is_logging
         enter, is_due, write = (lambda *_: None), (lambda *_: False), (lambda *_, **fields: None)
         PhaseClock.enter, DeviceClock.enter, StepLog.is_due, Events.write = (  # type: ignore[method-assign]
-            self.kept if self.is_telling else (enter, enter, is_due, write)  # type: ignore[assignment]
+            self.kept if self.is_logging else (enter, enter, is_due, write)  # type: ignore[assignment]
         )
         self.began = time.perf_counter(), time.process_time()
 
 
 def train(layers: str, procs: int, steps: int, folder: Path, turn: int | None = None) -> float:
-    """Seconds of training; with `turn`, telling and silence change after so many steps."""
+    """The seconds of training; with `turn`, logging is switched after this number of steps."""
     widths = [int(width) for width in layers.split("-")]
 
     def model() -> nn.Module:
@@ -100,17 +100,17 @@ def measure(layers: str, procs: int, turns: int) -> None:
         turn = max(1, round(TRIAL / train(layers, procs, TRIAL, folder)))
         train(layers, procs, turn * (2 * turns + 2), folder, turn)
         wall, used = zip(*json.loads((folder / "note").read_text()), strict=True)
-    telling, silent = wall[1::2], wall[::2]
+    logging, without = wall[1::2], wall[::2]
     print(
-        f"| {layers} | {procs} | {statistics.median(telling):,.0f} | {statistics.median(silent):,.0f} "
+        f"| {layers} | {procs} | {statistics.median(logging):,.0f} | {statistics.median(without):,.0f} "
         f"| {compared(wall)} | {compared(used)} |", flush=True,
     )  # fmt: skip
 
 
 def compared(us: Sequence[float]) -> str:
-    """Each turn that tells against the silent ones before and after it."""
-    silent, telling = us[::2], us[1::2]
-    ratios = [tells / ((before + after) / 2) for (before, after), tells in zip(pairwise(silent), telling, strict=False)]
+    """The ratio of each round with logging to the rounds without before and after it."""
+    without, logging = us[::2], us[1::2]
+    ratios = [each / ((before + after) / 2) for (before, after), each in zip(pairwise(without), logging, strict=False)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
@@ -123,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     print(f"{device}, torch {torch.__version__}: {arguments.turns} turns of about a second each\n")
-    print("| layers | processes | telling, µs a step | silent | ratio (middle half) | of the processor time |")
+    print("| layers | processes | logging, µs per step | no logging | ratio (quartiles) | ratio of CPU time |")
     print("|---|---|---|---|---|---|")
     for layers in arguments.layers:
         for procs in arguments.procs:

@@ -295,7 +295,10 @@ def test_threads_are_cores_divided_by_ranks(script) -> None:
     assert ended.stdout.split("\n")[:3] == [f"{n} {max(1, cores // n)}" for n in (1, 2, 4)], ended.stderr
 
 
-def test_idle_threads_of_several_ranks_do_not_spin_unless_the_user_says_so(script) -> None:
+def test_idle_threads_of_several_ranks_do_not_spin_unless_the_user_says_so(
+    script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     path = script("""
         print(start(lambda *arguments: os.environ.get("OMP_WAIT_POLICY"), procs=int(sys.argv[1])).value)
     """)

@@ -80,10 +80,17 @@ def test_files_of_the_working_folder_are_not_taken_for_modules_of_python(
     assert tell()["folder"] == str(tmp_path)
 
 
-def test_several_ranks_have_a_nursery_of_their_own_kind() -> None:
+def test_several_ranks_have_a_nursery_of_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     alone, several = tell(), tell(procs=2)
     assert (alone["policy"], several["policy"]) == (None, "passive")
     assert alone["nursery"] != several["nursery"]
+
+
+def test_one_rank_and_several_share_a_nursery_where_the_user_has_set_how_threads_wait() -> None:
+    alone, several = tell(), tell(procs=2)  # tests set OMP_WAIT_POLICY
+    assert (alone["policy"], several["policy"]) == ("passive", "passive")
+    assert alone["nursery"] == several["nursery"]
 
 
 def test_a_nursery_that_was_killed_between_runs_is_replaced() -> None:
@@ -108,7 +115,7 @@ def test_a_nursery_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_pa
     (tmp_path / "torch.py").write_text(
         f"import threading; open({str(tmp_path / 'importing')!r}, 'w').close(); threading.Event().wait()"
     )
-    code = "from paceline.launch import ranks; ranks.prepare(is_passive=False); print(flush=True); input()"
+    code = "from paceline.launch import processes; processes.prepare(is_passive=False); print(flush=True); input()"
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(

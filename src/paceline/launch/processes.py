@@ -150,7 +150,7 @@ def _setting(is_passive: bool) -> tuple[object, ...]:
     """All that a rank has from its nursery and cannot be told later."""
     read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    return is_passive, which_cores(), os.getpriority(os.PRIO_PROCESS, 0), limits, read
+    return is_passive and WAIT_POLICY not in os.environ, which_cores(), os.getpriority(os.PRIO_PROCESS, 0), limits, read
 
 
 def _open_standard_files() -> None:
