@@ -176,7 +176,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 3
     assert "SIGINT: saving and stopping; Ctrl-C again ends at once" in errors
-    assert f"everything is saved, go on with --resume {tmp_path / 'here'}" in errors
+    assert f"checkpoint saved; resume with --resume {tmp_path / 'here'}" in errors
     assert "Traceback" not in errors
 
 

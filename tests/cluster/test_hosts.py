@@ -111,7 +111,7 @@ def test_a_signal_to_any_host_saves_and_stops_the_run(lab: Lab, expected: dict[s
     guest.send_signal(signal.SIGTERM)
     go_on()
     assert (head.wait(60), guest.wait(30)) == (3, 3)
-    assert "everything is saved" in said("n2")
+    assert "checkpoint saved" in said("n2")
     again = [train(lab, host, "--resume", "auto") for host in ("n2", "n1")]
     assert [process.wait(90) for process in again] == [0, 0]
     assert outcome(Path()) == expected

@@ -134,7 +134,7 @@ def test_a_signal_to_the_launcher_saves_and_stops_the_run(lab: Lab, nodes: Nodes
     until(lambda: "saving and stopping" in said())
     go_on()
     assert run.wait(END_S) == 3, said()
-    assert "everything is saved" in said()
+    assert "checkpoint saved" in said()
     subprocess.run([PACELINE, "train", "config.yaml", "--resume", "auto"], check=True, capture_output=True)
     assert outcome(Path()) == expected
 

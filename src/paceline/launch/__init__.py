@@ -70,5 +70,5 @@ def stopped_error(outcome: Outcome) -> PacelineError:
     facts = json.loads(outcome.stopped or "{}")
     text = f"stopped by {facts['reason']} at step {facts['step']}"
     if facts["is_saved"]:
-        return Stopped(f"{text}; everything is saved, go on with --resume {quote(str(outcome.run_dir))}")
+        return Stopped(f"{text}; checkpoint saved; resume with --resume {quote(str(outcome.run_dir))}")
     return Interrupted(f"{text}, but its state could not be saved; an earlier checkpoint may be in {outcome.run_dir}")

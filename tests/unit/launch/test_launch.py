@@ -37,7 +37,7 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell() -> None:
     stopped = '{"reason": "SIGTERM", "step": 7, "is_saved": true}'
     error = stopped_error(Outcome(Path("/my runs/a"), "", None, stopped))
     assert isinstance(error, Stopped)
-    assert str(error).endswith("go on with --resume '/my runs/a'")
+    assert str(error).endswith("resume with --resume '/my runs/a'")
 
 
 @pytest.mark.parametrize("kind", [RankFailed, ConfigError])

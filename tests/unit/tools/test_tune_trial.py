@@ -157,7 +157,7 @@ def test_the_history_is_that_of_the_epochs_or_the_returned_numbers(
 
 
 def test_a_run_at_its_time_limit_counts_with_what_it_has_measured(folder, monkeypatch) -> None:
-    outcome = train(folder, monkeypatch, Stopped("stopped by the time limit at step 7; everything is saved"))
+    outcome = train(folder, monkeypatch, Stopped("stopped by the time limit at step 7; checkpoint saved"))
     assert outcome.state == "done"
     assert Goal("val_loss", "min").value_of(outcome.history) == 2.0
 
