@@ -2,13 +2,13 @@
 
 import sys
 
-from paceline.system.startup import note_requests
+from paceline.system.signals import defer_requests
 
 
 def main() -> None:
     """Import the command line and run it; a request to stop `train` counts from the first moment."""
     if sys.argv[1:2] == ["train"]:
-        note_requests()
+        defer_requests()
     from paceline.cli import main as run
 
     run()

@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config, build
-from paceline.system.startup import requests_noted
+from paceline.system.signals import requests_deferred
 
 if TYPE_CHECKING:
     from paceline.results.result import Result
 
 
 def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
-    """A valid config whose trackers, optimizer, metrics and loss exist, or one ConfigError that lists every mistake."""
-    return build(raw, folder=folder, checks=[_unknown_trackers, _engine_problems])
+    """A valid config whose launcher, trackers, optimizer, metrics and loss exist, or a ConfigError with all mistakes."""
+    return build(raw, folder=folder, checks=[_unknown_launcher, _unknown_trackers, _engine_problems])
+
+
+def _unknown_launcher(config: Config) -> Iterator[str]:
+    from paceline.launch import unknown_launcher
+
+    yield from unknown_launcher(config)
 
 
 def _unknown_trackers(config: Config) -> list[str]:
@@ -60,7 +66,7 @@ class Trainer:
 
     def start(self) -> Result:
         """Train on the ranks that the config asks for, and return the result; may be called again."""
-        with requests_noted():
+        with requests_deferred():
             from paceline import launch
             from paceline.observe.sinks import registry
 

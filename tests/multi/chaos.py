@@ -115,8 +115,8 @@ class Chaos:
         self.disk = Disk(folder / "disk")
         self.run_dir = self.disk.path / "run"
         self.deeds = [
-            self.kill_rank, self.kill_nursery, self.kill_launcher, self.terminate, self.cut_checkpoint, self.fill_disk,
-            self.pause_rank, self.hang_rank, self.delete_folder,
+            self.kill_rank, self.kill_fork_server, self.kill_launcher, self.terminate, self.cut_checkpoint,
+            self.fill_disk, self.pause_rank, self.hang_rank, self.delete_folder,
         ]  # fmt: skip
         self.breaks = [self.damage_file, self.rename_folder]  # between two attempts
         self.has_all_events = True
@@ -162,21 +162,21 @@ class Chaos:
         return max((int(path.name[5:]) for path in self.run_dir.glob("checkpoints/step-*")), default=-1)
 
     def family(self, launcher: subprocess.Popen[str]) -> tuple[list[psutil.Process], list[psutil.Process]]:
-        """The nursery, and the ranks that come from it."""
+        """The fork server, and the ranks that come from it."""
         try:
-            nursery = psutil.Process(launcher.pid).children()
-            ranks = [child for one in nursery for child in one.children()]
+            fork_server = psutil.Process(launcher.pid).children()
+            ranks = [child for one in fork_server for child in one.children()]
         except psutil.NoSuchProcess:
             return [], []
-        return nursery, [rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE]
+        return fork_server, [rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE]
 
     # --- deeds: each ends with a launcher that ends by itself -------------------------------------------------
 
     def kill_rank(self, launcher: subprocess.Popen[str]) -> str:
         return self.kill_one(launcher, self.family(launcher)[1], "ranks")
 
-    def kill_nursery(self, launcher: subprocess.Popen[str]) -> str:
-        return self.kill_one(launcher, self.family(launcher)[0], "nurseries")
+    def kill_fork_server(self, launcher: subprocess.Popen[str]) -> str:
+        return self.kill_one(launcher, self.family(launcher)[0], "fork servers")
 
     def kill_one(self, launcher: subprocess.Popen[str], processes: list[psutil.Process], what: str) -> str:
         if processes:

@@ -240,7 +240,7 @@ def test_a_local_run_listens_on_loopback_only(script, background) -> None:
     launcher = background(path)
     wait_until(lambda: len(list(path.parent.glob("ready-*"))) == 2, within_s=60, what="both ranks")
     family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-    assert len(family) == 4  # the launcher, the nursery, two ranks
+    assert len(family) == 4  # the launcher, the fork server, two ranks
     listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening  # the ranks do talk to each other
     assert set(listening) <= {"127.0.0.1", "::1"}

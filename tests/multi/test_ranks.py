@@ -1,4 +1,4 @@
-"""The nursery: what ranks have from it, when it is used again, and that it ends with its launcher."""
+"""The fork server: what ranks inherit from it, when it is used again, and that it ends with its launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline import Trainer
 
 def about_this_rank(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> dict[str, Any]:
     return {
-        "nursery": os.getppid(), "name": psutil.Process().name(),
+        "fork_server": os.getppid(), "name": psutil.Process().name(),
         "folder": str(Path.cwd()), "note": os.environ.get("NOTE"),
         "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)],
         "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
@@ -38,7 +38,7 @@ def in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_next_run_comes_from_the_same_nursery_and_knows_the_launcher_of_its_own_time(
+def test_the_next_run_comes_from_the_same_fork_server_and_knows_the_launcher_of_its_own_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = tell()
@@ -46,13 +46,13 @@ def test_the_next_run_comes_from_the_same_nursery_and_knows_the_launcher_of_its_
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("NOTE", "new")
     second = tell()
-    assert first["nursery"] == second["nursery"]
+    assert first["fork_server"] == second["fork_server"]
     assert (first["note"], second["note"]) == (None, "new")
     assert (first["folder"], second["folder"]) == (str(tmp_path), str(tmp_path / "elsewhere"))
 
 
 def test_signals_reach_the_ranks_of_a_launcher_that_blocks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPY_NOTE", "blocked")  # a nursery of its own
+    monkeypatch.setenv("NPY_NOTE", "blocked")  # needs a new fork server
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         assert tell()["blocked"] == set()
@@ -61,14 +61,14 @@ def test_signals_reach_the_ranks_of_a_launcher_that_blocks_them(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "value"), [("MKL_CBWR", "COMPATIBLE"), ("TORCHINDUCTOR_MAX_AUTOTUNE", "1")])
-def test_what_libraries_read_while_they_are_loaded_needs_a_new_nursery(
+def test_what_libraries_read_while_they_are_loaded_needs_a_new_fork_server(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tell()
     monkeypatch.setenv(name, value)
     second = tell()
-    assert first["nursery"] != second["nursery"]
-    assert not psutil.pid_exists(first["nursery"])
+    assert first["fork_server"] != second["fork_server"]
+    assert not psutil.pid_exists(first["fork_server"])
 
 
 def test_files_of_the_working_folder_are_not_taken_for_modules_of_python(
@@ -76,31 +76,31 @@ def test_files_of_the_working_folder_are_not_taken_for_modules_of_python(
 ) -> None:
     for name in ("profile", "statistics", "paceline"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is not the module that was meant')")
-    monkeypatch.setenv("MKL_CBWR", "AUTO")  # so that there is a nursery that begins here
+    monkeypatch.setenv("MKL_CBWR", "AUTO")  # so that a new fork server starts here
     assert tell()["folder"] == str(tmp_path)
 
 
-def test_several_ranks_have_a_nursery_of_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_have_a_fork_server_of_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     alone, several = tell(), tell(procs=2)
     assert (alone["policy"], several["policy"]) == (None, "passive")
-    assert alone["nursery"] != several["nursery"]
+    assert alone["fork_server"] != several["fork_server"]
 
 
-def test_one_rank_and_several_share_a_nursery_where_the_user_has_set_how_threads_wait() -> None:
+def test_one_rank_and_several_share_a_fork_server_where_the_user_has_set_how_threads_wait() -> None:
     alone, several = tell(), tell(procs=2)  # tests set OMP_WAIT_POLICY
     assert (alone["policy"], several["policy"]) == ("passive", "passive")
-    assert alone["nursery"] == several["nursery"]
+    assert alone["fork_server"] == several["fork_server"]
 
 
-def test_a_nursery_that_was_killed_between_runs_is_replaced() -> None:
+def test_a_fork_server_that_was_killed_between_runs_is_replaced() -> None:
     first = tell()
-    nursery = psutil.Process(first["nursery"])
-    nursery.kill()
-    while nursery.status() != psutil.STATUS_ZOMBIE:
+    fork_server = psutil.Process(first["fork_server"])
+    fork_server.kill()
+    while fork_server.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     second = tell()
-    assert first["nursery"] != second["nursery"]
+    assert first["fork_server"] != second["fork_server"]
 
 
 def test_a_rank_begins_as_a_process_of_its_own() -> None:
@@ -108,10 +108,10 @@ def test_a_rank_begins_as_a_process_of_its_own() -> None:
     assert told["signals"] == [str(signal.SIG_DFL), str(signal.SIG_DFL)]
     assert told["group"]
     assert told["name"] == "paceline-rank-0"
-    assert psutil.Process(told["nursery"]).name() == "paceline-nursery"[:15]
+    assert psutil.Process(told["fork_server"]).name() == "paceline-forker"
 
 
-def test_a_nursery_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_a_fork_server_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         f"import threading; open({str(tmp_path / 'importing')!r}, 'w').close(); threading.Event().wait()"
     )
@@ -123,14 +123,14 @@ def test_a_nursery_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_pa
     ) as launcher:
         assert launcher.stdout is not None
         launcher.stdout.readline()
-        [nursery] = psutil.Process(launcher.pid).children()
+        [fork_server] = psutil.Process(launcher.pid).children()
         while not (tmp_path / "importing").exists():
             time.sleep(0.01)
         launcher.kill()
-    psutil.wait_procs([nursery], timeout=30)
-    is_left = nursery.is_running() and nursery.status() != psutil.STATUS_ZOMBIE
+    psutil.wait_procs([fork_server], timeout=30)
+    is_left = fork_server.is_running() and fork_server.status() != psutil.STATUS_ZOMBIE
     if is_left:
-        nursery.kill()
+        fork_server.kill()
     assert not is_left
 
 

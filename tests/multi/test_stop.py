@@ -132,8 +132,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_the_checkpoints_whole(undisturb
 
     with pytest.raises(KeyboardInterrupt):
         start(dataset_fn=lambda: Stuck(ODD, augment=True), procs=2, checkpoint={"every_steps": 1})
-    nursery = psutil.Process().children()  # which stays for the next run
-    assert not [rank for one in nursery for rank in one.children(recursive=True) if rank.status() != "zombie"]
+    fork_server = psutil.Process().children()  # which stays for the next run
+    assert not [rank for one in fork_server for rank in one.children(recursive=True) if rank.status() != "zombie"]
     assert saved_steps()
     for path in Store(Path("run/checkpoints")).paths():
         verify(path)

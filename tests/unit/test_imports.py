@@ -189,8 +189,8 @@ def test_no_exception_of_a_tool_is_left_over() -> None:
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
-    "launch", "launch.environment", "launch.fork_server", "launch.local", "launch.network", "launch.processes",
-    "launch.ray", "launch.torchrun", "system.cores", "system.home", "tools.tune.shares", "world",
+    "launch", "launch.environment", "launch.fork_server", "launch.network", "launch.processes", "launch.ray",
+    "launch.ray_cluster", "system.cores", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

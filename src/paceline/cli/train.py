@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.arguments import RECIPE_CONFIGS, Target, build_config, find_config
 from paceline.cli.output import is_main
-from paceline.system.startup import requests_noted
+from paceline.system.signals import requests_deferred
 
 if TYPE_CHECKING:
     from paceline.results.result import Result
@@ -47,7 +47,7 @@ def train(
 
     Example: paceline train config.yaml batch_size=128 optimizer.lr=3e-4 --procs 4
     """
-    with requests_noted():
+    with requests_deferred():
         from paceline.trainer import Trainer
 
         built, folder = build_config(

@@ -252,7 +252,7 @@ class Config(_Section):
     nan: Annotated[Literal["skip", "stop", "off"], _false_as("off")] = "skip"
     nan_limit: int = Field(20, ge=1)
 
-    launcher: Literal["auto", "local", "torchrun", "slurm", "ray"] = "auto"
+    launcher: str = "auto"
     procs: Annotated[int | str | None, BeforeValidator(_range("processes"))] = None
     nodes: Annotated[int | str | None, BeforeValidator(_range("hosts"))] = None
     rendezvous: Annotated[str | None, BeforeValidator(_rendezvous)] = None

@@ -1,36 +1,64 @@
 """Starts the ranks of a run and watches them: local processes, torchrun, Slurm, Ray, several hosts.
 
-Owns processes, signals, restarts and what the environment says about them. Promises that no process outlives its run,
-and that the first failure is the one that is reported. Must not know models or data.
+Owns processes, restarts and what the environment says about them. Promises that no process outlives its run, and that
+the first failure is the one that is reported. Must not know models or data.
+
+A launcher is a function `start(config, task) -> Outcome`. Other packages add launchers by entry points of the group
+`paceline.launchers`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config
-from paceline.errors import Interrupted, MissingExtra, PacelineError, Stopped
+from paceline.errors import ConfigError, Interrupted, MissingExtra, PacelineError, Stopped
 from paceline.launch import processes
-from paceline.launch.environment import join_step, load_dotenv, pick_launcher, shares_cores
-from paceline.system.startup import requests_noted
+from paceline.launch.environment import load_dotenv, pick_launcher, shares_cores
+from paceline.system.signals import requests_deferred
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.run.job import Task
     from paceline.run.outcome import Outcome
 
+GROUP = "paceline.launchers"
+LAUNCHERS = {
+    "local": "paceline.launch.local:start",
+    "torchrun": "paceline.launch.torchrun:start",
+    "slurm": "paceline.launch.torchrun:start_in_step",
+    "ray": "paceline.launch.ray:start",
+}
+
+
+def launchers() -> dict[str, EntryPoint]:
+    """All launchers by name, not loaded: Paceline's own, then those of other packages under other names."""
+    built_in = [EntryPoint(name, value, GROUP) for name, value in LAUNCHERS.items()]
+    others = [entry for entry in metadata.entry_points(group=GROUP) if entry.name not in LAUNCHERS]
+    return {entry.name: entry for entry in built_in + others}
+
+
+def unknown_launcher(config: Config) -> Iterator[str]:
+    """One sentence with the known names, if the config names no launcher that exists."""
+    if config.launcher not in ("auto", *LAUNCHERS) and config.launcher not in (known := launchers()):
+        *names, last = map(repr, ("auto", *known))
+        yield f"launcher={config.launcher!r} input should be {', '.join(names)} or {last}"
+
 
 def prepare(raw: Mapping[str, Any], folder: Path) -> None:
-    """Begin what takes time: a process that imports torch for local ranks, while this one still does so for itself.
+    """Start early what takes time: a process that imports torch for local ranks, while this one imports it too.
 
     `raw` holds the keys of a config that may not have been checked yet.
     """
-    if raw.get("nodes") is not None:  # the head serves a store, which complains of clients without a name
+    if raw.get("nodes") is not None:  # the coordinator serves a store, which logs errors for clients without a name
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if pick_launcher(raw.get("launcher", "auto"), has_rendezvous=raw.get("rendezvous") is not None) == "local":
         load_dotenv(folder)
@@ -39,30 +67,33 @@ def prepare(raw: Mapping[str, Any], folder: Path) -> None:
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:
-    """Do a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
+    """Run a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
     from paceline.world import is_joined
 
     if is_joined():
         raise PacelineError("start() was called inside a rank; call it in the script that starts the run")
-    launcher = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
+    name = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
     load_dotenv(folder)
-    if launcher == "slurm":
-        join_step()
-    with requests_noted():
-        if launcher in ("torchrun", "slurm"):
-            from paceline.launch import torchrun as chosen
-        elif launcher == "ray":
-            if find_spec("ray") is None:
-                raise MissingExtra("ray", "ray", "launcher=ray")
-            from paceline.launch import ray as chosen  # type: ignore[no-redef]
-        elif config.rendezvous is not None:
-            from paceline.launch.cluster import roles as chosen  # type: ignore[no-redef]
-        else:
-            from paceline.launch import local as chosen  # type: ignore[no-redef]
-    outcome: Outcome = chosen.start(config, task)
+    if problems := list(unknown_launcher(config)):
+        raise ConfigError(problems)
+    with requests_deferred():
+        start_ranks = _load(name)
+    outcome = start_ranks(config, task)
     if outcome.stopped is not None:
         raise stopped_error(outcome)
     return outcome
+
+
+def _load(name: str) -> Callable[[Config, Task], Outcome]:
+    """Import a launcher."""
+    try:
+        return launchers()[name].load()  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if name in LAUNCHERS and error.name == name:  # the extra is named after the launcher
+            raise MissingExtra(name, name, f"launcher={name}") from None
+        raise
+    except AttributeError as error:
+        raise ConfigError(f"launcher={name} cannot be loaded: {error}; correct its entry point in {GROUP}") from None
 
 
 def stopped_error(outcome: Outcome) -> PacelineError:

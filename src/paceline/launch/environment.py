@@ -1,4 +1,4 @@
-"""What the environment says about how this process was started."""
+"""The environment: how this process was started, its cores, and a `.env` file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.launch.slurm import is_step, world_of
 
 
 def load_dotenv(folder: Path) -> None:
-    """Take variables from a `.env` file beside the config, such as MASTER_ADDR; what is set already stays."""
+    """Set variables from a `.env` file beside the config, such as MASTER_ADDR; those that are set already stay."""
     path = folder / ".env"
     try:
         values = dotenv_values(path)
@@ -25,15 +25,15 @@ def load_dotenv(folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
-def pick_launcher(wanted: str, *, has_rendezvous: bool = False) -> str:
-    """What is wanted; else `torchrun` or `slurm` inside a world that they have started, or `local`."""
+def pick_launcher(name: str, *, has_rendezvous: bool = False) -> str:
+    """The launcher that the config names; for `auto`, `torchrun` or `slurm` in a world of theirs, or `local`."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if wanted == "torchrun" and not is_rank:
+    if name == "torchrun" and not is_rank:
         raise ConfigError("launcher=torchrun but RANK and WORLD_SIZE are not set; start it with torchrun …")
-    if wanted == "slurm" and not is_step(os.environ):
+    if name == "slurm" and not is_step(os.environ):
         raise ConfigError("launcher=slurm but this is not one of several tasks of srun; start it with srun …")
-    if wanted != "auto":
-        return wanted
+    if name != "auto":
+        return name
     if is_rank:
         return "torchrun"
     # With a rendezvous, a task is a host that starts its ranks itself.
@@ -41,18 +41,18 @@ def pick_launcher(wanted: str, *, has_rendezvous: bool = False) -> str:
 
 
 def join_step() -> None:
-    """Take this process's place in the world of `srun` from its variables."""
+    """Set the variables of a world for this task of `srun`."""
     world = world_of(os.environ)
     os.environ.update(world | variables_towards(world["MASTER_ADDR"]))
 
 
 def shares_cores(ddp: Any, procs: Any) -> bool:
-    """Whether these keys of a config ask for several local ranks, which share the cores of this machine."""
+    """Whether these config keys ask for several local ranks, which share the cores of this machine."""
     return bool(ddp) and str(procs) not in ("None", "1")
 
 
 def ranks_here() -> int:
-    """How many ranks of a world that others have started run on this machine."""
+    """The number of ranks on this machine, in a world of torchrun or Slurm."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -62,5 +62,5 @@ def is_restarted() -> bool:
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks for the run: the launcher, or rank 0 of a world started by others."""
+    """Whether this process prints for the run: the launcher, or rank 0 in a world of torchrun or Slurm."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,7 +1,7 @@
-"""The process that ranks are forked from: it has imported torch already, so they begin at once and share its memory.
+"""The process that ranks are forked from: it has imported torch already, so they start at once and share its memory.
 
-It has no thread, no GPU and no code of the user's, so forking it is safe. It ends with its launcher, as its ranks do
-with it. The launcher's end is `launch/ranks.py`.
+It has no thread, no GPU and none of the user's code, so forking it is safe. It ends with its launcher, and its ranks
+end with it. The launcher talks to it through `launch/processes.py`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from paceline.system.exit_codes import DONE, ENDED_EARLY
 from paceline.system.parent import dying_with
 from paceline.system.signals import SIGNALS, ignore_signals
 
-LOOK_S = 0.05  # between looks at the ranks
-IDLE_S = 1.0  # between looks at the launcher while there are none
-MUST_LOAD_ANEW = sys.platform == "darwin"  # where system libraries do not survive a fork
+LOOK_S = 0.05  # between checks of the ranks
+IDLE_S = 1.0  # between checks of the launcher while no rank runs
+MUST_EXEC = sys.platform == "darwin"  # where system libraries do not survive a fork
 
 
 class RankSpec(NamedTuple):
-    """What a process must know to become a rank."""
+    """What a rank is started with."""
 
     variables: dict[str, str]
     folder: str
     log: str
     arguments: tuple[str, ...]
-    is_deaf: bool  # it will save before it stops, so it must not die of the request while it begins
+    has_signals_ignored: bool  # until its loop takes them as requests, so that none ends it while it starts
 
 
 def main() -> None:
-    """Fork ranks as they are asked for, and tell how they end, until the launcher is gone."""
+    """Fork ranks on request and report their exit codes, until the launcher ends."""
     channel, launcher = Connection(int(sys.argv[1])), int(sys.argv[2])
-    # Whoever signals all processes of a run means the ranks. What is ignored from outside stays so in them.
+    # A signal to all processes of a run is meant for the ranks. Those that were ignored before stay ignored in them.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # some who start processes have them blocked, as Ray has
-    _call("nursery")
-    if not MUST_LOAD_ANEW:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # Ray, for one, starts processes with them blocked
+    _set_name("forker")
+    if not MUST_EXEC:
         with dying_with(launcher):
             importlib.import_module("paceline.worker.main")
             importlib.import_module("torch._dynamo")  # every optimizer loads it
@@ -59,8 +59,8 @@ def main() -> None:
     try:
         while os.getppid() == launcher:
             if channel.poll(LOOK_S if ranks else IDLE_S):
-                rank, birth = channel.recv()
-                pid = _fork(birth, channel, before)
+                rank, spec = channel.recv()
+                pid = _fork(spec, channel, before)
                 ranks[pid] = rank
                 channel.send((rank, pid, None))
             for pid, rank in list(ranks.items()):
@@ -69,7 +69,7 @@ def main() -> None:
                     del ranks[pid]
                     code = os.waitstatus_to_exitcode(status)
                     code = {DONE: 0, 0: ENDED_EARLY}.get(code, code)
-                    if code:  # what it has started does not outlive it
+                    if code:  # processes that it has started must not outlive it
                         with suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
                     channel.send((rank, pid, code))
@@ -78,50 +78,50 @@ def main() -> None:
     os._exit(0)  # the kernel ends the ranks
 
 
-def _fork(birth: RankSpec, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
+def _fork(spec: RankSpec, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
     parent = os.getpid()
     with warnings.catch_warnings():  # numpy's threads do nothing yet, and its library knows about forks
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         channel.close()
-        _become(birth, parent, handlers)
+        _run_rank(spec, parent, handlers)
     return pid
 
 
-def _become(birth: RankSpec, parent: int, handlers: Mapping[signal.Signals, Any]) -> NoReturn:
-    """Be a rank from now on."""
+def _run_rank(spec: RankSpec, parent: int, handlers: Mapping[signal.Signals, Any]) -> NoReturn:
+    """Run a rank in this process, which was just forked."""
     try:
         os.setsid()
-        _redirect(birth.log)
+        _redirect(spec.log)
         os.environ.clear()
-        os.environ.update(birth.variables)
-        _call(f"rank-{birth.variables['RANK']}")
-        os.chdir(birth.folder)
+        os.environ.update(spec.variables)
+        _set_name(f"rank-{spec.variables['RANK']}")
+        os.chdir(spec.folder)
         time.tzset()
-        tempfile.tempdir = None  # it depends on the environment, too
-        if not birth.is_deaf:
+        tempfile.tempdir = None  # it depends on the environment as well
+        if not spec.has_signals_ignored:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if MUST_LOAD_ANEW:
-            command = [sys.executable, "-u", "-m", "paceline.worker.main", *birth.arguments, str(parent)]
+        if MUST_EXEC:
+            command = [sys.executable, "-u", "-m", "paceline.worker.main", *spec.arguments, str(parent)]
             os.execv(sys.executable, command)
         importlib.invalidate_caches()
-        sys.argv = ["paceline.worker.main", *birth.arguments, str(parent)]
+        sys.argv = ["paceline.worker.main", *spec.arguments, str(parent)]
         sys.modules["paceline.worker.main"].main()
-    except BaseException:  # noqa: BLE001 - whatever it is, this process must never go on as a nursery
+    except BaseException:  # noqa: BLE001 - after any error, this process must not continue as a fork server
         traceback.print_exc()
     os._exit(1)
 
 
-def _call(name: str) -> None:
-    """What `top` and `pkill` know this process by, where the system lets it choose: 15 letters."""
+def _set_name(name: str) -> None:
+    """Set the name that `top` and `pkill` use for this process: 15 characters, on Linux only."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(f"paceline-{name}"[:15])
 
 
 def _redirect(log: str) -> None:
-    """Output and errors go to one log, which is appended to; there is nothing to read."""
+    """Append stdout and stderr to one log; stdin is empty."""
     for target, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
         opened = os.open(file, flags, 0o644)
         os.dup2(opened, target)

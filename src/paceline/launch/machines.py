@@ -1,9 +1,10 @@
-"""Where ranks live: on this machine alone, or on several hosts of which it is the first (`launch/hosts.py`)."""
+"""Where ranks run: on this machine alone, or on several hosts (`launch/cluster/coordinator.py`)."""
 
 from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,64 +15,80 @@ import torch
 import torch.distributed as dist
 
 from paceline.config import Config
-from paceline.launch import network
-from paceline.launch import processes as processes
+from paceline.launch import network, processes
 from paceline.launch.environment import shares_cores
 from paceline.launch.fork_server import RankSpec
 from paceline.system.cores import usable_cores
 
+RESEND_S = 1.0
+
 
 class RankGroup(Protocol):
-    """The ranks of one life, wherever they are."""
+    """The ranks of one attempt, on one machine or several."""
 
-    pids: dict[int, int]  # of the living
-    codes: dict[int, int]  # of those that have ended: 0, an exit code, or minus the signal
+    pids: dict[int, int]  # of running ranks
+    codes: dict[int, int]  # of ranks that have ended: 0, an exit code, or minus the signal
 
-    def start(self, births: Sequence[RankSpec]) -> None:
+    def start(self, specs: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
 
-    def look(self, seconds: float) -> None:
-        """Take in what has happened to the ranks; wait for news for so long."""
+    def look(self, timeout_s: float) -> None:
+        """Update `pids` and `codes`; wait up to `timeout_s` for a change."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks."""
 
     def end(self, number: int, grace_s: float) -> None:
-        """End the ranks by a signal, and by SIGKILL those that do not follow in time."""
+        """End the ranks by a signal, and by SIGKILL those that still run after `grace_s`."""
+
+
+class StopSender:
+    """Sends a request to stop to ranks, again every second: a rank that is still starting ignores it."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group, self._sent_at = group, 0.0
+
+    def send(self, number: int) -> bool:
+        """Send a signal, unless it is 0 or was sent less than a second ago; whether this was the first time."""
+        if not number or time.monotonic() - self._sent_at <= RESEND_S:
+            return False
+        is_first, self._sent_at = not self._sent_at, time.monotonic()
+        self._group.signal(number)
+        return is_first
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one life find each other."""
+    """How the ranks of one attempt find each other."""
 
     variables: list[dict[str, str]]  # of each rank
-    store: str = ""  # a file that all of them see; without it, they meet at MASTER_ADDR
-    spare: Path | None = None  # a folder for their failures, should the run folder's disk be full
+    store: str = ""  # a file that all of them see; without it, they connect to MASTER_ADDR
+    spare: Path | None = None  # a folder for their failures, in case the run folder's disk is full
 
 
 class Machines(Protocol):
-    """A place for ranks."""
+    """The machines of a run: how many ranks fit, how they find each other, and what starts them."""
 
-    def gather(self, is_asked: Callable[[], bool] = bool) -> None:
-        """Wait until there is room enough for a life to begin, or somebody asks to stop."""
+    def gather(self, has_request: Callable[[], bool] = bool) -> None:
+        """Wait until there is capacity for an attempt, or there is a request to stop."""
 
     def ranks_for(self, lanes: int | None) -> int:
-        """As many ranks as the config allows and there is room for, and as the lanes can be shared among."""
+        """The most ranks that the config allows, that fit, and that divide the lanes."""
 
     def lanes_for(self, ranks: int) -> int:
-        """The lanes of a run that begins with so many ranks."""
+        """The lanes of a new run that starts with this number of ranks."""
 
-    def shares_of(self, ranks: int) -> int:
-        """How many of so many ranks share one machine."""
+    def ranks_per_machine(self, ranks: int) -> int:
+        """How many of this number of ranks share one machine."""
 
-    def meeting(self, ranks: int) -> AbstractContextManager[Rendezvous]:
-        """A place to meet for so many ranks."""
+    def rendezvous(self, ranks: int) -> AbstractContextManager[Rendezvous]:
+        """A rendezvous for this number of ranks, valid inside."""
 
-    def ranks(self) -> AbstractContextManager[RankGroup]:
-        """Those who will be born, and nobody else meanwhile."""
+    def rank_group(self) -> AbstractContextManager[RankGroup]:
+        """What starts the ranks of one attempt, for this run alone inside."""
 
-    def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
-        """Whether a life of so many ranks could have more by now."""
+    def has_capacity_beyond(self, ranks: int, lanes: int | None) -> bool:
+        """Whether an attempt could have more than this number of ranks by now."""
 
 
 class LocalMachine:
@@ -80,64 +97,64 @@ class LocalMachine:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def gather(self, is_asked: Callable[[], bool] = bool) -> None:
-        """Nobody else comes."""
+    def gather(self, has_request: Callable[[], bool] = bool) -> None:
+        """Return at once: no other host takes part."""
 
     def ranks_for(self, lanes: int | None) -> int:
-        """As many as the machine has room for."""
+        """The most ranks that fit on this machine."""
         least, most = capacity(self.config)
         return fitting(least, most, lanes)
 
     def lanes_for(self, ranks: int) -> int:
-        """One for each."""
+        """One lane for each rank."""
         return ranks
 
-    def shares_of(self, ranks: int) -> int:
-        """All of them."""
+    def ranks_per_machine(self, ranks: int) -> int:
+        """All ranks."""
         return ranks
 
     @contextmanager
-    def meeting(self, ranks: int) -> Iterator[Rendezvous]:
-        """In a file."""
+    def rendezvous(self, ranks: int) -> Iterator[Rendezvous]:
+        """A file in a private folder."""
         with tempfile.TemporaryDirectory(prefix="paceline-") as private:
             variables = [variables_of(rank, ranks, rank, ranks) for rank in range(ranks)]
             yield Rendezvous(variables, store=f"{private}/store", spare=Path(private))
 
-    def ranks(self) -> AbstractContextManager[RankGroup]:
-        """Children of this machine's nursery."""
+    def rank_group(self) -> AbstractContextManager[RankGroup]:
+        """Processes that are forked from this machine's fork server."""
         return processes.ranks(is_passive=shares_cores(self.config.ddp, self.config.procs))
 
-    def is_outgrown(self, ranks: int, lanes: int | None) -> bool:
-        """Never."""
+    def has_capacity_beyond(self, ranks: int, lanes: int | None) -> bool:
+        """False: the capacity of this machine does not change."""
         return False
 
 
 def variables_of(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """What a rank is told of its place in the world."""
+    """The environment variables that give a rank its place in the world."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def serve_store(host: str) -> tuple[dist.Store, dict[str, str]]:
-    """A store of this process at a port that the system chooses, and what ranks must be told to meet there."""
+    """A store in this process at a free port, and the environment variables by which ranks find it."""
     listening = socket.create_server((network.resolve(host), 0))
     port = listening.getsockname()[1]
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     return store, {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torch calls a store that no rank has to serve
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank has to serve
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def capacity(config: Config) -> tuple[int, int]:
-    """The least and the most ranks that this machine shall have."""
-    return room_among(config, torch.cuda.device_count() if config.device != "cpu" else 0, usable_cores())
+    """The least and the most ranks that this machine may have."""
+    return capacity_among(config, torch.cuda.device_count() if config.device != "cpu" else 0, usable_cores())
 
 
-def room_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
-    """The least and the most ranks where there are so many GPUs and cores for them (pure)."""
+def capacity_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
+    """The least and the most ranks for these numbers of GPUs and cores (pure)."""
     if not config.ddp:
         return 1, 1
     if config.procs_range is None:
@@ -147,5 +164,5 @@ def room_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
 
 
 def fitting(least: int, most: int, lanes: int | None) -> int:
-    """The largest of these numbers that the lanes can be shared among; the largest of all if none can (pure)."""
+    """The largest number in this range that divides the lanes; the largest of all if none does (pure)."""
     return max((number for number in range(least, most + 1) if (lanes or number) % number == 0), default=most)

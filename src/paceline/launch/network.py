@@ -1,4 +1,4 @@
-"""The way from one host to another: addresses and interfaces. Connections between hosts are in `transport.py`."""
+"""Addresses and network interfaces. Connections between hosts are in `cluster/transport.py`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ CONNECT_S = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at this address; None if it is another host's, or taken by a process that was earlier."""
+    """A socket that listens at this address; None if it belongs to another host, or another process listens there."""
     address = resolve(host)
     try:
-        door = socket.create_server((address, port))
+        listening = socket.create_server((address, port))
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise ConfigError(f"rendezvous={host}:{port} cannot be opened: {error.strerror}; use another port") from None
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        door.close()
+        listening.close()
         raise ConfigError(
             f"rendezvous={host}:{port} is {address} here, where no other host can reach it; give its address as numbers"
         )
-    return door
+    return listening
+
+
+def address_in(rendezvous: str) -> tuple[str, int]:
+    """The host and the port of `host:port`."""
+    host, _, port = rendezvous.rpartition(":")
+    return host, int(port)
 
 
 def resolve(host: str) -> str:
@@ -41,7 +47,7 @@ def resolve(host: str) -> str:
 
 
 def why_unreachable(address: str) -> str | None:
-    """Why nobody answers at HOST:PORT, in a few words; None if somebody does, or if it is another kind of address."""
+    """Why a connection to HOST:PORT fails, in a few words; None if it succeeds, or for another kind of address."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if not host or not port.isdecimal():
         return None
@@ -74,7 +80,7 @@ def address_of(interface: str, any_socket: socket.socket) -> str:
 
 
 def variables_towards(host: str) -> dict[str, str]:
-    """What Gloo and NCCL must be told to use the interface that leads to a host; what the user has set is left."""
+    """The variables that make Gloo and NCCL use the interface that leads to a host, unless the user has set them."""
     known = [name for _, name in socket.if_nameindex()]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     for name in (chosen or "").split(","):

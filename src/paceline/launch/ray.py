@@ -1,144 +1,91 @@
-"""A run through Ray Train: on the cluster that Ray knows of, or on one of its own.
+"""The launcher that has Ray Train start the ranks.
 
-Ray places the workers and starts all of them again after a failure. A worker carries one rank, an ordinary process of
-Paceline's (`launch/carrier.py`), which finds the last checkpoint by itself.
+Ray places the workers, and starts all of them again after a failure. Each worker starts one rank, an ordinary process
+of Paceline's (`launch/ray_worker.py`), which finds the last checkpoint itself.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import train
-from ray.exceptions import RayError
 from ray.train.backend import BackendConfig
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
 from paceline.checkpoint import resume
-from paceline.checkpoint.store import Store
 from paceline.config import Config
-from paceline.data import batches
-from paceline.errors import ConfigError, Interrupted, RankFailed
+from paceline.errors import Interrupted, RankFailed
 from paceline.launch import network, ray_worker
 from paceline.launch.fork_server import LOOK_S
-from paceline.launch.local import BEFORE, StopRequest, failure_told, hearing, laid_out, limit_of
-from paceline.launch.machines import fitting, room_among, serve_store, variables_of
-from paceline.launch.ray_worker import Orders
-from paceline.launch.relocation import FolderWatcher, loss_of
+from paceline.launch.machines import capacity_among, fitting, serve_store, variables_of
+from paceline.launch.ray_cluster import RayResources, connected, in_thread
+from paceline.launch.ray_worker import WorkerOptions
+from paceline.launch.relocation import FolderWatcher
+from paceline.launch.restarts import final_error, limit_of
+from paceline.launch.setup import is_managed, settled, staged
 from paceline.observe import hangs
 from paceline.observe.screen.follower import Follower
-from paceline.observe.sinks.supervisor import running_sinks
 from paceline.run import job
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
 from paceline.run.outcome import Outcome, collect
-from paceline.system.cores import chosen_threads
-from paceline.worker.main import train as training
+from paceline.system.signals import StopRequest, listening
 
 LOOPBACK = "127.0.0.1"
 
 
-class Cluster(NamedTuple):
-    """What Ray has for the ranks."""
-
-    gpus: int
-    cpus: int
-    nodes: int
-
-    def share(self, ranks: int, device: str) -> dict[str, float]:
-        """What one of so many ranks asks for: a GPU where there are any, and a CPU, or an equal part of all."""
-        share = {"CPU": min(1.0, self.cpus / ranks) or 1.0}
-        return {**share, "GPU": 1.0} if device == "cuda" or (device == "auto" and self.gpus) else share
-
-    def lacks(self, ranks: int, share: dict[str, float]) -> bool:
-        """Whether the ranks must wait until the cluster grows."""
-        return ranks * share.get("GPU", 0) > self.gpus or ranks * share["CPU"] > self.cpus
-
-
 class NoGroup(BackendConfig):  # type: ignore[misc]
-    """Ray Train makes no process group, for its workers only carry the ranks, who make their own."""
+    """Ray Train creates no process group: its workers only start the ranks, which create their own."""
 
     backend = "none"
 
 
+@dataclass(frozen=True)
+class RayRun:
+    """A run that Ray starts."""
+
+    config: Config
+    folder: RunFolder
+    watcher: FolderWatcher
+    ranks: int
+    resources: RayResources
+    request: StopRequest | None  # None for ranks that cannot save when they are asked to stop
+
+
 def start(config: Config, task: Task) -> Outcome:
-    """Have Ray start the ranks, show what they do, and return when all are done."""
+    """Have Ray start the ranks, show their progress, and return when all have ended."""
     request = StopRequest()
-    with hearing(request, "nothing was running"):
-        return _start(config, task, request)
-
-
-def _start(config: Config, task: Task, request: StopRequest) -> Outcome:
-    began = time.time()
-    past = resume.find_restore_point(config)
-    lanes = past.lanes(config)
-    with cluster(config.device) as there:
-        ranks = fitting(*room_among(config, there.gpus, there.cpus), lanes)
-        # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
-        threads = past.threads(config) or chosen_threads(-(-(lanes or ranks) // there.nodes))
-        config = config.model_copy(update={"threads": threads})
-        if config.train_fn is None:
-            config = config.model_copy(update={"lanes": lanes or ranks})
-        batches.lanes_of(0, ranks, config.lanes or ranks)
-        packed = job.pack(config, task)
-        with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as keeper:
-            is_managed = task is training and config.train_fn is None
-            orders = Orders(str(folder.path), str(Path.cwd()), began, is_managed, config.hang_timeout_s)
-            told = failure_told(folder)
-            with laid_out(packed, folder), running_sinks(config.log.trackers, folder), told, _fresh(folder):
-                if request.signal:
-                    raise request.stopped(BEFORE)
-                trainer = _trainer(config, folder, orders, ranks, there.share(ranks, config.device))
-                _run_to_end(config, folder, keeper, trainer, ranks, there, request if is_managed else None)
-            return collect(folder)
+    with listening(request, "nothing was running"):
+        began = time.time()
+        past = resume.find_restore_point(config)
+        with connected(config.device) as resources:
+            ranks = fitting(*capacity_among(config, resources.gpus, resources.cpus), past.lanes(config))
+            config = settled(config, past, ranks, ranks, resources.ranks_per_node)
+            packed = job.pack(config, task)
+            with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as watcher:
+                with staged(packed, folder, config), _temporary_files(folder):
+                    if request.signal:
+                        raise request.stopped("before it began")
+                    for_task = request if is_managed(config, task) else None
+                    _run(RayRun(config, folder, watcher, ranks, resources, for_task), began)
+                return collect(folder)
 
 
 @contextmanager
-def cluster(device: str) -> Iterator[Cluster]:
-    """The cluster of RAY_ADDRESS, or that of `ray start` here, or one that is started now and ends with the run."""
-    is_ours = not ray.is_initialized()
-    before = signal.getsignal(signal.SIGTERM)
-    if is_ours:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the one that says nothing when it is told to
-        address = os.environ.get("RAY_ADDRESS", "")
-        try:
-            if why := network.why_unreachable(address):  # Ray would try for minutes
-                raise ConnectionError(why)
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, RayError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if not address:
-                raise ConfigError(f"launcher=ray cannot start a cluster here: {why}; see `ray start --head`") from error
-            raise ConfigError(f"RAY_ADDRESS={address} cannot be used: {why}; correct it, or unset it") from error
-        if threading.current_thread() is threading.main_thread():  # Ray has set a handler of its own
-            signal.signal(signal.SIGTERM, before)
-    try:
-        has = ray.cluster_resources()
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        yield Cluster(int(has.get("GPU", 0)) if device != "cpu" else 0, int(has.get("CPU", 0)), max(1, nodes))
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-@contextmanager
-def _fresh(folder: RunFolder) -> Iterator[None]:
-    """Nobody has asked for anything yet; what is only for the time of the run goes with it."""
-    ray_worker.ask(folder, 0)
+def _temporary_files(folder: RunFolder) -> Iterator[None]:
+    """Begin without a request to stop; remove the request and Ray's own files at the end of the run."""
+    ray_worker.write_request(folder, 0)
     try:
         yield
     finally:
@@ -146,92 +93,80 @@ def _fresh(folder: RunFolder) -> Iterator[None]:
         shutil.rmtree(folder.ray, ignore_errors=True)
 
 
-def _trainer(config: Config, folder: RunFolder, orders: Orders, ranks: int, share: dict[str, float]) -> TorchTrainer:
-    """Ray Train's part: the workers, where they are, how often they may fail."""
+def _run(run: RayRun, began: float) -> None:
+    """Train until the ranks have ended. Raises RankFailed if they fail or Ray does not restart them any more."""
+    error = _fit(run, _trainer(run, began))
+    first = ray_worker.first_failure(run.folder, run.ranks)
+    if error is not None or first is not None:
+        run.watcher.look()
+        if first is None:
+            raise RankFailed(f"Ray has given up: {error}")
+        raise final_error(hangs.explain(first, run.folder, run.ranks), run.folder)
+    if not run.folder.has_ending():
+        raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {run.folder.log(0)}")
+
+
+def _trainer(run: RayRun, began: float) -> TorchTrainer:
+    """Ray Train's trainer: the workers, their resources, and how often they may fail."""
+    has_managed_loop = run.request is not None
+    options = WorkerOptions(str(run.folder.path), str(Path.cwd()), began, has_managed_loop, run.config.hang_timeout_s)
+    share = run.resources.share(run.ranks, run.config.device)
     return TorchTrainer(
         _work,
-        train_loop_config={"orders": orders},
+        train_loop_config={"options": options},
         torch_config=NoGroup(),
-        scaling_config=train.ScalingConfig(num_workers=ranks, use_gpu="GPU" in share, resources_per_worker=share),
+        scaling_config=train.ScalingConfig(num_workers=run.ranks, use_gpu="GPU" in share, resources_per_worker=share),
         run_config=train.RunConfig(
             name="train",
-            storage_path=str(folder.ray),
-            failure_config=train.FailureConfig(max_failures=limit_of(config, orders.is_managed)),
+            storage_path=str(run.folder.ray),
+            failure_config=train.FailureConfig(max_failures=limit_of(run.config, is_managed=has_managed_loop)),
             logging_config=train.LoggingConfig(log_level="ERROR"),
         ),
     )
 
 
-def _run_to_end(
-    config: Config, folder: RunFolder, keeper: FolderWatcher, trainer: TorchTrainer, ranks: int, there: Cluster,
-    request: StopRequest | None,
-) -> None:  # fmt: skip
-    """Train, and show it; pass a request to stop on. Raises RankFailed if Ray has given up, or the ranks have."""
+def _fit(run: RayRun, trainer: TorchTrainer) -> BaseException | None:
+    """Train, show the progress, and pass a request to stop on to the workers; Ray's error, if there is one."""
+    folder, request = run.folder, run.request
     with (
-        Follower(folder, ranks, from_now=True, tensorboard=config.log.tensorboard) as shown,
-        hearing(request, f"the run folder is {folder.path}"),
+        Follower(folder, run.ranks, from_now=True, tensorboard=run.config.log.tensorboard) as follower,
+        listening(request, f"the run folder is {folder.path}"),
     ):
-        if there.lacks(ranks, there.share(ranks, config.device)):
-            shown.screen.note(f"the Ray cluster has no room for {ranks} ranks; waiting until it grows")
+        if run.resources.lacks(run.ranks, run.resources.share(run.ranks, run.config.device)):
+            follower.screen.note(f"the Ray cluster has no capacity for {run.ranks} ranks; waiting until it grows")
         done = in_thread(trainer.fit)
         is_passed_on = False
         while not done.done():
             time.sleep(LOOK_S)
-            if keeper.conflict is not None:
-                raise Interrupted(keeper.conflict)
+            if run.watcher.conflict is not None:
+                raise Interrupted(run.watcher.conflict)
             if request is not None and request.signal and not is_passed_on:
                 if not any(folder.logs.glob(folder.place("*").name)):
-                    raise request.stopped(f"while no rank was there; resume with --resume {quote(str(folder.path))}")
-                is_passed_on, request.say = True, shown.screen.note
-                request.answer()
-                ray_worker.ask(folder, request.signal)
-    error, first = done.exception(), ray_worker.first_failure(folder, ranks)
-    if error is not None or first is not None:
-        keeper.look()
-        if first is None:
-            raise RankFailed(f"Ray has given up: {error}")
-        first = hangs.explain(first, folder, ranks)
-        if loss := loss_of(folder, Store(folder.checkpoints).newest_step()):
-            raise RankFailed(f"{first.describe()}\n{loss}")
-        raise first.to_error()
-    if not folder.has_ending():
-        raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
-
-
-def in_thread(function: Callable[[], Any]) -> Future[None]:
-    """Call something beside this thread, which stays free for signals, and whose end does not wait for it."""
-    done: Future[None] = Future()
-
-    def call() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - it is told to whoever waits
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=call, name="paceline-ray", daemon=True).start()
-    return done
+                    raise request.stopped(f"while no rank was running; resume with --resume {quote(str(folder.path))}")
+                is_passed_on = True
+                follower.screen.note(request.announcement)
+                ray_worker.write_request(folder, request.for_ranks)
+    return done.exception()
 
 
 # --- in a worker of Ray ----------------------------------------------------------------------------------------------
 
-_served: list[Any] = []  # stores, for as long as this process lives: other ranks may end later
+_stores: list[Any] = []  # kept until this process ends: other ranks may end later
 
 
 def _work(given: dict[str, Any]) -> None:
-    """Carry the rank that Ray gives to this worker."""
-    orders: Orders = given["orders"]
+    """Start the rank of this worker, and wait for its end."""
+    options: WorkerOptions = given["options"]
     context = train.get_context()
     rank, ranks, near = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
-    meeting = None
+    rendezvous = None
     if rank == 0:
-        ray_worker.begin_life(RunFolder(Path(orders.run_dir)), ranks)
-        store, meeting = serve_store(LOOPBACK if near == ranks else ray.util.get_node_ip_address())
-        _served.append(store)
-    meeting = broadcast_from_rank_zero(meeting)
-    # A rank that sees a single device calls it 0, and shares it with nobody.
+        ray_worker.begin_attempt(RunFolder(Path(options.run_dir)), ranks)
+        store, rendezvous = serve_store(LOOPBACK if near == ranks else ray.util.get_node_ip_address())
+        _stores.append(store)
+    rendezvous = broadcast_from_rank_zero(rendezvous)
+    # A rank that sees a single device calls it 0, and shares it with no other rank.
     place = (0, 1) if ray.get_gpu_ids() else (context.get_local_rank(), near)
-    interface = network.variables_towards(meeting["MASTER_ADDR"])
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch complains of hosts without a name
-    ray_worker.carry(orders, rank, ranks, {**variables_of(rank, ranks, *place), **meeting, **interface})
+    interface = network.variables_towards(rendezvous["MASTER_ADDR"])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs errors for hosts without a name
+    ray_worker.run_rank(options, rank, ranks, {**variables_of(rank, ranks, *place), **rendezvous, **interface})

@@ -1,16 +1,28 @@
-"""Whether the ranks are started again after a failure (pure)."""
+"""The rules of restarts: how often the ranks may start again, after which failures, and how it is reported."""
 
 from __future__ import annotations
 
 from paceline import errors
+from paceline.checkpoint.store import Store
+from paceline.config import Config
+from paceline.errors import PacelineError, RankFailed
+from paceline.launch.relocation import loss_of
 from paceline.observe.failures import HANG, MISMATCH, Failure
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import keep_hang_report
 from paceline.system.disk import is_of_full_disk
 
-WORTH_ANOTHER_TRY = "ReplicasDiffer"  # among our own errors: all others would come again
+MAX_RESTARTS = 3  # of the managed loop; the user's own loop would start from the beginning
+TRANSIENT = "ReplicasDiffer"  # the only error of Paceline's own that may not repeat
+
+
+def limit_of(config: Config, *, is_managed: bool) -> int:
+    """How often the ranks may be restarted without progress."""
+    return config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
 
 
 class Restarts:
-    """Counts restarts since the run has last progressed, and knows failures that would only repeat."""
+    """Decides whether ranks are restarted: counts restarts since the last progress, and refuses repeated failures."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -18,28 +30,56 @@ class Restarts:
         self._saved_step = -1
         self._last: tuple[str, str, str] | None = None
 
+    @property
+    def count(self) -> str:
+        """The number of the current restart, for the report."""
+        return f" (restart {self.used} of {self.limit})"
+
     def allow(self, failure: Failure, saved_step: int) -> bool:
-        """Whether to start again; `saved_step` is the newest checkpoint's, -1 if there is none."""
+        """Whether to restart the ranks; `saved_step` is the newest checkpoint's, -1 if there is none."""
         if saved_step > self._saved_step:
             self._saved_step, self.used = saved_step, 0
-        if is_of_full_disk(failure.text):  # it would only train again what it cannot keep
+        if is_of_full_disk(failure.text):  # the steps that are trained again could not be saved
             return False
         if not failure.is_killed:
             this = (failure.error, failure.text, failure.place)
-            repeats, self._last = this == self._last, this
-            is_ours = hasattr(errors, failure.error) and failure.error != WORTH_ANOTHER_TRY
-            comes_again = repeats or is_ours or failure.error == MISMATCH
-            # Before the first checkpoint an error is most likely the user's own, who wants to see it now.
+            is_repeated, self._last = this == self._last, this
+            is_ours = hasattr(errors, failure.error) and failure.error != TRANSIENT
+            will_repeat = is_repeated or is_ours or failure.error == MISMATCH
+            # Before the first checkpoint an error is most likely in the user's code, so it is shown at once.
             is_early = saved_step < 0 and failure.error != HANG
-            if comes_again or is_early or failure.place.startswith("building"):
+            if will_repeat or is_early or failure.place.startswith("building"):
                 return False
         if self.used >= self.limit:
             return False
         self.used += 1
         return True
 
+    def allow_in(self, folder: RunFolder, failure: Failure) -> bool:
+        """Whether to restart the ranks of this run folder, which must still hold what they need."""
+        saved_step = saved_step_of(folder)
+        return loss_of(folder, saved_step) is None and self.allow(failure, saved_step)
 
-def restarted_line(first: Failure, saved_step: int) -> str:
-    """What has ended the last attempt, and where the next one begins; `saved_step` is -1 without a checkpoint."""
+
+def saved_step_of(folder: RunFolder) -> int:
+    """The step of the newest checkpoint, -1 if there is none."""
+    return Store(folder.checkpoints).newest_step()
+
+
+def restart_report(failure: Failure, folder: RunFolder, count: str = "") -> str:
+    """The text of a `restarted` event: why the last attempt ended, and where the next one begins.
+
+    Renames the table of a hang, so that the next attempt does not replace it.
+    """
+    saved_step = saved_step_of(folder)
     beginning = f"step {saved_step}" if saved_step >= 0 else "the beginning"
-    return f"{first.summarize(saved_step)}; starting again from {beginning}"
+    table = keep_hang_report(folder)
+    rest = f"; all ranks are in {table}" if table is not None else ""
+    return f"{failure.summarize(saved_step)}; starting again from {beginning}{count}{rest}"
+
+
+def final_error(failure: Failure, folder: RunFolder) -> PacelineError:
+    """The error that ends a run after its last attempt."""
+    if loss := loss_of(folder, saved_step_of(folder)):
+        return RankFailed(f"{failure.describe()}\n{loss}")
+    return failure.to_error()

@@ -1,4 +1,4 @@
-"""The world that `srun` has started, one task a rank, from the variables of the step itself (pure)."""
+"""The world that `srun` has started with one task for each rank, from the variables of its step (pure)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str]:
         )
     if not (rank < size and node < len(layout) and local_rank < layout[node]):
         raise ConfigError(
-            f"SLURM_PROCID={rank}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} are not a place among {size} "
+            f"SLURM_PROCID={rank}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} are not valid among {size} "
             f"tasks on {len(layout)} nodes; start the ranks with srun, in a step of their own"
         )
-    # A task that sees a single device calls it 0, and shares it with nobody.
+    # A task that sees a single device calls it 0, and shares it with no other task.
     own, neighbours = (0, 1) if "SLURM_GPUS_PER_TASK" in variables else (local_rank, layout[node])
     key = 7 * _number(variables, "SLURM_JOB_ID") + int(variables.get("SLURM_STEP_ID") or 0)
     return {
@@ -46,7 +46,7 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """How many tasks each node has: [2, 2, 1] for "2(x2),1"."""
+    """The number of tasks on each node: [2, 2, 1] for "2(x2),1"."""
     found = [TASKS.fullmatch(part) for part in text.split(",")]
     if not all(found):
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; start the ranks with srun")
@@ -54,7 +54,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list such as "gpu[003-006,9],login1"."""
+    """The first host of a list such as "gpu[003-006,9],login1"."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodes} cannot be read; start the ranks with srun")

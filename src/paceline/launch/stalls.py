@@ -1,4 +1,4 @@
-"""Ranks that all hold their interpreters, so that none can look at the others: the launcher finds and explains it."""
+"""Finds a hang that no rank can find: all ranks block their interpreters, so that no watchdog thread runs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from paceline.run.layout import RunFolder
 
 
 class StallDetector:
-    """How long no rank has beaten, counted in time in which this process was running itself."""
+    """Measures how long no rank has sent a heartbeat, in time during which this process was running itself."""
 
     def __init__(self, folder: RunFolder, ranks: int, timeout_s: float) -> None:
         self.folder, self.ranks, self.timeout_s = folder, ranks, timeout_s
         self._beats: dict[int, int] = {}
-        self._seconds, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._looked_at = 0.0, time.monotonic()
 
     def is_hang(self) -> bool:
-        """Whether it has lasted for too long; looks into the run folder once a second."""
-        gap_s = time.monotonic() - self._looked
+        """Whether the ranks have been silent for too long; reads their heartbeats once a second."""
+        gap_s = time.monotonic() - self._looked_at
         if not self.timeout_s or gap_s < BEAT_S:
             return False
-        self._looked += gap_s
-        # A machine that was asleep for an hour, with all its processes, has not been silent for an hour.
-        self._seconds = self._seconds + min(gap_s, 2 * BEAT_S) if self._is_silent() else 0.0
-        return self._seconds >= self.timeout_s + LAST_RESORT_S
+        self._looked_at += gap_s
+        # If the machine was suspended for an hour with all its processes, the ranks have not been silent for an hour.
+        self._silent_s = self._silent_s + min(gap_s, 2 * BEAT_S) if self._is_silent() else 0.0
+        return self._silent_s >= self.timeout_s + LAST_RESORT_S
 
     def _is_silent(self) -> bool:
-        """Whether no rank has beaten since the last look, and one should have: it has begun, and not ended."""
+        """Whether there was no heartbeat since the last check, although a rank has started and not ended."""
         is_expected = False
         for rank in range(self.ranks):
             beat = read_position(self.folder, rank).beat
@@ -46,13 +46,13 @@ class StallDetector:
         return is_expected
 
     def report(self, started: RankGroup, by: int = 0) -> None:
-        """Have the ranks dump their stacks, and write the hang down as the failure of the rank `by`."""
+        """Have the ranks dump their stacks, and write the hang to the run folder as a failure of the rank `by`."""
         for rank in range(self.ranks):
             with suppress(OSError), self.folder.log(rank).open("a", encoding="utf-8") as log:
-                print(failed_line(rank), file=log)  # the screen leaves out what follows
+                print(failed_line(rank), file=log)  # the screen omits the lines after it
         started.signal(DUMP_SIGNAL)
-        until = time.monotonic() + DUMP_BEATS * BEAT_S
-        while started.pids and time.monotonic() < until:
+        deadline = time.monotonic() + DUMP_BEATS * BEAT_S
+        while started.pids and time.monotonic() < deadline:
             started.look(LOOK_S)
         positions = [read_position(self.folder, rank) for rank in range(self.ranks)]
         positions = [position_in_dump(replace(p, is_silent=True), self.folder) if p.beat > 0 else p for p in positions]

@@ -1,4 +1,4 @@
-"""Joins a world that torchrun, or anything that sets the same variables, has started."""
+"""Joins a world that torchrun or `srun` has started, or anything that sets the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed
-from paceline.launch.environment import is_restarted, ranks_here
+from paceline.launch.environment import is_restarted, join_step, ranks_here
 from paceline.launch.relocation import FolderWatcher
 from paceline.observe import failures
 from paceline.observe.progress import Progress
@@ -27,14 +27,20 @@ from paceline.run.outcome import Outcome, collect
 from paceline.system.cores import chosen_threads
 from paceline.world import join, use_threads
 
-PATIENCE_S = 60.0  # with a rank 0 that writes the result
+RESULT_S = 60.0  # for rank 0 to write the result
+
+
+def start_in_step(config: Config, task: Task) -> Outcome:
+    """Run the task as one of the tasks of a Slurm step. All ranks."""
+    join_step()
+    return start(config, task)
 
 
 def start(config: Config, task: Task) -> Outcome:
-    """Do the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
+    """Run the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
     progress = Progress()
     with ExitStack() as held, join(config) as world:
-        # Agents of several hosts count for themselves: one that came late has not seen a restart.
+        # The agent of each host counts its own restarts: one that joined late has not counted all.
         if any(world.gather_objects(is_restarted())):
             config = config.model_copy(update={"resume": "auto"})
         path, settled = world.decide(lambda: _open(config, world.size, held))
@@ -55,23 +61,23 @@ def start(config: Config, task: Task) -> Outcome:
             if isinstance(error, ConfigError):
                 raise
             raise RankFailed(captured.describe()) from error
-        outcome = world.decide(lambda: collect(folder)) if dist.is_initialized() else _found(folder)
-    # Gloo's threads let go of the last tensors a moment after the operations are done. Where that meets the end of the
-    # interpreter, the process aborts; a script may end right after this.
+        outcome = world.decide(lambda: collect(folder)) if dist.is_initialized() else _awaited_outcome(folder)
+    # Gloo's threads release the last tensors a moment after the operations are done. If the interpreter exits at that
+    # moment, the process aborts; a script may end right after this.
     time.sleep(0.1)
     return outcome
 
 
-def _found(folder: RunFolder) -> Outcome:
-    """What rank 0 leaves, when the user's own loop has left the process group and nobody can be asked."""
-    patience = time.monotonic() + PATIENCE_S
-    while not folder.result.exists() and time.monotonic() < patience:
+def _awaited_outcome(folder: RunFolder) -> Outcome:
+    """Rank 0's outcome from the run folder: the user's own loop has destroyed the process group."""
+    deadline = time.monotonic() + RESULT_S
+    while not folder.result.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return collect(folder)
 
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
-    """Make the run folder or find that of a run that goes on, and hold it. Rank 0 only."""
+    """Create the run folder or find that of the run to resume, and lock it until `held` is closed. Rank 0 only."""
     past = resume.find_restore_point(config)
     lanes = past.lanes(config)
     threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")

@@ -1,4 +1,9 @@
-"""What asks to stop: signals and the time limit. In a rank they only set a flag; the loop agrees on it with others."""
+"""Requests to stop: signals and the time limit.
+
+A launcher or a search takes the first signal as a request and ends at the second (`StopRequest`). A command that is
+still importing notes a request and answers it after its imports. In a rank, signals and the time limit only set a
+flag, on which the loop agrees with the other ranks (`Stop`).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,146 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
+from paceline.errors import Interrupted, Stopped
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TIME_IS_UP = 1_000  # among the numbers of signals
+IMPORT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # Ctrl-C ends a command that is still importing
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TIME_IS_UP = 1_000  # beyond the numbers of signals
+
+
+@contextmanager
+def handled(names: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a function for these signals inside. Only the main thread can; in another one, nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {name: signal.signal(name, handler) for name in names} if is_main else {}
+    try:
+        yield
+    finally:
+        for name, previous in before.items():
+            signal.signal(name, previous)
+
+
+def not_ignored(names: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """The signals that this process does not ignore; `nohup` and `&` start it with some of them ignored."""
+    return [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]
+
+
+def ignore_signals() -> None:
+    """Leave requests to stop to the rank: for its DataLoader workers, which must work until it has saved."""
+    for name in SIGNALS:
+        signal.signal(name, signal.SIG_IGN)
+
+
+# --- in a launcher or a search: the first signal asks to stop, the second ends ---------------------------------------
+
+
+class StopRequest:
+    """The request to stop that this process has received by a signal."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # 0 without a request
+
+    @property
+    def name(self) -> str:
+        """The name of the signal."""
+        return signal.Signals(self.signal).name
+
+    @property
+    def for_ranks(self) -> int:
+        """The signal to send to the ranks: SIGTERM for SIGHUP, which they ignore under `nohup`; 0 for none."""
+        return signal.SIGTERM if self.signal == signal.SIGHUP else self.signal
+
+    @property
+    def announcement(self) -> str:
+        """The line that tells the user what happens now, and how to end at once."""
+        again = "Ctrl-C again" if self.signal == signal.SIGINT else "a second signal"
+        return f"{self.name}: saving and stopping; {again} ends at once"
+
+    def note(self, number: int) -> bool:
+        """Take a signal as the request; False if it is a second one. A closed terminal sends SIGHUP more than once."""
+        if self.signal:
+            return number == signal.SIGHUP
+        self.signal = number
+        return True
+
+    def stopped(self, when: str) -> Stopped:
+        """The error for a request that needs no rank to save."""
+        return Stopped(f"stopped by {self.name} {when}")
+
+
+@contextmanager
+def listening(
+    request: StopRequest | None, ending: str, on_request: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Note the first signal in `request`, and call `on_request`; a second one raises an error with the text `ending`.
+
+    Without a `request`, the first signal raises the error. SIGQUIT always does.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request is not None and number != signal.SIGQUIT:
+            is_first = not request.signal
+            if request.note(number):
+                if is_first:
+                    on_request()
+                return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(ending)
+        raise Interrupted(f"ended by {signal.Signals(number).name}; {ending}")
+
+    # Without a request, SIGUSR1 keeps the meaning that the program gives it.
+    names = ENDING_SIGNALS if request is None else (*ENDING_SIGNALS, signal.SIGUSR1)
+    with handled(not_ignored(names), handle):
+        yield
+
+
+# --- in a command that is still importing ----------------------------------------------------------------------------
+
+_request = StopRequest()
+
+
+def defer_requests() -> None:
+    """Note signals that would end this process, until `requests_deferred` is left. Only the main thread can."""
+    if threading.current_thread() is threading.main_thread():
+        for name in IMPORT_SIGNALS:
+            if signal.getsignal(name) is signal.SIG_DFL:  # not one that is ignored, or has a handler of the program
+                signal.signal(name, _note)
+
+
+@contextmanager
+def requests_deferred() -> Iterator[None]:
+    """Note requests inside, where an exception could leave a module half imported; raise Stopped at the end."""
+    global _request
+    defer_requests()
+    try:
+        yield
+    finally:
+        for name in IMPORT_SIGNALS:
+            if signal.getsignal(name) is _note:
+                signal.signal(name, signal.SIG_DFL)
+        noted, _request = _request, StopRequest()
+    if noted.signal:
+        raise noted.stopped("before it began")
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if not _request.note(number):  # a second signal does not wait for the end of the imports
+        raise Stopped(f"stopped by {signal.Signals(number).name} before it began")
+
+
+# --- in a rank -------------------------------------------------------------------------------------------------------
 
 
 class StopAgreed(Exception):
-    """All ranks have agreed to stop, in the middle of something that need not be finished."""
+    """All ranks have agreed to stop, in the middle of an operation that need not be finished."""
 
 
 class Stop:
     """Why this rank should stop, as a number that ranks can compare: 0 for no reason."""
 
     def __init__(self, deadline: float | None = None) -> None:
-        self._deadline = deadline  # as time.time() counts
+        self._deadline = deadline  # a time of time.time()
         self._signal = 0
 
     @property
@@ -32,36 +164,13 @@ class Stop:
         return self._signal
 
     def listening(self) -> AbstractContextManager[None]:
-        """Take signals as requests inside."""
-        return handled(SIGNALS, self._note)  # also those that were ignored while the rank was starting
+        """Take every signal as a request inside, also those that were ignored while the rank was starting."""
+        return handled(SIGNALS, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
 
-@contextmanager
-def handled(names: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a function called for signals inside. Only a main thread can; elsewhere they stay as they are."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {name: signal.signal(name, handler) for name in names} if is_main else {}
-    try:
-        yield
-    finally:
-        for name, previous in before.items():
-            signal.signal(name, previous)
-
-
-def heeded(names: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those signals that this process does not ignore; `nohup` and `&` have some of them ignored."""
-    return [name for name in names if signal.getsignal(name) is not signal.SIG_IGN]
-
-
 def describe(reason: int) -> str:
-    """The reason in a word."""
+    """The name of a reason to stop."""
     return "the time limit" if reason == TIME_IS_UP else signal.Signals(reason).name
-
-
-def ignore_signals() -> None:
-    """Leave requests to stop to the rank: for its DataLoader workers, which must go on until it has saved."""
-    for name in SIGNALS:
-        signal.signal(name, signal.SIG_IGN)

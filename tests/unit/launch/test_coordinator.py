@@ -1,4 +1,4 @@
-"""launch/hosts.py and launch/network.py: who gets which ranks, and who is the head. Real hosts are in tests/cluster."""
+"""The coordinator: how ranks are distributed, and which host it is. Runs on several hosts are in tests/cluster."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from hypothesis import strategies as st
 from paceline.config import build
 from paceline.errors import ConfigError
 from paceline.launch import network
-from paceline.launch.cluster.coordinator import Hosts, address_in, seated
+from paceline.launch.cluster.coordinator import Coordinator, distributed
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
-def test_ranks_are_spread_as_evenly_as_rooms_allow(rooms: list[int], data: st.DataObject) -> None:
-    ranks = data.draw(st.integers(0, sum(rooms)))
-    seats = seated(ranks, rooms)
-    assert sum(seats) == ranks
-    assert all(taken <= room for taken, room in zip(seats, rooms, strict=True))
-    least = min((taken for taken, room in zip(seats, rooms, strict=True) if taken < room), default=max(seats))
-    assert max(seats) <= least + 1
+def test_ranks_are_distributed_as_evenly_as_capacities_allow(capacities: list[int], data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(0, sum(capacities)))
+    counts = distributed(ranks, capacities)
+    assert sum(counts) == ranks
+    assert all(count <= most for count, most in zip(counts, capacities, strict=True))
+    least = min((count for count, most in zip(counts, capacities, strict=True) if count < most), default=max(counts))
+    assert max(counts) <= least + 1
 
 
-def test_a_head_that_is_done_leaves_its_address_to_the_next_run() -> None:
-    door = network.listen("127.0.0.1", 0)
-    assert door is not None
-    port = door.getsockname()[1]
+def test_a_coordinator_that_has_finished_releases_its_address() -> None:
+    listening = network.listen("127.0.0.1", 0)
+    assert listening is not None
+    port = listening.getsockname()[1]
     keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "nodes": 2, "rendezvous": f"127.0.0.1:{port}"}
-    waiting = set(threading.enumerate())
-    site = Hosts(build(keys), door, b"key", print)
-    (at_the_door,) = set(threading.enumerate()) - waiting
-    state = Path(f"/proc/self/task/{at_the_door.native_id}/stat")
-    while state.read_text().rpartition(")")[2].split()[0] != "S":  # it sleeps there
+    before = set(threading.enumerate())
+    coordinator = Coordinator(build(keys), listening, b"key", print)
+    (acceptor,) = set(threading.enumerate()) - before
+    state = Path(f"/proc/self/task/{acceptor.native_id}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "S":  # it waits in accept()
         time.sleep(0.01)
-    site.part(None)
-    at_the_door.join(10)
-    assert not at_the_door.is_alive()
+    coordinator.finish(None)
+    acceptor.join(10)
+    assert not acceptor.is_alive()
     again = network.listen("127.0.0.1", port)
     assert again is not None
     again.close()
@@ -53,17 +53,17 @@ def test_a_rendezvous_is_a_host_and_a_port(address: str) -> None:
     assert caught.value.problems == [f"rendezvous={address!r} must be a host and a port, such as n1:29400"]
 
 
-def test_the_head_is_whoever_owns_the_address_and_came_first() -> None:
-    door = network.listen("127.0.0.1", 0)
-    assert door is not None
-    assert network.listen("127.0.0.1", door.getsockname()[1]) is None
+def test_the_coordinator_is_the_first_process_on_the_host_of_the_address() -> None:
+    listening = network.listen("127.0.0.1", 0)
+    assert listening is not None
+    assert network.listen("127.0.0.1", listening.getsockname()[1]) is None
     assert network.listen("192.0.2.1", 29400) is None  # an address that no machine has
-    door.close()
+    listening.close()
     with pytest.raises(ConfigError, match="is not known here"):
         network.listen("no-such-host.invalid", 29400)
 
 
-def test_a_name_that_leads_to_loopback_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_resolves_to_loopback_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"n1:0 is 127\.0\.1\.1 here, where no other host can reach it"):
         network.listen("n1", 0)
@@ -81,4 +81,4 @@ def test_the_interface_is_the_one_that_leads_to_the_other_host(monkeypatch: pyte
 
 
 def test_an_address_has_a_host_and_a_port() -> None:
-    assert address_in("n1.lab:29400") == ("n1.lab", 29400)
+    assert network.address_in("n1.lab:29400") == ("n1.lab", 29400)

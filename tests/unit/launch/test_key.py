@@ -1,4 +1,4 @@
-"""launch/key.py: the key that hosts share is created once, is private, and is refused where others could know it."""
+"""The key that hosts share is created once, is private, and is refused where other users could know it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lab() -> Config:
     return build({"train_fn": print, "model_fn": print, "dataset_fn": print, "name": "lab"})
 
 
-def test_a_key_is_made_once_and_is_private() -> None:
+def test_a_key_is_created_once_and_is_private() -> None:
     assert key_of(lab()) == key_of(lab())
     assert len(key_of(lab())) == 32
     assert oct(KEY.stat().st_mode)[-3:] == "600"

@@ -1,19 +1,26 @@
-"""What the launchers share: what the environment and a `.env` file say, and how a run's end is told."""
+"""What all launchers share: the environment, a `.env` file, the choice of a launcher, and the report of an end."""
 
 from __future__ import annotations
 
 import os
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline import Trainer, launch
+from paceline.config import Config, build
 from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
 from paceline.launch import stopped_error
 from paceline.launch.environment import load_dotenv
-from paceline.launch.local import failure_told
+from paceline.launch.setup import failure_reported
 from paceline.observe.events import read
+from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome
+from paceline.worker.main import train
 
 
 def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
@@ -21,7 +28,7 @@ def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
 ) -> None:
     monkeypatch.setenv("THERE", "before")
     monkeypatch.setenv("NEW", "")
-    monkeypatch.delenv("NEW")  # and it is gone again after the test
+    monkeypatch.delenv("NEW")  # so that it is removed after the test
     (tmp_path / ".env").write_text("THERE=after\nNEW=here\nBARE\n")
     load_dotenv(tmp_path)
     assert [os.environ.get(name) for name in ("THERE", "NEW", "BARE")] == ["before", "here", None]
@@ -33,7 +40,7 @@ def test_a_dotenv_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_dotenv(tmp_path)
 
 
-def test_the_way_to_go_on_can_be_pasted_into_a_shell() -> None:
+def test_the_command_that_resumes_a_run_can_be_pasted_into_a_shell() -> None:
     stopped = '{"reason": "SIGTERM", "step": 7, "is_saved": true}'
     error = stopped_error(Outcome(Path("/my runs/a"), "", None, stopped))
     assert isinstance(error, Stopped)
@@ -41,10 +48,73 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell() -> None:
 
 
 @pytest.mark.parametrize("kind", [RankFailed, ConfigError])
-def test_a_failure_is_left_for_whoever_watches_from_elsewhere(kind: type[PacelineError], tmp_path: Path) -> None:
+def test_a_failure_is_written_to_the_events(kind: type[PacelineError], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with pytest.raises(kind), failure_told(folder):
+    with pytest.raises(kind), failure_reported(folder):
         raise kind("lanes=6 is odd")
-    with pytest.raises(Stopped), failure_told(folder):
+    with pytest.raises(Stopped), failure_reported(folder):
         raise Stopped("no failure")
     assert [(event["event"], event["text"]) for event in read(folder.events)] == [("run_failed", "lanes=6 is odd")]
+
+
+# --- launchers of other packages --------------------------------------------------------------------------------------
+
+KEYS = {"train_fn": print, "model_fn": print, "dataset_fn": print}
+started: list[tuple[Config, Task]] = []
+
+
+def start_elsewhere(config: Config, task: Task) -> Outcome:
+    """A launcher of another package."""
+    started.append((config, task))
+    return Outcome(Path("elsewhere"), None, None, '{"reason": "SIGTERM", "step": 7, "is_saved": true}')
+
+
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points of a package that brings launchers, one of them under a name of Paceline's own."""
+    found = [
+        EntryPoint("elsewhere", f"{__name__}:start_elsewhere", launch.GROUP),
+        EntryPoint("broken", f"{__name__}:no_such_function", launch.GROUP),
+        EntryPoint("local", "no_such_module:start", launch.GROUP),
+    ]
+
+    def entry_points(**keys: Any) -> list[EntryPoint]:
+        return found if keys == {"group": launch.GROUP} else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    started.clear()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_run_starts_through_a_launcher_of_another_package() -> None:
+    trainer = Trainer(**KEYS, launcher="elsewhere")
+    with pytest.raises(Stopped, match="stopped by SIGTERM at step 7; checkpoint saved; resume with --resume elsewhere"):
+        trainer.start()
+    assert started == [(trainer.config, train)]
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_names_of_paceline_keep_their_launchers() -> None:
+    assert {name: entry.value for name, entry in launch.launchers().items() if name in launch.LAUNCHERS} == (
+        launch.LAUNCHERS
+    )
+
+
+@pytest.mark.usefixtures("_installed")
+def test_an_entry_point_without_its_function_is_reported() -> None:
+    with pytest.raises(ConfigError, match=r"launcher=broken cannot be loaded: .*no_such_function"):
+        Trainer(**KEYS, launcher="broken").start()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_an_unknown_launcher_is_an_error_with_the_known_names() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(**KEYS, launcher="elsewere")
+    known = "'auto', 'local', 'torchrun', 'slurm', 'ray', 'elsewhere' or 'broken'"
+    assert caught.value.problems == [f"launcher='elsewere' input should be {known}"]
+
+
+def test_a_launcher_that_is_not_installed_any_more_is_an_error_with_the_known_names() -> None:
+    config = build(KEYS).model_copy(update={"launcher": "elsewhere"})
+    with pytest.raises(ConfigError, match="launcher='elsewhere' input should be 'auto', 'local', 'torchrun', "):
+        launch.start(config, train, Path())

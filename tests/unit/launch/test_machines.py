@@ -1,4 +1,4 @@
-"""launch/site.py: how many ranks a run gets. What the launcher does with them is for tests/multi."""
+"""How many ranks a run gets on this machine. What the launcher does with them is tested in tests/multi."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ MakeConfig = Callable[..., Config]
         ({}, None, 4, 8, 4),
         ({"device": "cpu"}, None, 4, 8, 1),
         ({"procs": 3}, None, 0, 8, 3),
-        ({"procs": 6}, None, 4, 2, 6),  # a number is a number, room or not
+        ({"procs": 6}, None, 4, 2, 6),  # a fixed number is used whatever the capacity
         ({"procs": "1:4"}, None, 0, 8, 4),
         ({"procs": "1:4"}, None, 0, 2, 2),
         ({"procs": "1:4"}, None, 3, 8, 3),
         ({"procs": "1:4", "device": "cpu"}, None, 3, 8, 4),
-        ({"procs": "3:4"}, None, 0, 2, 3),  # never fewer than the least
-        ({"procs": "1:4"}, 6, 0, 8, 3),  # as the lanes can be shared among
+        ({"procs": "3:4"}, None, 0, 2, 3),  # never fewer than the minimum
+        ({"procs": "1:4"}, 6, 0, 8, 3),  # a number that divides the lanes
         ({"procs": "1:8"}, 8, 0, 5, 4),
         ({"procs": "1:4"}, 7, 0, 8, 1),
-        ({}, 4, 3, 8, 2),  # a run that goes on with a GPU less
+        ({}, 4, 3, 8, 2),  # a run that is resumed with one GPU less
         ({"ddp": False}, None, 4, 8, 1),
         ({"ddp": False, "procs": "1:4"}, None, 0, 8, 1),
     ],
 )
-def test_as_many_ranks_as_there_is_room_for(
+def test_the_number_of_ranks_follows_from_capacity_and_lanes(
     keys: dict[str, Any], lanes: int | None, gpus: int, cores: int, ranks: int,
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -45,5 +45,5 @@ def test_as_many_ranks_as_there_is_room_for(
     assert LocalMachine(make_config(**keys)).ranks_for(lanes) == ranks
 
 
-def test_lanes_that_no_number_in_the_range_can_share_are_left_to_be_refused(make_config: MakeConfig) -> None:
+def test_lanes_that_no_number_in_the_range_divides_are_refused_later(make_config: MakeConfig) -> None:
     assert LocalMachine(make_config(procs=4)).ranks_for(6) == 4

@@ -1,3 +1,5 @@
+"""A run folder that is moved or deleted during the run."""
+
 from __future__ import annotations
 
 import shutil
@@ -21,15 +23,15 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture
 def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderWatcher]]:
-    """A run folder that this process has locked, and a keeper whose thread never looks: the test does."""
+    """A run folder that this process has locked, and a watcher whose thread never looks: the test does."""
     config = make_config(run_dir="runs/mine", seed=7)
     with open_run(config, None) as folder:
         with closing(Events(folder.events)) as events:
             events.write("before")
-        keeper = FolderWatcher(folder, config)
-        keeper._ended.set()
-        with keeper:
-            yield folder, keeper
+        watcher = FolderWatcher(folder, config)
+        watcher._ended.set()
+        with watcher:
+            yield folder, watcher
 
 
 def warnings_in(folder: RunFolder) -> list[str]:
@@ -37,9 +39,9 @@ def warnings_in(folder: RunFolder) -> list[str]:
 
 
 def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
-    folder, keeper = held
+    folder, watcher = held
     before = sorted(folder.path.rglob("*"))
-    keeper.look()
+    watcher.look()
     assert sorted(folder.path.rglob("*")) == before
     assert warnings_in(folder) == []
 
@@ -48,17 +50,17 @@ def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderWatche
 def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
     held: tuple[RunFolder, FolderWatcher], tmp_path: Path, is_moved: bool
 ) -> None:
-    folder, keeper = held
+    folder, watcher = held
     folder.path.rename("moved")
     if not is_moved:
         shutil.rmtree("moved")
     folder.path.mkdir()
     (folder.path / "config.yaml").write_text("of another run")
-    keeper.look()
+    watcher.look()
     fate, rest = "deleted", ""
     if is_moved:
         fate, rest = f"moved to {tmp_path}/moved", f"; resume with --resume {tmp_path}/moved"
-    assert keeper.conflict == (
+    assert watcher.conflict == (
         f"{folder.path} was {fate} while its run was training, and something else is in its place{rest}"
     )
     assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
@@ -66,13 +68,13 @@ def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
 
 
 def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
-    folder, keeper = held
+    folder, watcher = held
     folder.path.rename("moved")
     Path("other").mkdir()
     (Path("other") / "data").touch()
     folder.path.symlink_to(Path("other").resolve())
-    keeper.look()
-    assert keeper.conflict is not None
+    watcher.look()
+    assert watcher.conflict is not None
     assert folder.path.resolve() == Path("other").resolve()
 
 
@@ -83,29 +85,29 @@ def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder
 def test_a_folder_that_was_moved_is_reached_by_its_old_path(
     held: tuple[RunFolder, FolderWatcher], tmp_path: Path, source: str, target: str, place: str
 ) -> None:
-    folder, keeper = held
+    folder, watcher = held
     Path(source).rename(target)
-    keeper.look()
+    watcher.look()
     assert folder.path.resolve() == tmp_path / place
     assert is_locked(folder)
     assert is_locked(RunFolder(tmp_path / place))
     text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
     assert warnings_in(folder) == [text]
-    keeper.look()
+    watcher.look()
     assert warnings_in(folder) == [text]
 
 
 def test_a_folder_that_is_moved_again_and_again_is_followed(
     held: tuple[RunFolder, FolderWatcher], tmp_path: Path
 ) -> None:
-    folder, keeper = held
+    folder, watcher = held
     for before, after in (("runs/mine", "a"), ("a", "b"), ("b", "c")):
         Path(before).rename(after)
-        keeper.look()
+        watcher.look()
     assert folder.path.resolve() == tmp_path / "c"
     folder.path.unlink()  # the link
     Path("c").rename("runs/mine")
-    keeper.look()
+    watcher.look()
     assert not folder.path.is_symlink()
     assert len(warnings_in(folder)) == 3
 
@@ -113,10 +115,10 @@ def test_a_folder_that_is_moved_again_and_again_is_followed(
 def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
     held: tuple[RunFolder, FolderWatcher],
 ) -> None:
-    folder, keeper = held
+    folder, watcher = held
     for _ in range(2):
         shutil.rmtree(folder.path)
-        keeper.look()
+        watcher.look()
         assert read_yaml(folder.config)["seed"] == 7
         assert is_locked(folder)
         assert folder.logs.is_dir()
@@ -126,13 +128,13 @@ def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
 
 def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, FolderWatcher], tmp_path: Path) -> None:
     """`rm -r` leaves the folder if a rank writes to it meanwhile."""
-    folder, keeper = held
+    folder, watcher = held
     folder.path.rename("moved")
-    keeper.look()
+    watcher.look()
     for path in (folder.config, folder.lock):
         path.unlink()
     for _ in range(2):
-        keeper.look()
+        watcher.look()
         assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
         assert is_locked(folder)
         assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
@@ -143,8 +145,8 @@ def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: Ma
     config = make_config(run_dir="run")
     folder = create_run(config)
     folder.config.unlink()
-    with open_run(config, folder.path), FolderWatcher(folder, config) as keeper:
-        keeper.look()
+    with open_run(config, folder.path), FolderWatcher(folder, config) as watcher:
+        watcher.look()
     assert not folder.config.exists()
     assert not folder.events.exists()
 
@@ -152,16 +154,16 @@ def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: Ma
 def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
     held: tuple[RunFolder, FolderWatcher], tmp_path: Path
 ) -> None:
-    folder, keeper = held
+    folder, watcher = held
     folder.path.rename("moved")
     folder.path.mkdir()  # something else has the path
-    keeper.look()
+    watcher.look()
     assert folder.config.exists()
     [text] = warnings_in(folder)
     assert f"was moved to {tmp_path / 'moved'}; the run continues in a new folder, without the earlier" in text
 
 
-def test_a_keeper_looks_by_itself(make_config: MakeConfig) -> None:
+def test_a_watcher_has_a_thread_that_looks(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run")
     with open_run(config, None) as folder, FolderWatcher(folder, config):
         folder.path.rename("moved")
@@ -171,10 +173,10 @@ def test_a_keeper_looks_by_itself(make_config: MakeConfig) -> None:
     assert not is_locked(folder)
 
 
-def test_what_is_lost_with_a_deleted_folder_is_said(tmp_path: Path) -> None:
+def test_the_loss_with_a_deleted_folder_is_reported(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    said = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
-    assert loss_of(folder, -1) == f"{said}no checkpoint is left; begin a new run"
-    assert loss_of(folder, 8) == f"{said}step 8 was saved after that; resume with --resume {tmp_path}"
+    text = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
+    assert loss_of(folder, -1) == f"{text}no checkpoint is left; begin a new run"
+    assert loss_of(folder, 8) == f"{text}step 8 was saved after that; resume with --resume {tmp_path}"
     folder.job.touch()
     assert loss_of(folder, -1) is None

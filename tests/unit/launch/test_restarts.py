@@ -1,3 +1,5 @@
+"""After which failures the ranks are restarted, and how often."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,22 +22,22 @@ def killed() -> Failure:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_a_killed_rank_is_started_again_up_to_the_limit(limit: int) -> None:
+def test_a_killed_rank_is_restarted_up_to_the_limit(limit: int) -> None:
     restarts = Restarts(limit)
     assert [restarts.allow(killed(), 5) for _ in range(limit + 2)] == [True] * limit + [False] * 2
     assert restarts.used == limit
 
 
-def test_a_killed_rank_is_started_again_before_the_first_checkpoint_too() -> None:
+def test_a_killed_rank_is_restarted_also_before_the_first_checkpoint() -> None:
     restarts = Restarts(2)
     assert [restarts.allow(killed(), -1) for _ in range(3)] == [True, True, False]
 
 
-def test_restarts_are_counted_anew_whenever_the_run_has_progressed() -> None:
+def test_restarts_are_counted_from_zero_after_progress() -> None:
     restarts = Restarts(1)
     assert [restarts.allow(killed(), step) for step in (-1, 5, 10, 15)] == [True] * 4
     assert not restarts.allow(killed(), 15)
-    assert not restarts.allow(killed(), 10)  # an older one is no progress
+    assert not restarts.allow(killed(), 10)  # an older checkpoint is no progress
     assert restarts.allow(killed(), 16)
     assert restarts.used == 1
 
@@ -50,33 +52,33 @@ def test_an_error_before_the_first_checkpoint_is_shown_at_once() -> None:
 
 
 @pytest.mark.parametrize("saved_step", [-1, 5])
-def test_a_hang_is_tried_again_once_also_before_the_first_checkpoint(saved_step: int) -> None:
+def test_a_hang_is_retried_once_also_before_the_first_checkpoint(saved_step: int) -> None:
     restarts = Restarts(3)
     assert restarts.allow(failed(HANG), saved_step)
     assert not restarts.allow(failed(HANG), saved_step)
     assert restarts.allow(failed(HANG, place="training, step 9"), saved_step)
 
 
-def test_a_hang_while_building_and_collectives_that_do_not_match_would_come_again() -> None:
+def test_a_hang_while_building_and_mismatched_collectives_are_not_retried() -> None:
     assert not Restarts(3).allow(failed(HANG, place="building the data set"), 5)
     assert not Restarts(3).allow(failed(MISMATCH), 5)
 
 
-def test_an_error_is_tried_again_once() -> None:
+def test_an_error_is_retried_once() -> None:
     restarts = Restarts(3)
     assert restarts.allow(failed(), 5)
     assert not restarts.allow(failed(), 5)
 
 
-def test_the_same_error_at_the_same_place_is_not_tried_again_whatever_lies_between() -> None:
+def test_the_same_error_at_the_same_place_is_not_retried_even_after_another_failure() -> None:
     restarts = Restarts(9)
     assert restarts.allow(failed(), 5)
     assert restarts.allow(killed(), 5)
-    assert not restarts.allow(failed(), 6)  # nor after progress: it is a step that cannot be taken
+    assert not restarts.allow(failed(), 6)  # nor after progress: the step fails every time
 
 
 @pytest.mark.parametrize("other", [{"error": "ValueError"}, {"text": "other"}, {"place": "training, step 8"}])
-def test_another_error_or_another_place_is_tried_again(other: dict[str, str]) -> None:
+def test_another_error_or_another_place_is_retried(other: dict[str, str]) -> None:
     restarts = Restarts(3)
     assert restarts.allow(failed(), 5)
     assert restarts.allow(failed(**other), 5)
@@ -91,11 +93,11 @@ OURS = [name for name, kind in vars(errors).items() if isinstance(kind, type) an
 
 
 @pytest.mark.parametrize("error", sorted({*OURS} - {"ReplicasDiffer"}))
-def test_what_we_raise_on_purpose_would_come_again(error: str) -> None:
+def test_errors_that_paceline_raises_on_purpose_are_not_retried(error: str) -> None:
     assert not Restarts(3).allow(failed(error), 5)
 
 
-def test_a_device_that_computed_wrongly_is_worth_another_try() -> None:
+def test_different_replicas_are_retried_once() -> None:
     restarts = Restarts(3)
     assert restarts.allow(failed("ReplicasDiffer"), 5)
     assert not restarts.allow(failed("ReplicasDiffer"), 5)
@@ -107,6 +109,6 @@ def test_an_error_while_building_is_shown_at_once(place: str) -> None:
     assert Restarts(3).allow(failed("TypeError"), 5)
 
 
-def test_a_full_disk_is_no_reason_to_train_again() -> None:
-    no_room = failed("OSError", "weights.safetensors cannot be written: No space left on device (os error 28)")
-    assert not Restarts(3).allow(no_room, 5)
+def test_a_full_disk_is_not_retried() -> None:
+    full = failed("OSError", "weights.safetensors cannot be written: No space left on device (os error 28)")
+    assert not Restarts(3).allow(full, 5)

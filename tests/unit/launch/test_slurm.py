@@ -1,4 +1,4 @@
-"""launch/slurm.py: what Slurm's variables mean."""
+"""The variables of a Slurm step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP = {
 }  # fmt: skip
 
 
-def test_a_task_takes_its_place_from_its_step() -> None:
+def test_a_task_takes_its_rank_from_its_step() -> None:
     assert is_step(STEP)
     assert world_of(STEP) == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -40,9 +40,9 @@ def test_a_batch_script_and_a_single_task_start_their_ranks_themselves(variables
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4, SLURM_NODEID=1 and SLURM_LOCALID=1 are not a place among 4 tasks"),
-        ({"SLURM_LOCALID": "2"}, "not a place"),
-        ({"SLURM_NODEID": "2"}, "not a place"),
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4, SLURM_NODEID=1 and SLURM_LOCALID=1 are not valid among 4 tasks"),
+        ({"SLURM_LOCALID": "2"}, "are not valid"),
+        ({"SLURM_NODEID": "2"}, "are not valid"),
         ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6 but SLURM_STEP_TASKS_PER_NODE=2(x2) has 4"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE=two cannot be read"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID=x is not a number"),

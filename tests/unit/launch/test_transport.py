@@ -1,4 +1,4 @@
-"""launch/transport.py: who is let in, what an attacker in between can do, and what silent connections cost."""
+"""Connections between hosts: which are admitted, what an attacker in between can do, what silent connections cost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline.config import build
 from paceline.errors import ConfigError
 from paceline.launch import network
 from paceline.launch.cluster import agent, transport
+from paceline.launch.cluster.listener import MAX_UNPROVED, Listener
 from paceline.launch.cluster.messages import ORDER, RANKS_STATE, End, Over, RanksState, Signal, Start
 from paceline.launch.cluster.transport import (
     BadMessage,
     Connection,
     HandshakeFailed,
     KeysDiffer,
-    Listener,
     Role,
     connect,
     handshake,
@@ -43,7 +43,7 @@ TEXT = TypeAdapter(Text)
 
 
 def shake(raw: socket.socket, key: bytes, role: Role) -> Connection | OSError:
-    """What one side of a handshake comes to."""
+    """The result of one side of a handshake."""
     try:
         return handshake(raw, key, role)
     except OSError as error:
@@ -65,14 +65,14 @@ def both(*work: Callable[[], object]) -> list[object]:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        ours = socket.create_connection(door.getsockname())
-        return ours, door.accept()[0]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        return ours, listening.accept()[0]
 
 
 @contextmanager
 def connected(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Connection, Connection]]:
-    """A guest and its head; what the guest sends after the handshake passes a relay that may alter it."""
+    """An agent and its coordinator; the agent's messages after the handshake pass a relay that may alter them."""
     ours, in_front = tcp_pair()
     behind, theirs = tcp_pair()
     shaken = threading.Event()
@@ -90,7 +90,7 @@ def connected(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Connect
     threads = [threading.Thread(target=forward), threading.Thread(target=backward)]
     for thread in threads:
         thread.start()
-    left, right = both(lambda: handshake(ours, KEY, "guest"), lambda: handshake(theirs, KEY, "head"))
+    left, right = both(lambda: handshake(ours, KEY, "agent"), lambda: handshake(theirs, KEY, "coordinator"))
     assert isinstance(left, Connection)
     assert isinstance(right, Connection)
     shaken.set()
@@ -105,7 +105,7 @@ def connected(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Connect
         behind.close()
 
 
-# --- who is let in --------------------------------------------------------------------------------------------------
+# --- admission -----------------------------------------------------------------------------------------------------
 
 
 def test_both_sides_need_the_key() -> None:
@@ -115,72 +115,72 @@ def test_both_sides_need_the_key() -> None:
         assert right.receive(TEXT) == Text(text="hello")
         assert left.receive(TEXT) == Text(text="welcome")
     ours, theirs = tcp_pair()
-    ends = both(lambda: shake(ours, KEY, "guest"), lambda: shake(theirs, b"x" * 32, "head"))
+    ends = both(lambda: shake(ours, KEY, "agent"), lambda: shake(theirs, b"x" * 32, "coordinator"))
     assert [type(end) for end in ends] == [KeysDiffer, KeysDiffer]
 
 
-@pytest.mark.parametrize("role", ["head", "guest"])
+@pytest.mark.parametrize("role", ["coordinator", "agent"])
 def test_two_sides_of_one_role_do_not_accept_each_other(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "HANDSHAKE_S", 0.5)  # two heads wait for each other
+    monkeypatch.setattr(transport, "HANDSHAKE_S", 0.5)  # two coordinators wait for each other
     ours, theirs = tcp_pair()
     ends = both(lambda: shake(ours, KEY, role), lambda: shake(theirs, KEY, role))
     assert not [end for end in ends if isinstance(end, Connection)]
 
 
 @pytest.mark.parametrize("attack", ["relay", "reflect"])
-def test_a_process_that_takes_the_port_and_passes_proofs_on_joins_no_host(attack: str) -> None:
-    """Two hosts join at a port that an attacker has: it passes what they send to the other, or back."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+def test_a_process_that_takes_the_port_and_forwards_proofs_is_not_joined(attack: str) -> None:
+    """Two hosts try to join at an attacker's port: it forwards what they send to the other one, or back."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "nodes": 2}
         config = build({**keys, "rendezvous": f"127.0.0.1:{port}"})
 
         def join() -> object:
             try:
-                return agent._joined(config, f"127.0.0.1:{port}", 5.0, print)
+                return agent.join(config, f"127.0.0.1:{port}", 5.0, print)
             except ConfigError as error:
                 return str(error)
 
         def attack_two() -> bytes:
-            raws = [door.accept()[0] for _ in range(2)]
+            raws = [listening.accept()[0] for _ in range(2)]
             to = raws[::-1] if attack == "relay" else raws
 
             def pass_on(source: socket.socket, target: socket.socket) -> bytes:
-                heard = b""
+                received = b""
                 with suppress(OSError):
                     while data := source.recv(2**16):
-                        heard += data
+                        received += data
                         target.sendall(data)
                 with suppress(OSError):
                     target.shutdown(socket.SHUT_WR)
-                return heard
+                return received
 
-            heard = both(*(lambda s=s, t=t: pass_on(s, t) for s, t in zip(raws, to, strict=True)))  # type: ignore[misc]
+            received = both(*(lambda s=s, t=t: pass_on(s, t) for s, t in zip(raws, to, strict=True)))  # type: ignore[misc]
             for raw in raws:
                 raw.close()
-            return max(heard, key=len)  # type: ignore[type-var, return-value]
+            return max(received, key=len)  # type: ignore[type-var, return-value]
 
-        first, second, heard = both(join, join, attack_two)
+        first, second, received = both(join, join, attack_two)
     refused = f"rendezvous=127.0.0.1:{port} does not know the key"
     assert str(first).startswith(refused)
     assert str(second).startswith(refused)
-    assert isinstance(heard, bytes)
-    assert len(heard) == len(transport.PROTOCOL) + 2 * transport.CODE_BYTES  # a nonce and a proof, and no hello
+    assert isinstance(received, bytes)
+    assert len(received) == len(transport.PROTOCOL) + 2 * transport.CODE_BYTES  # a nonce and a proof, and no hello
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, b"\0\0\0\x3f#CHALLENGE#{sha256}" + b"x" * 80]
 )
-def test_another_program_is_known_as_such(answer: bytes) -> None:
+def test_another_program_fails_the_handshake(answer: bytes) -> None:
     ours, theirs = tcp_pair()
     theirs.sendall(answer)
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises(HandshakeFailed):
-        handshake(ours, KEY, "guest")
+        handshake(ours, KEY, "agent")
     theirs.close()
 
 
-def test_a_handshake_has_a_time_limit_however_its_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_has_a_time_limit_even_if_bytes_keep_arriving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "HANDSHAKE_S", 0.5)
     ours, theirs = tcp_pair()
     is_over = threading.Event()
@@ -195,7 +195,7 @@ def test_a_handshake_has_a_time_limit_however_its_bytes_come(monkeypatch: pytest
     thread = threading.Thread(target=drip)
     thread.start()
     with pytest.raises(HandshakeFailed):
-        handshake(theirs, KEY, "head")
+        handshake(theirs, KEY, "coordinator")
     is_over.set()
     thread.join()
     ours.close()
@@ -280,18 +280,18 @@ def test_a_message_that_is_not_valid_ends_the_connection(text: str) -> None:
 
 
 class Listening:
-    """A listener, what it reports, and the hosts that it hands over."""
+    """A listener, its reports, and the hosts that it admits."""
 
     def __init__(self) -> None:
-        door = network.listen("127.0.0.1", 0)
-        assert door is not None
-        self.port = door.getsockname()[1]
+        listening = network.listen("127.0.0.1", 0)
+        assert listening is not None
+        self.port = listening.getsockname()[1]
         self.reports: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self.listener = Listener(door, KEY, self.admitted.put, self.reports.put)
+        self.listener = Listener(listening, KEY, self.admitted.put, self.reports.put)
 
     def join(self) -> None:
-        """A host that knows the key is let in."""
+        """Check that a host that knows the key is admitted."""
         connection = connect("127.0.0.1", self.port, KEY)
         self.admitted.get(timeout=10).close()
         connection.close()
@@ -305,13 +305,13 @@ def listening() -> Iterator[Listening]:
 
 
 def test_silent_connections_keep_no_host_out(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "HANDSHAKE_S", 600)  # they are not closed for their silence here
-    silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(transport.MOST_UNPROVED + 40)]
+    monkeypatch.setattr(transport, "HANDSHAKE_S", 600)  # so that they are not closed for their silence
+    silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(MAX_UNPROVED + 40)]
     report = listening.reports.get(timeout=10)
     assert report.startswith(f"more than 64 connections to 127.0.0.1:{listening.port} have not proved to know the key")
     listening.join()
     silent[0].settimeout(10)
-    while silent[0].recv(2**16):  # the nonce that the head sends first, then the end: the oldest was closed
+    while silent[0].recv(2**16):  # the nonce of the coordinator, then the end: the oldest was closed
         pass
     for one in silent:
         one.close()
@@ -334,7 +334,7 @@ def test_a_listener_survives_that_no_file_can_be_opened(listening: Listening) ->
         for number in taken:
             os.close(number)
     assert report == f"a connection to 127.0.0.1:{listening.port} was not accepted: Too many open files; trying again"
-    connection = handshake(waiting, KEY, "guest")
+    connection = handshake(waiting, KEY, "agent")
     listening.admitted.get(timeout=10).close()
     connection.close()
     assert listening.reports.empty()

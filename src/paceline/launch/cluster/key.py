@@ -1,4 +1,4 @@
-"""The key that the hosts of a run share: a file in its folder that only its owner can read."""
+"""The key that the hosts of a run share: a file in the run folder that only its owner can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY_BYTES = 32
 
 
 def key_of(config: Config) -> bytes:
-    """The key in the folder of the run; the first host to look for it creates it."""
+    """The key in the run folder; the first host that needs it creates it."""
     folder = config.run_dir or Path("runs") / config.name
     path = folder / ".key"
     try:
@@ -24,7 +24,7 @@ def key_of(config: Config) -> bytes:
         if not os.path.lexists(path):
             _create(path)
         return _read(path)
-    except FileNotFoundError:  # NFS does not show it yet; a guest tries again
+    except FileNotFoundError:  # NFS does not show it yet; an agent tries again
         raise
     except OSError as error:
         raise ConfigError(
@@ -33,8 +33,8 @@ def key_of(config: Config) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Create the file with its content at once; one that another host has created meanwhile stays."""
-    number, name = tempfile.mkstemp(prefix=".key.", dir=path.parent)  # of mode 0600
+    """Create the file together with its content; a file that another host has created meanwhile stays."""
+    number, name = tempfile.mkstemp(prefix=".key.", dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(number, "wb") as file:
             file.write(secrets.token_bytes(KEY_BYTES))
@@ -47,7 +47,7 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """The content of the file, if no other user can have written or read it."""
+    """The content of the file; ConfigError if another user may have written or read it."""
     if path.is_symlink():
         raise _refusal(path, "is a link")
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""What the head of a run and its guests send each other, as JSON: every message is checked against its model."""
+"""The messages between the coordinator of a run and its agents, as JSON: each is validated against its model."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Message(BaseModel):
 
 
 class Hello(Message):
-    """A guest introduces itself."""
+    """An agent introduces its host."""
 
     name: str
-    room: NonNegativeInt  # the number of ranks that it can start
+    capacity: NonNegativeInt  # the number of ranks that it can start
     versions: dict[str, str]
     config: str  # the fingerprint of its config
 
 
 class Welcome(Message):
-    """The head takes a guest."""
+    """The coordinator admits an agent."""
 
     type: Literal["welcome"] = "welcome"
-    name: str  # of the head
+    name: str  # of the coordinator's host
 
 
 class Refused(Message):
-    """The head does not take a guest."""
+    """The coordinator does not admit an agent."""
 
     type: Literal["refused"] = "refused"
     reason: str
 
 
 class Start(Message):
-    """The guest starts ranks; what it reports of them carries the number of this attempt."""
+    """The agent starts ranks; its reports about them carry the number of this attempt."""
 
     type: Literal["start"] = "start"
     attempt: int
@@ -48,14 +48,14 @@ class Start(Message):
 
 
 class Signal(Message):
-    """The guest sends a signal to its ranks; also one without a name, which has them dump their stacks."""
+    """The agent sends a signal to its ranks; also the real-time signal that makes them dump their stacks."""
 
     type: Literal["signal"] = "signal"
     number: Annotated[int, Field(ge=1, lt=signal.NSIG)]
 
 
 class End(Message):
-    """The guest ends its ranks by a signal, and by SIGKILL those that are alive after the grace time."""
+    """The agent ends its ranks by a signal, and by SIGKILL those that still run after the grace time."""
 
     type: Literal["end"] = "end"
     number: signal.Signals
@@ -63,7 +63,7 @@ class End(Message):
 
 
 class Over(Message):
-    """The run has ended: what it left is in the run folder, or it failed with this error and exit code."""
+    """The run has ended: its outcome is in the run folder, or it failed with this error and exit code."""
 
     type: Literal["over"] = "over"
     run_dir: str | None = None
@@ -72,7 +72,7 @@ class Over(Message):
 
 
 class RanksState(Message):
-    """The ranks of a guest, counted from 0: the pids of the living, the exit codes of those that have ended."""
+    """The ranks of an agent, counted from 0: the pids of those that run, the exit codes of those that have ended."""
 
     attempt: int
     pids: dict[NonNegativeInt, NonNegativeInt]

@@ -1,11 +1,12 @@
-"""A run on several hosts: the same command on each, one of which is the head."""
+"""A run on several hosts: the same command on each, one of which becomes the coordinator."""
 
 from __future__ import annotations
 
 from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch import local, network
-from paceline.launch.cluster import agent, coordinator
+from paceline.launch.cluster import agent
+from paceline.launch.cluster.coordinator import Coordinator
 from paceline.launch.cluster.key import key_of
 from paceline.observe.screen.console import Screen
 from paceline.run.job import Task
@@ -13,20 +14,20 @@ from paceline.run.outcome import Outcome
 
 
 def start(config: Config, task: Task) -> Outcome:
-    """Do the task together with the other hosts, and return the outcome on each of them."""
+    """Run the task together with the other hosts, and return the outcome on each of them."""
     assert config.rendezvous is not None
-    say = Screen().note
-    door = network.listen(*coordinator.address_in(config.rendezvous))
-    if door is None:
-        return agent.serve(config, say)
-    site = coordinator.Hosts(config, door, key_of(config), say)
+    log = Screen().note
+    listening = network.listen(*network.address_in(config.rendezvous))
+    if listening is None:
+        return agent.serve(config, log)
+    coordinator = Coordinator(config, listening, key_of(config), log)
     try:
-        outcome = local.start(config, task, site)
+        outcome = local.start_on(coordinator, config, task)
     except PacelineError as error:
-        site.part(None, str(error), error.exit_code)
+        coordinator.finish(None, str(error), error.exit_code)
         raise
     except BaseException as error:
-        site.part(None, f"the head was ended by {type(error).__name__}")
+        coordinator.finish(None, f"the coordinator was ended by {type(error).__name__}")
         raise
-    site.part(outcome.run_dir)
+    coordinator.finish(outcome.run_dir)
     return outcome

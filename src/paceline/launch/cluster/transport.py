@@ -1,9 +1,9 @@
-"""Connections between the hosts of a run: the handshake, messages that cannot be altered, and a listener with limits.
+"""Connections between the hosts of a run: the handshake, and messages that cannot be altered.
 
-Both hosts know a key. The host that connects proves this first, then the head does. A proof covers the role of its
-sender and a nonce of each side: it is worth nothing on another connection, or in the other role. Until both are proved,
-only a fixed number of bytes is read. Every later message is JSON of a bounded size, with a code over its direction, its
-number and its text, made with a key of this connection alone. Nothing is encrypted.
+Both hosts know a key. The agent, which connects, proves this first, then the coordinator does. A proof covers the role
+of its sender and a nonce of each side: it is not valid on another connection, or in the other role. Until both are
+proved, only a fixed number of bytes is read. Every later message is JSON of a bounded size, with a code over its
+direction, its number and its text, made with a key of this connection alone. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import hmac
 import secrets
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Literal, TypeVar
 
@@ -23,30 +20,28 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from paceline.launch.network import resolve
 
-Role = Literal["head", "guest"]
+Role = Literal["coordinator", "agent"]
 T = TypeVar("T")
 
-PROTOCOL = b"paceline rendezvous 2\n"
+PROTOCOL = b"paceline rendezvous 3\n"
 CODE_BYTES = 32  # of a nonce, a proof, and the code of a message
-MOST_BYTES = 16 * 2**20  # in a message
+MAX_BYTES = 16 * 2**20  # in a message
 HANDSHAKE_S = 10.0  # for the whole handshake
 MESSAGE_S = 30.0  # for one message
-MOST_UNPROVED = 64  # connections at once that have not proved to know the key
-RETRY_S = 0.5  # after a connection could not be accepted
-# A connection is closed after 12 s without an answer from the other host's kernel; a shorter interruption is survived.
+# A connection is closed after 12 s without an answer from the other host's kernel; it survives shorter interruptions.
 IDLE_S, PROBE_S, PROBES = 6, 2, 3
 
 
 class HandshakeFailed(OSError):
-    """The other side is silent, left, or is not a host of a run."""
+    """The other side does not answer, has left, or is not a host of a run."""
 
 
 class KeysDiffer(OSError):
-    """The other side is a host of a run, and knows another key."""
+    """The other side is a host of a run, but knows another key."""
 
 
 class BadMessage(OSError):
-    """A message was altered, repeated or left out on its way, or is none of those that are expected."""
+    """A message was altered, repeated or dropped on its way, or is not of an expected kind."""
 
 
 class Connection:
@@ -58,7 +53,7 @@ class Connection:
         self._sent = self._received = 0
 
     def fileno(self) -> int:
-        """The number of the file, to wait for several connections at once."""
+        """The file descriptor, to wait for several connections at once."""
         return self._raw.fileno()
 
     def send(self, message: BaseModel) -> None:
@@ -68,15 +63,15 @@ class Connection:
         self._sent += 1
         _send(self._raw, frame, time.monotonic() + MESSAGE_S)
 
-    def poll(self, seconds: float) -> bool:
-        """Whether there is something to receive, or the other side has left; waits for it for so long."""
-        return bool(wait([self._raw], seconds))
+    def poll(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, or the other side has left; waits up to `timeout_s` for it."""
+        return bool(wait([self._raw], timeout_s))
 
     def receive(self, kind: TypeAdapter[T]) -> T:
         """Wait for the next message. Raises EOFError if the other side has left, BadMessage if it is not genuine."""
         deadline = time.monotonic() + MESSAGE_S
         (size,) = struct.unpack("!I", _receive(self._raw, 4, deadline))
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise BadMessage(f"a message of {size} bytes is too long")
         code, text = _receive(self._raw, CODE_BYTES, deadline), _receive(self._raw, size, deadline)
         if not hmac.compare_digest(code, self._code(self._peer, self._received, text)):
@@ -91,17 +86,17 @@ class Connection:
         return _hmac(self._session_key, sender.encode(), struct.pack("!Q", number), text)
 
     def close(self) -> None:
-        """Close it; the other side sees that at once."""
+        """Close the connection; the other side sees that at once."""
         self._raw.close()
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """A connection to the head that listens there. Raises OSError: KeysDiffer, HandshakeFailed and others."""
-    return handshake(socket.create_connection((resolve(host), port), HANDSHAKE_S), key, "guest")
+    """Connect to the coordinator that listens there. Raises OSError: KeysDiffer, HandshakeFailed and others."""
+    return handshake(socket.create_connection((resolve(host), port), HANDSHAKE_S), key, "agent")
 
 
 def handshake(raw: socket.socket, key: bytes, role: Role) -> Connection:
-    """Prove to the other side that this one knows the key, and have it prove the same; closes `raw` if one fails."""
+    """Prove to the other side that this one knows the key, and check its proof; closes `raw` if that fails."""
     deadline = time.monotonic() + HANDSHAKE_S
     try:
         _detect_lost_links(raw)
@@ -116,18 +111,18 @@ def handshake(raw: socket.socket, key: bytes, role: Role) -> Connection:
 
 
 def _exchange_proofs(raw: socket.socket, key: bytes, role: Role, deadline: float) -> bytes:
-    """The key of this connection, once both sides have proved to know the common one."""
+    """The key of this connection, after both sides have proved to know the common key."""
     mine = secrets.token_bytes(CODE_BYTES)
     _send(raw, PROTOCOL + mine, deadline)
     if _receive(raw, len(PROTOCOL), deadline) != PROTOCOL:
-        raise HandshakeFailed("it speaks another protocol")
+        raise HandshakeFailed("it uses another protocol")
     theirs = _receive(raw, CODE_BYTES, deadline)
-    nonces = mine + theirs if role == "guest" else theirs + mine
-    proof, expected = (_hmac(key, PROTOCOL, b"proof of ", who.encode(), nonces) for who in (role, _other(role)))
-    if role == "guest":
+    nonces = mine + theirs if role == "agent" else theirs + mine
+    proof, expected = (_hmac(key, PROTOCOL, b"proof of ", sender.encode(), nonces) for sender in (role, _other(role)))
+    if role == "agent":
         _send(raw, proof, deadline)
     is_proved = hmac.compare_digest(_receive(raw, CODE_BYTES, deadline), expected)
-    if role == "head":
+    if role == "coordinator":
         _send(raw, proof if is_proved else bytes(CODE_BYTES), deadline)
     if not is_proved:
         raise KeysDiffer("the keys differ")
@@ -135,7 +130,7 @@ def _exchange_proofs(raw: socket.socket, key: bytes, role: Role, deadline: float
 
 
 def _other(role: Role) -> Role:
-    return "guest" if role == "head" else "head"
+    return "agent" if role == "coordinator" else "coordinator"
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
@@ -157,7 +152,7 @@ def _send(raw: socket.socket, content: bytes, deadline: float) -> None:
 
 
 def _receive(raw: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly so many bytes."""
+    """Receive exactly `size` bytes."""
     content = b""
     while len(content) < size:
         raw.settimeout(_seconds_until(deadline))
@@ -173,77 +168,3 @@ def _seconds_until(deadline: float) -> float:
     if seconds <= 0:
         raise TimeoutError("timed out")
     return seconds
-
-
-class Listener:
-    """Accepts connections in a thread, and hands over those whose other side knows the key.
-
-    Each handshake has a thread of its own, so a silent connection delays no other. There are at most `MOST_UNPROVED`:
-    one more closes the oldest.
-    """
-
-    def __init__(
-        self, listening: socket.socket, key: bytes, admit: Callable[[Connection], None], report: Callable[[str], None]
-    ) -> None:
-        self._listening, self._key, self._admit, self._report = listening, key, admit, report
-        self._unproved: dict[socket.socket, None] = {}  # in the order in which they came
-        self._lock = threading.Lock()
-        self._reported: set[str] = set()
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._accept, name="paceline-listener", daemon=True).start()
-
-    def _accept(self) -> None:
-        address = "{}:{}".format(*self._listening.getsockname())
-        while True:
-            try:
-                raw, _ = self._listening.accept()
-            except OSError as error:
-                if self._is_closed.is_set():
-                    return
-                self._report_once(f"a connection to {address} was not accepted: {error.strerror}; trying again")
-                self._is_closed.wait(RETRY_S)
-                continue
-            with self._lock:
-                if len(self._unproved) >= MOST_UNPROVED:
-                    self._report_once(
-                        f"more than {MOST_UNPROVED} connections to {address} have not proved to know the key; the "
-                        "oldest are closed"
-                    )
-                    self._close_oldest()
-                self._unproved[raw] = None
-            try:
-                threading.Thread(target=self._greet, args=(raw,), daemon=True).start()
-            except RuntimeError as error:  # as many threads as the system allows
-                with self._lock:
-                    self._unproved.pop(raw, None)
-                raw.close()
-                self._report_once(f"a connection to {address} was not accepted: {error}; trying again")
-                self._is_closed.wait(RETRY_S)
-
-    def _close_oldest(self) -> None:
-        oldest = next(iter(self._unproved))
-        del self._unproved[oldest]
-        with suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-
-    def _greet(self, raw: socket.socket) -> None:
-        try:
-            connection = handshake(raw, self._key, "head")
-        except OSError:
-            return
-        finally:
-            with self._lock:
-                self._unproved.pop(raw, None)
-        self._admit(connection)
-
-    def _report_once(self, text: str) -> None:
-        if text not in self._reported:
-            self._reported.add(text)
-            self._report(text)
-
-    def close(self) -> None:
-        """Accept no more connections, and give the address back."""
-        self._is_closed.set()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # or the thread that waits there would keep the port
-        self._listening.close()

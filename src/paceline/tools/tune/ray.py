@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,9 +17,9 @@ from ray.tune.search import Searcher
 
 from paceline.config import Config, dump_yaml
 from paceline.errors import PacelineError
-from paceline.launch.local import StopRequest, hearing
-from paceline.launch.ray import Cluster, cluster, in_thread
+from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.run.layout import RunFolder
+from paceline.system.signals import StopRequest, listening
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.ledger import RunningTrial, TrialLedger
 from paceline.tools.tune.search import POLL_S
@@ -113,7 +112,7 @@ class TrialStopper(tune.Stopper):  # type: ignore[misc]
 def search(searcher: StudySearcher, config: Config, parallel: int) -> bool:
     """Train at most `parallel` trials at a time until there are enough. False if a signal stopped the search."""
     home, storage = searcher.folder.path, RunFolder(searcher.folder.path).ray
-    with cluster(config.device) as resources:
+    with connected(config.device) as resources:
         share = share_of(config, resources)
         threads = max(1, int(share["CPU"]) // most_ranks(config))
         metric = searcher.ledger.study.goal.metric
@@ -124,14 +123,13 @@ def search(searcher: StudySearcher, config: Config, parallel: int) -> bool:
             run_config=tune.RunConfig(name="tune", storage_path=str(storage), stop=TrialStopper(searcher), verbose=0),
         )
         request = StopRequest()
-        with hearing(request, f"the study is in {home}"):
+        with listening(request, f"the study is in {home}"):
             done = in_thread(tuner.fit)
             while not done.done():
                 time.sleep(POLL_S)
                 if request.signal and not searcher.is_stopping:
                     searcher.is_stopping = True
-                    name = signal.Signals(request.signal).name
-                    searcher.ledger.log(f"{name}: the running trials end; a second signal ends at once")
+                    searcher.ledger.log(f"{request.name}: the running trials end; a second signal ends at once")
         for trial_id in list(searcher.active):  # Ray Tune does not report trials that it was asked to end
             searcher.on_trial_complete(trial_id)
         shutil.rmtree(storage, ignore_errors=True)
@@ -145,7 +143,7 @@ def most_ranks(config: Config) -> int:
     return (config.procs_range or (1, 1))[1] if config.ddp else 1
 
 
-def share_of(config: Config, resources: Cluster) -> dict[str, float]:
+def share_of(config: Config, resources: RayResources) -> dict[str, float]:
     """What a trial requests: a CPU for each rank, but no more than a node has, and a GPU for each if there are any."""
     ranks = most_ranks(config)
     share: dict[str, float] = {"CPU": max(1, min(ranks, resources.cpus // resources.nodes))}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.launch.local import StopRequest, hearing
+from paceline.system.signals import StopRequest, listening
 from paceline.tools.tune.ledger import RunningTrial, TrialLedger
 from paceline.tools.tune.report import best_of, shown
 from paceline.tools.tune.study import Candidate
@@ -54,7 +53,7 @@ class Search:
     def run(self) -> bool:
         """Search to the end. False if a signal stopped it: trials have saved, and the next search resumes them."""
         totals, is_stopping = self._totals(), False
-        with hearing(self._request, "run the same command to resume the study"):
+        with listening(self._request, "run the same command to resume the study"):
             while True:
                 if self._request.signal and not is_stopping:
                     is_stopping = True
@@ -98,8 +97,7 @@ class Search:
 
     def _stop_all(self) -> None:
         """Pass a request to stop on to all trials."""
-        name = signal.Signals(self._request.signal).name
-        self._ledger.log(f"{name}: the running trials save and stop; a second signal ends them at once")
+        self._ledger.log(f"{self._request.name}: the running trials save and stop; a second signal ends them at once")
         for trial in self._active:
             trial.run.stop()
 

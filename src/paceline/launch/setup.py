@@ -1,0 +1,79 @@
+"""What launchers do before they start the first rank: fix threads and lanes, put the job into the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+from paceline.checkpoint.resume import RestorePoint
+from paceline.config import Config
+from paceline.data import batches
+from paceline.errors import ConfigError, RankFailed
+from paceline.observe.events import Events
+from paceline.observe.sinks.supervisor import running_sinks
+from paceline.observe.tail import NO_FILE, identity_of
+from paceline.run import job
+from paceline.run.job import Job, Task
+from paceline.run.layout import RunFolder
+from paceline.run.lifecycle import clear_last_attempt
+from paceline.system.cores import chosen_threads
+from paceline.worker.main import train
+
+
+def is_managed(config: Config, task: Task) -> bool:
+    """Whether the ranks run the managed loop, which saves when it is asked to stop."""
+    return task is train and config.train_fn is None
+
+
+def settled(
+    config: Config, past: RestorePoint, ranks: int, new_lanes: int, ranks_per_machine: Callable[[int], int]
+) -> Config:
+    """The config with the threads and lanes of all attempts; `new_lanes` are for a run that is not resumed."""
+    lanes = past.lanes(config)
+    # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
+    threads = past.threads(config) or chosen_threads(ranks_per_machine(lanes or ranks))
+    config = config.model_copy(update={"threads": threads})
+    if config.train_fn is None:
+        config = config.model_copy(update={"lanes": lanes or new_lanes})
+    batches.lanes_of(0, ranks, config.lanes or ranks)  # refuses here what would fail in every rank
+    return config
+
+
+@contextmanager
+def staged(packed: Job, folder: RunFolder, config: Config) -> Iterator[None]:
+    """Keep the job in the run folder and run the trackers inside; write an event if the run fails there."""
+    with _stored(packed, folder), running_sinks(config.log.trackers, folder), failure_reported(folder):
+        yield
+
+
+@contextmanager
+def _stored(packed: Job, folder: RunFolder) -> Iterator[None]:
+    """Keep the job in the run folder inside, without the files of earlier attempts."""
+    try:
+        folder.job.unlink(missing_ok=True)  # a launcher that was killed may have left it
+        job.save(packed, folder.job)
+        clear_last_attempt(folder)
+    except OSError as error:
+        with suppress(OSError):
+            folder.job.unlink(missing_ok=True)
+        raise ConfigError(
+            f"run_dir={folder.path} cannot be written to: {error.strerror}; free some space, or choose another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+
+
+@contextmanager
+def failure_reported(folder: RunFolder) -> Iterator[None]:
+    """Write an event if the run fails inside; not if it is refused before it changes the folder of an earlier run."""
+    before = identity_of(folder.events)
+    try:
+        yield
+    except (ConfigError, RankFailed) as error:
+        if identity_of(folder.events) != before or before == NO_FILE:
+            with closing(Events(folder.events)) as events:
+                events.write("run_failed", text=str(error))
+        raise
