@@ -1,4 +1,4 @@
-"""A cluster of the tests' own, for all tests of this folder."""
+"""Hosts and Slurm for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(whole_lab: Lab, tmp_path: Path) -> Iterator[Lab]:
-    """Hosts for one test, which starts in a folder with the work in it; nothing may be left when it ends."""
+    """Hosts for one test, which starts in a folder with the work; no process may be left when it ends."""
     for name in ("work.py", "config.yaml"):
         shutil.copy(HERE / name, tmp_path)
     try:
@@ -52,14 +52,14 @@ def whole_slurm(whole_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def slurm(lab: Lab, whole_slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """Slurm for one test, whose commands know where it is."""
+    """Slurm for one test, with its configuration in the environment."""
     monkeypatch.setenv("SLURM_CONF", str(whole_slurm.conf))
     return whole_slurm
 
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the work gives in a single process."""
+    """The results of the work in a single process."""
     folder = tmp_path_factory.mktemp("alone")
     for name in ("work.py", "config.yaml"):
         shutil.copy(HERE / name, folder)

@@ -24,7 +24,7 @@ TOOLS = ("ip", "tc", "nsenter", "unshare", "mount")
 
 
 def obstacle() -> str | None:
-    """Why there can be no such hosts here."""
+    """Why such hosts cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -45,7 +45,7 @@ class Lab:
         )
 
     def up(self) -> None:
-        """Make the bridge and the hosts."""
+        """Create the bridge and the hosts."""
         _do(f"ip link add {self.bridge} type bridge")
         _do(f"ip addr add 10.{self.net}.0.254/24 dev {self.bridge}")
         _do(f"ip link set {self.bridge} up")
@@ -59,7 +59,7 @@ class Lab:
             _do(f"ip -n {space} link set lo up")
 
     def down(self) -> None:
-        """End what was started, and take the hosts away."""
+        """End all processes, and remove the hosts."""
         self.end_all()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self._space(name)], check=False, capture_output=True)
@@ -88,7 +88,7 @@ class Lab:
 
     @contextmanager
     def cut(self, host: str) -> Iterator[None]:
-        """Nothing goes through a host's link inside."""
+        """Cut a host's link inside."""
         _do(f"ip link set {self._link(host)} down")
         try:
             yield
@@ -97,7 +97,7 @@ class Lab:
 
     @contextmanager
     def slowed(self, host: str, rate: str) -> Iterator[None]:
-        """A host's link is this slow inside."""
+        """Limit a host's link to this rate inside."""
         _do(f"tc -n {self._space(host)} qdisc replace dev eth0 root tbf rate {rate} burst 128k latency 200ms")
         try:
             yield
@@ -199,7 +199,7 @@ class Slurm:
                     until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 5)  # type: ignore[misc]
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm says."""
+        """The output of a command of Slurm."""
         variables = {**os.environ, "SLURM_CONF": str(self.conf)}
         return subprocess.run(command, env=variables, check=False, capture_output=True, text=True).stdout.strip()
 
@@ -209,11 +209,11 @@ def _do(command: str) -> None:
 
 
 def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
-    """Wait for something; a TimeoutError if it does not come."""
+    """Wait for a condition; TimeoutError if it does not become true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("it did not come")
+            raise TimeoutError("the condition did not become true")
         time.sleep(0.05)
 
 
@@ -230,18 +230,18 @@ def processes_with(text: str) -> list[int]:
 
 
 def outcome(folder: Path) -> dict[str, object]:
-    """What must be equal, however it came about."""
+    """The results that must be equal for every way to run the work."""
     result = json.loads((folder / "run" / "result.json").read_text())
     return {key: result[key] for key in ("weights_sha256", "ema_sha256", "optimizer_sha256", "history")}
 
 
-def go_on() -> None:
-    """Let a run go on that is held (work.py)."""
+def release() -> None:
+    """Let a run continue that is held (work.py)."""
     Path("hold").unlink()
 
 
 def rank_of(number: int) -> int:
-    """The process of a rank that works in this folder, on any host."""
+    """The pid of a rank that works in this folder, on any host."""
     return next(pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, number))
 
 

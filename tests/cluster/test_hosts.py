@@ -1,4 +1,4 @@
-"""Several hosts, the same command on each: one hash, whatever happens to a rank, a host or a link."""
+"""Several hosts with the same command on each: one hash, whatever happens to a rank, a host or a link."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import PACELINE, Lab, go_on, is_rank, outcome, processes_with, rank_of, until
+from lab import PACELINE, Lab, is_rank, outcome, processes_with, rank_of, release, until
 
 Process = subprocess.Popen[bytes]
 
@@ -20,12 +20,12 @@ def train(lab: Lab, host: str, *options: str, nodes: str = "2") -> Process:
     return lab.on(host, *command, *options, log=Path(f"{host}.log"))
 
 
-def said(host: str) -> str:
+def output_of(host: str) -> str:
     return Path(f"{host}.log").read_text(errors="replace")
 
 
 def held_run(lab: Lab, *hosts: str, nodes: str = "2") -> list[Process]:
-    """A run of these hosts that has saved a few checkpoints and waits in the middle of an epoch."""
+    """Start a run on these hosts; it has saved a few checkpoints and waits in the middle of an epoch."""
     Path("hold").touch()
     started = [train(lab, host, nodes=nodes) for host in hosts]
     until(Path("held").exists)
@@ -34,98 +34,98 @@ def held_run(lab: Lab, *hosts: str, nodes: str = "2") -> list[Process]:
 
 def test_two_hosts_give_the_bits_of_one_process(lab: Lab, expected: dict[str, object]) -> None:
     with lab.slowed("n2", "100mbit"):
-        guest = train(lab, "n2")
-        until(lambda: "waiting for the head at n1:29400" in said("n2"))
-        head = train(lab, "n1")
-        assert (head.wait(90), guest.wait(30)) == (0, 0)
+        agent = train(lab, "n2")
+        until(lambda: "waiting for the coordinator at n1:29400" in output_of("n2"))
+        coordinator = train(lab, "n1")
+        assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
-    assert "2 ranks on cpu" in said("n1")
-    for host in ("n1", "n2"):  # each tells the end
-        assert f"weights {str(expected['weights_sha256'])[:12]}" in said(host)
+    assert "2 ranks on cpu" in output_of("n1")
+    for host in ("n1", "n2"):  # each reports the end
+        assert f"weights {str(expected['weights_sha256'])[:12]}" in output_of(host)
     assert oct(Path("run/.key").stat().st_mode)[-3:] == "600"
     assert not Path("run/job.bin").exists()
 
 
 def test_a_killed_rank_costs_a_restart_on_all_hosts(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = held_run(lab, "n1", "n2")
+    coordinator, agent = held_run(lab, "n1", "n2")
     os.kill(rank_of(1), signal.SIGKILL)
-    go_on()
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    release()
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
-    assert "rank 1 failed" in said("n1")
-    assert "restart 1 of 3" in said("n1")
+    assert "rank 1 failed" in output_of("n1")
+    assert "restart 1 of 3" in output_of("n1")
 
 
-def test_a_host_that_is_lost_leaves_its_work_to_the_others(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = held_run(lab, "n1", "n2", nodes="1:2")
-    guest.kill()
-    until(lambda: "host n2 is gone" in said("n1"))
-    go_on()
-    assert head.wait(90) == 0
+def test_the_other_hosts_take_over_from_a_host_that_is_lost(lab: Lab, expected: dict[str, object]) -> None:
+    coordinator, agent = held_run(lab, "n1", "n2", nodes="1:2")
+    agent.kill()
+    until(lambda: "host n2 has left" in output_of("n1"))
+    release()
+    assert coordinator.wait(90) == 0
     assert outcome(Path()) == expected
-    assert "HostLost" in said("n1")
+    assert "HostLost" in output_of("n1")
 
 
 @pytest.mark.long
 def test_a_fixed_number_of_hosts_is_waited_for(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = held_run(lab, "n1", "n2")
-    guest.kill()
-    go_on()
-    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in said("n1").partition("host n2 is gone")[2])
-    head.send_signal(signal.SIGUSR1)  # nothing runs, so nothing is lost
-    assert head.wait(30) == 3
-    assert "stopped by SIGUSR1 while no rank was there" in said("n1")
+    coordinator, agent = held_run(lab, "n1", "n2")
+    agent.kill()
+    release()
+    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in output_of("n1").partition("host n2 has left")[2])
+    coordinator.send_signal(signal.SIGUSR1)  # nothing runs, so nothing is lost
+    assert coordinator.wait(30) == 3
+    assert "stopped by SIGUSR1 while no rank was running" in output_of("n1")
     again = [train(lab, host, "--resume", "auto") for host in ("n1", "n2")]
     assert [process.wait(90) for process in again] == [0, 0]
     assert outcome(Path()) == expected
 
 
-def test_a_host_that_comes_late_takes_its_share(lab: Lab, expected: dict[str, object]) -> None:
-    (head,) = held_run(lab, "n1", nodes="1:2")
-    guest = train(lab, "n2", nodes="1:2")
-    until(lambda: "host n2 has come" in said("n1"))
-    go_on()
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
+def test_a_host_that_joins_late_gets_ranks(lab: Lab, expected: dict[str, object]) -> None:
+    (coordinator,) = held_run(lab, "n1", nodes="1:2")
+    agent = train(lab, "n2", nodes="1:2")
+    until(lambda: "host n2 has joined" in output_of("n1"))
+    release()
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
-    assert "there is room for more ranks" in said("n1")
-    assert "2 ranks on cpu" in said("n1")
+    assert "there is capacity for more ranks" in output_of("n1")
+    assert "2 ranks on cpu" in output_of("n1")
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_is_noticed_and_a_host_that_is_back_joins_again(
-    lab: Lab, expected: dict[str, object]
-) -> None:
-    head, guest = held_run(lab, "n1", "n2", nodes="1:2")
+def test_a_link_that_is_cut_is_noticed_and_its_host_joins_again(lab: Lab, expected: dict[str, object]) -> None:
+    coordinator, agent = held_run(lab, "n1", "n2", nodes="1:2")
     with lab.cut("n2"):
-        until(lambda: "host n2 is gone" in said("n1"))
-        until(lambda: "does not answer any more" in said("n2"))
+        until(lambda: "host n2 has left" in output_of("n1"))
+        until(lambda: "does not answer any more" in output_of("n2"))
         assert not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 1)]
-    go_on()
-    assert head.wait(90) == 0
+    release()
+    assert coordinator.wait(90) == 0
     assert outcome(Path()) == expected
-    until(lambda: guest.poll() is not None or "joined n1" in said("n2").partition("any more")[2])
+    until(lambda: agent.poll() is not None or "joined n1" in output_of("n2").partition("any more")[2])
 
 
 def test_a_signal_to_any_host_saves_and_stops_the_run(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = held_run(lab, "n1", "n2")
-    guest.send_signal(signal.SIGTERM)
-    go_on()
-    assert (head.wait(60), guest.wait(30)) == (3, 3)
-    assert "checkpoint saved" in said("n2")
+    coordinator, agent = held_run(lab, "n1", "n2")
+    agent.send_signal(signal.SIGTERM)
+    release()
+    assert (coordinator.wait(60), agent.wait(30)) == (3, 3)
+    assert "checkpoint saved" in output_of("n2")
     again = [train(lab, host, "--resume", "auto") for host in ("n2", "n1")]
     assert [process.wait(90) for process in again] == [0, 0]
     assert outcome(Path()) == expected
 
 
 @pytest.mark.long
-def test_a_head_that_is_killed_leaves_nobody_and_the_run_goes_on_later(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = held_run(lab, "n1", "n2")
-    head.kill()
-    until(lambda: "does not answer any more" in said("n2"))
+def test_a_coordinator_that_is_killed_leaves_no_process_and_the_run_is_resumed_later(
+    lab: Lab, expected: dict[str, object]
+) -> None:
+    coordinator, agent = held_run(lab, "n1", "n2")
+    coordinator.kill()
+    until(lambda: "does not answer any more" in output_of("n2"))
     until(lambda: not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 0) or is_rank(pid, 1)])
-    go_on()
-    head = train(lab, "n1", "--resume", "auto")  # the guest still tries
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    release()
+    coordinator = train(lab, "n1", "--resume", "auto")  # the agent still tries to reach it
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
 
 
@@ -133,51 +133,53 @@ def test_a_hang_costs_a_restart_and_leaves_a_table_of_all_ranks_and_their_hosts(
     lab: Lab, expected: dict[str, object]
 ) -> None:
     Path("hold").touch()
-    head, guest = (train(lab, host, "hang_timeout_s=4") for host in ("n1", "n2"))
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    coordinator, agent = (train(lab, host, "hang_timeout_s=4") for host in ("n1", "n2"))
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     assert outcome(Path()) == expected
-    # Which of them waits for the other depends on who has the sample.
-    assert re.search(r"hang: rank \d is in `work\.py:\d+`; rank \d waits for it in .* \(restart 1 of 3\)", said("n1"))
+    # Which of them waits for the other depends on which has the sample.
+    assert re.search(
+        r"hang: rank \d is in `work\.py:\d+`; rank \d waits for it in .* \(restart 1 of 3\)", output_of("n1")
+    )
     table = Path("run/logs/hang-1.txt").read_text()
     assert "no rank has moved for" in table
     assert re.search(r"^  0 +n1 ", table, re.M)
     assert re.search(r"^  1 +n2 ", table, re.M)
 
 
-def test_a_head_that_waits_for_its_first_guest_can_be_stopped(lab: Lab) -> None:
-    head = train(lab, "n1")
-    until(lambda: "waiting for hosts" in said("n1"))
-    head.send_signal(signal.SIGUSR1)
-    assert head.wait(30) == 3
-    assert "stopped by SIGUSR1 before it began" in said("n1")
+def test_a_coordinator_that_waits_for_its_first_agent_can_be_stopped(lab: Lab) -> None:
+    coordinator = train(lab, "n1")
+    until(lambda: "waiting for hosts" in output_of("n1"))
+    coordinator.send_signal(signal.SIGUSR1)
+    assert coordinator.wait(30) == 3
+    assert "stopped by SIGUSR1 before it began" in output_of("n1")
 
 
 @pytest.mark.long
-def test_a_port_of_another_program_is_named(lab: Lab) -> None:
+def test_a_port_that_another_program_uses_is_reported(lab: Lab) -> None:
     listens = 'import socket; door = socket.create_server(("n1", 29400)); print("listening", flush=True); input()'
     other = lab.on("n1", "sh", "-c", f"sleep 60 | {sys.executable} -c '{listens}'", log=Path("other.log"))
     until(lambda: "listening" in Path("other.log").read_text())
-    guest = train(lab, "n2")
-    assert guest.wait(60) == 2
-    assert "n1:29400 is used by another program; choose another port" in said("n2")
+    agent = train(lab, "n2")
+    assert agent.wait(60) == 2
+    assert "n1:29400 is used by another program; choose another port" in output_of("n2")
     os.killpg(other.pid, signal.SIGKILL)
 
 
-def test_who_does_not_know_the_key_is_kept_out_and_keeps_nobody_waiting(lab: Lab) -> None:
-    head = train(lab, "n1")
-    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in said("n1"))
+def test_a_host_without_the_key_is_not_admitted_and_delays_no_other(lab: Lab) -> None:
+    coordinator = train(lab, "n1")
+    until(lambda: "waiting for hosts at n1:29400: 1 of 2 (n1)" in output_of("n1"))
     Path("elsewhere").mkdir()
     for name in ("work.py", "config.yaml"):
         Path("elsewhere", name).write_text(Path(name).read_text())
     silent = lab.on("n3", "sh", "-c", "sleep 60 | nc n1 29400 || exec sleep 60", log=Path("n3.log"))
-    stranger = lab.on(
+    outsider = lab.on(
         "n2", "sh", "-c", f"cd elsewhere; exec {PACELINE} train config.yaml --nodes 2 --rendezvous n1:29400",
-        log=Path("stranger.log"),
+        log=Path("outsider.log"),
     )  # fmt: skip
-    assert stranger.wait(60) == 2
-    assert "all hosts must see one shared folder" in Path("stranger.log").read_text()
-    guest = train(lab, "n2")
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
+    assert outsider.wait(60) == 2
+    assert "all hosts must see one shared folder" in Path("outsider.log").read_text()
+    agent = train(lab, "n2")
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
     os.killpg(silent.pid, signal.SIGKILL)
 
 
@@ -192,10 +194,10 @@ def test_torchrun_on_each_host_does_the_same(lab: Lab, expected: dict[str, objec
     ]
     until(Path("held").exists)
     os.kill(_child_of(started[1].pid), signal.SIGKILL)
-    go_on()
+    release()
     assert [process.wait(120) for process in started] == [0, 0]
     assert outcome(Path()) == expected
-    assert "resuming from step" in said("n1") + said("n2")
+    assert "resuming from step" in output_of("n1") + output_of("n2")
 
 
 def _child_of(parent: int) -> int:
@@ -204,7 +206,7 @@ def _child_of(parent: int) -> int:
 
 @pytest.mark.long
 def test_a_run_of_several_hosts_is_evaluated_on_one(lab: Lab, expected: dict[str, object]) -> None:
-    head, guest = train(lab, "n1"), train(lab, "n2")
-    assert (head.wait(90), guest.wait(30)) == (0, 0)
-    told = subprocess.run([PACELINE, "evaluate", "run"], capture_output=True, text=True, check=True).stdout
-    assert "accuracy" in told
+    coordinator, agent = train(lab, "n1"), train(lab, "n2")
+    assert (coordinator.wait(90), agent.wait(30)) == (0, 0)
+    printed = subprocess.run([PACELINE, "evaluate", "run"], capture_output=True, text=True, check=True).stdout
+    assert "accuracy" in printed

@@ -1,4 +1,4 @@
-"""Real Ray, on a cluster of its own and over two hosts: the bits of a single process, whatever happens to a rank."""
+"""Real Ray, on a cluster of its own and over two hosts: the same weights as one process, whatever happens to a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from lab import PACELINE, Lab, go_on, outcome, rank_of, until
+from lab import PACELINE, Lab, outcome, rank_of, release, until
 
 from paceline.observe.events import read
 
@@ -26,7 +26,7 @@ PORT = 26379
 
 
 class Nodes:
-    """Ray over two hosts of the lab, with room for one rank on each."""
+    """Ray over two hosts of the lab, with capacity for one rank on each."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab, self.head = lab, f"10.{lab.net}.0.1"
@@ -93,15 +93,15 @@ def held_run(nodes: Nodes) -> subprocess.Popen[bytes]:
     Path("hold").touch()
     started = train(nodes)
     until(lambda: Path("held").exists() or started.poll() is not None, END_S)
-    assert started.poll() is None, said()
+    assert started.poll() is None, output()
     return started
 
 
-def said() -> str:
+def output() -> str:
     return Path("out").read_text(errors="replace")
 
 
-def test_a_cluster_of_its_own_gives_the_bits_of_one_process(
+def test_a_cluster_of_its_own_gives_the_weights_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, object]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,35 +116,35 @@ def test_a_cluster_of_its_own_gives_the_bits_of_one_process(
     assert not [path for path in Path("run").rglob("*") if path.name in ("job.bin", ".ray", "request")]
 
 
-def test_two_nodes_give_the_bits_of_one_process_after_a_rank_was_killed(
+def test_two_nodes_give_the_weights_of_one_process_after_a_rank_was_killed(
     lab: Lab, nodes: Nodes, expected: dict[str, object]
 ) -> None:
     run = held_run(nodes)
     os.kill(rank_of(1), signal.SIGKILL)
-    go_on()
-    assert run.wait(END_S) == 0, said()
+    release()
+    assert run.wait(END_S) == 0, output()
     assert outcome(Path()) == expected
-    assert "rank 1 failed" in said()
-    assert "starting again from step" in said()
+    assert "rank 1 failed" in output()
+    assert "starting again from step" in output()
 
 
 def test_a_signal_to_the_launcher_saves_and_stops_the_run(lab: Lab, nodes: Nodes, expected: dict[str, object]) -> None:
     run = held_run(nodes)
     run.send_signal(signal.SIGTERM)
-    until(lambda: "saving and stopping" in said())
-    go_on()
-    assert run.wait(END_S) == 3, said()
-    assert "checkpoint saved" in said()
+    until(lambda: "saving and stopping" in output())
+    release()
+    assert run.wait(END_S) == 3, output()
+    assert "checkpoint saved" in output()
     subprocess.run([PACELINE, "train", "config.yaml", "--resume", "auto"], check=True, capture_output=True)
     assert outcome(Path()) == expected
 
 
-def test_an_error_that_would_come_again_is_told_at_once(lab: Lab, nodes: Nodes) -> None:
+def test_an_error_that_would_repeat_is_reported_at_once(lab: Lab, nodes: Nodes) -> None:
     with Path("work.py").open("a") as file:
         file.write("\n\ndef make_model() -> nn.Module:\n    raise ValueError('no such layer')\n")
     assert train(nodes).wait(END_S) == 1
-    assert "ValueError: no such layer" in said()
-    assert "starting again" not in said()
+    assert "ValueError: no such layer" in output()
+    assert "starting again" not in output()
     assert list(read(Path("run/events.jsonl")))[-1]["event"] == "run_failed"
 
 
@@ -176,8 +176,8 @@ def test_ray_tune_finds_what_the_search_without_it_finds() -> None:
 def test_a_rank_asks_for_a_gpu_where_there_are_any_and_for_its_part_of_the_cores(
     gpus: int, cpus: int, ranks: int, device: str, share: dict[str, float], lacks: bool
 ) -> None:
-    from paceline.launch.ray import Cluster
+    from paceline.launch.ray_cluster import RayResources
 
-    there = Cluster(gpus, cpus, nodes=2)
-    assert there.share(ranks, device) == share
-    assert there.lacks(ranks, share) == lacks
+    resources = RayResources(gpus, cpus, nodes=2)
+    assert resources.share(ranks, device) == share
+    assert resources.lacks(ranks, share) == lacks

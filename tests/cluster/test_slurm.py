@@ -1,4 +1,4 @@
-"""Real Slurm over two hosts: a submitted run comes to the bits of a single process, whatever Slurm does to it."""
+"""Real Slurm over two hosts: a submitted run gives the weights of one process, whatever Slurm does to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab import PACELINE, Lab, Slurm, go_on, is_rank, outcome, processes_with, rank_of, until
+from lab import PACELINE, Lab, Slurm, is_rank, outcome, processes_with, rank_of, release, until
 
 import paceline as paceline_package
 
@@ -38,8 +38,8 @@ def paceline(*words: str) -> str:
 
 def submit(*options: str) -> str:
     """Submit the work to two nodes; the number of the job."""
-    told = paceline("submit", "config.yaml", "--nodes", "2", "--procs", "1", "--time", "10", *options)
-    return told.partition("job ")[2].partition(",")[0]
+    printed = paceline("submit", "config.yaml", "--nodes", "2", "--procs", "1", "--time", "10", *options)
+    return printed.partition("job ")[2].partition(",")[0]
 
 
 def held_job(*options: str) -> str:
@@ -51,8 +51,8 @@ def held_job(*options: str) -> str:
 
 
 def state(slurm: Slurm, job: str) -> dict[str, str]:
-    told = slurm.ask("scontrol", "--oneliner", "show", "job", job)
-    return dict(word.partition("=")[::2] for word in told.split() if "=" in word)  # type: ignore[misc]
+    shown = slurm.ask("scontrol", "--oneliner", "show", "job", job)
+    return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)  # type: ignore[misc]
 
 
 def wait_for(slurm: Slurm, job: str, *states: str) -> None:
@@ -63,7 +63,7 @@ def log() -> str:
     return JOB_LOG.read_text(errors="replace")
 
 
-def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
+def test_a_job_that_is_asked_to_save_is_requeued_and_gives_the_same_weights(
     slurm: Slurm, expected: dict[str, object]
 ) -> None:
     job = held_job()
@@ -71,7 +71,7 @@ def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
     assert f"job {job}: RUNNING" in shown
     assert "step 14 of 35" in shown
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
-    go_on()
+    release()
     wait_for(slurm, job, "COMPLETED")
     assert state(slurm, job)["Restarts"] == "1"
     assert outcome(Path()) == expected
@@ -83,7 +83,7 @@ def test_a_job_that_is_asked_to_save_comes_again_and_ends_with_the_same_bits(
 
 
 @pytest.mark.long
-def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_not_requeued_more_often_than_allowed(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my lab").mkdir()
     for name in ("work.py", "config.yaml"):
         Path(name).rename(Path("my lab", name))
@@ -93,7 +93,7 @@ def test_no_job_comes_again_more_often_than_it_may(slurm: Slurm, monkeypatch: py
     assert twice.returncode == 2
     assert f"is job {job} already, RUNNING" in twice.stderr
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
-    go_on()
+    release()
     wait_for(slurm, job, "FAILED")
     assert state(slurm, job)["Restarts"] == "0"
     assert "not running, stopped by SIGUSR1" in paceline("status", "run")
@@ -110,28 +110,28 @@ def test_the_status_of_a_job_that_fails_before_its_run_begins_shows_the_cause(sl
     assert "config.yaml is neither a file nor a recipe" in shown
 
 
-def test_a_job_that_is_cancelled_saves_and_stays_away(slurm: Slurm, expected: dict[str, object]) -> None:
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(slurm: Slurm, expected: dict[str, object]) -> None:
     job = held_job()
     paceline("cancel", "run")
-    go_on()
+    release()
     wait_for(slurm, job, "CANCELLED")
     until(lambda: not processes_with(str(Path.cwd())))
     assert "stopped by SIGTERM" in log()
     assert state(slurm, job)["Restarts"] == "0"
-    job = submit()  # the same folder: the run goes on
+    job = submit()  # the same folder: the run is resumed
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
     assert "resuming from step" in log()
 
 
 @pytest.mark.long
-def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: dict[str, object]) -> None:
+def test_a_job_that_is_preempted_saves_and_is_requeued(slurm: Slurm, expected: dict[str, object]) -> None:
     job = held_job("--sbatch=--exclusive")
     other = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
     )
     until(lambda: state(slurm, job).get("PreemptTime", "None") != "None" or "SIGTERM" in log(), timeout_s=60)
-    go_on()
+    release()
     wait_for(slurm, other, "COMPLETED")
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
@@ -140,41 +140,41 @@ def test_a_job_that_is_preempted_saves_and_comes_again(slurm: Slurm, expected: d
 
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["rank", "task"])
-def test_what_is_killed_in_a_job_starts_again(slurm: Slurm, expected: dict[str, object], which: str) -> None:
+def test_a_process_that_is_killed_in_a_job_is_restarted(slurm: Slurm, expected: dict[str, object], which: str) -> None:
     job = held_job()
     pid = rank_of(1)
     if which == "task":  # the command itself, on the second node, and all its processes with it
         pid = next(
             pid
             for pid in processes_with("--rendezvous")
-            if os.getpgid(pid) != os.getpgid(rank_of(0)) and _is_guest(pid)
+            if os.getpgid(pid) != os.getpgid(rank_of(0)) and _is_agent(pid)
         )
     os.kill(pid, signal.SIGKILL)
-    go_on()
+    release()
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
 
 
 @pytest.mark.long
-def test_a_job_of_a_node_that_fails_comes_again(lab: Lab, slurm: Slurm, expected: dict[str, object]) -> None:
+def test_a_job_of_a_node_that_fails_is_requeued(lab: Lab, slurm: Slurm, expected: dict[str, object]) -> None:
     job = held_job()
     slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     until(lambda: not [pid for pid in processes_with(str(Path.cwd())) if is_rank(pid, 0) or is_rank(pid, 1)])
     slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
-    go_on()
+    release()
     wait_for(slurm, job, "COMPLETED")
     assert outcome(Path()) == expected
 
 
 @pytest.mark.long
-def test_the_script_that_init_lays_down_does_the_same_by_hand(slurm: Slurm, expected: dict[str, object]) -> None:
+def test_the_script_that_init_writes_does_the_same_by_hand(slurm: Slurm, expected: dict[str, object]) -> None:
     text = (Path(paceline_package.__file__).parent / "templates" / "project" / "train.slurm").read_text()
     Path("train.slurm").write_text(text.replace("paceline train", f"{PACELINE} train"))
     Path("hold").touch()
     job = slurm.ask("sbatch", "--parsable", "train.slurm")
     until(Path("held").exists)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
-    go_on()
+    release()
     wait_for(slurm, job, "COMPLETED")
     assert state(slurm, job)["Restarts"] == "1"
     Path(f"runs/job-{job}").rename("run")
@@ -193,9 +193,9 @@ def project(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_project_of_init_trains_as_a_job_by_its_script_and_by_submit(slurm: Slurm) -> None:
     by_hand = slurm.ask("sbatch", "--parsable", "train.slurm")
     submitted = submit_project()
-    for job, run, told in ((by_hand, f"runs/job-{by_hand}", f"slurm-{by_hand}.log"), (submitted, "run", JOB_LOG)):
+    for job, run, log_file in ((by_hand, f"runs/job-{by_hand}", f"slurm-{by_hand}.log"), (submitted, "run", JOB_LOG)):
         wait_for(slurm, job, "COMPLETED", "FAILED")
-        text = Path(told).read_text()
+        text = Path(log_file).read_text()
         assert state(slurm, job)["JobState"] == "COMPLETED", text
         assert Path(run, "result.json").exists()
         assert "warning: Paceline keeps no checkpoints for train_fn: it starts from the beginning" in text
@@ -210,7 +210,7 @@ def test_the_project_of_init_starts_again_after_a_requeue(slurm: Slurm) -> None:
     until(Path("held").exists)
     slurm.ask("scontrol", "requeue", job)
     until(lambda: state(slurm, job)["Restarts"] == "1")
-    go_on()
+    release()
     wait_for(slurm, job, "COMPLETED", "FAILED")
     assert state(slurm, job)["JobState"] == "COMPLETED", log()
     assert (RUN / "result.json").exists()
@@ -231,7 +231,7 @@ def test_srun_may_start_the_ranks_itself(slurm: Slurm, expected: dict[str, objec
     assert "4 ranks on cpu" in Path("out").read_text()
 
 
-def _is_guest(pid: int) -> bool:
+def _is_agent(pid: int) -> bool:
     """Whether a process is the command on the second node."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return (

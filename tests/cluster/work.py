@@ -13,7 +13,7 @@ SAMPLES, HELD, VISIT = 83, 5, 3
 
 
 class Images(Dataset):
-    """Random images; at the third visit of one sample, over all lives of the run, it waits while `hold` is there."""
+    """Random images; at the third visit of one sample, over all attempts of the run, it waits while `hold` is there."""
 
     def __init__(self, size: int = SAMPLES, is_held: bool = True) -> None:
         generator = torch.Generator().manual_seed(7)
