@@ -43,7 +43,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_collate
 
 from paceline import Trainer, linear_cross_entropy
-from paceline.system.parent import die_with_parent
+from paceline.system.processes import die_with_parent
 from paceline.tools.bench.bench import version_of
 from paceline.tools.bench.processes import window_of
 from paceline.tools.bench.setup import WindowTimer

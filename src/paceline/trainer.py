@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
-    """A valid config whose launcher, trackers, optimizer, metrics and loss exist, or one ConfigError with all errors."""
+    """A valid config whose launcher, trackers, optimizer, metrics and loss exist; otherwise one ConfigError for all."""
     return build(raw, folder=folder, checks=[_unknown_launcher, _unknown_trackers, _engine_problems])
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 
-from paceline.system.parent import die_with_parent
+from paceline.system.processes import die_with_parent
 from paceline.system.signals import ignore_signals
 
 START_TIMEOUT_S = 2.0  # doubled with each fork; a slow child is forked again without harm, it has done nothing yet

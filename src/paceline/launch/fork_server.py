@@ -21,8 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from paceline.system.exit_codes import DONE, ENDED_EARLY
-from paceline.system.parent import dying_with
+from paceline.system.processes import DONE, ENDED_EARLY, dying_with
 from paceline.system.signals import SIGNALS, ignore_signals
 
 LOOK_S = 0.05  # between checks of the ranks

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
 from paceline.launch.fork_server import RankSpec
-from paceline.system.child import command_of
 from paceline.system.cores import which_cores
+from paceline.system.processes import command_of
 
 # What libraries read while they are loaded: a fork server that was started with other values cannot be used.
 READ_AT_LOAD = (

@@ -21,7 +21,7 @@ from paceline.observe.progress import Progress
 from paceline.observe.rank_log import read_end
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
-from paceline.system.exit_codes import ENDED_EARLY
+from paceline.system.processes import ENDED_EARLY
 
 # What a rank reports when another rank has ended. Gloo raises these as plain RuntimeErrors.
 OTHER_RANK_ENDED = re.compile(

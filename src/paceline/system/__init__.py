@@ -1,4 +1,4 @@
-"""What is asked of the operating system: processes, signals, memory, free space, paths.
+"""Requests to the operating system: processes, signals, memory, free disk space, paths.
 
-Must not know anything of Paceline's other rooms but its errors.
+Must not import anything of Paceline but its errors.
 """

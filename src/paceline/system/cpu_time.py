@@ -1,4 +1,4 @@
-"""CPU time: what tells a rank that works from one that waits, where nothing is counted yet."""
+"""CPU time, which tells a rank that computes from one that waits, before it has counted a first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def others_cpu_s() -> float:
-    """Seconds used by this process but for the thread that asks, and by its children, which may do the work."""
+    """CPU seconds of this process without the calling thread, plus those of its children, which may do the work."""
     return time.process_time() - time.thread_time() + sum(map(_cpu_of, _children("self")))
 
 

@@ -1,21 +1,21 @@
-"""Free space on a disk: whether none is left, and whether an error says so."""
+"""Free disk space: whether none is left, and whether an error means that."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-LITTLE = 1 << 16  # bytes, with which nothing can be done
-NO_ROOM = ("No space left on device", "Disk quota exceeded")
+MIN_FREE_BYTES = 1 << 16  # with less, the disk counts as full
+FULL_DISK_ERRORS = ("No space left on device", "Disk quota exceeded")
 
 
 def is_full(path: Path) -> bool:
-    """Whether nothing can be written any more where `path` lies."""
+    """Whether the disk of `path` is full."""
     disk = os.statvfs(path)
-    blocks = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some are kept for root
-    return blocks * disk.f_frsize < LITTLE
+    blocks = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some are reserved for root
+    return blocks * disk.f_frsize < MIN_FREE_BYTES
 
 
 def is_of_full_disk(text: str) -> bool:
-    """Whether an error says so; libraries have errors of their own for it."""
-    return any(words in text for words in NO_ROOM)
+    """Whether the text of an error means a full disk; libraries have their own error types for it."""
+    return any(error in text for error in FULL_DISK_ERRORS)

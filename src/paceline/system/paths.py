@@ -1,24 +1,24 @@
-"""Paths that people give: what keeps one from naming a file or folder of this machine."""
+"""Paths that users give: why one cannot name a file or folder of this machine."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # of the two slashes, `Path` keeps one
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` keeps only one of the two slashes
 
 
 def problem_with(path: Path | str) -> str | None:
-    """Why nothing on this machine can have this path, with what to do; None if it can be used."""
+    """Why no file of this machine can have this path, and what to do; None if the path can be used."""
     if "\0" in str(path):
-        return "has a NUL character in it, as no path can; give another path"
+        return "contains a NUL character, which no path can; give another path"
     if URL.match(str(path)):
         return "is a URL, which Paceline cannot read or write; give a local path"
     return None
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; also False for a name that the system refuses, such as one of a thousand letters."""
+    """Whether the file exists; False for a name that the system refuses, such as one of a thousand letters."""
     try:
         return path.is_file()
     except (OSError, ValueError):

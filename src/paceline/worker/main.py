@@ -36,8 +36,7 @@ from paceline.run import job
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import reopen
-from paceline.system.exit_codes import DONE
-from paceline.system.parent import die_with_parent
+from paceline.system.processes import DONE, die_with_parent
 from paceline.system.signals import Stop
 from paceline.worker.build import (
     build_callbacks,

@@ -17,7 +17,7 @@ from paceline.observe import failures
 from paceline.observe.failures import Failure
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
-from paceline.system.exit_codes import ENDED_EARLY
+from paceline.system.processes import ENDED_EARLY
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 

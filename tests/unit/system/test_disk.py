@@ -1,4 +1,4 @@
-"""A disk that is full is noticed."""
+"""When a disk counts as full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.system.disk import is_full, is_of_full_disk
 
 
 @pytest.mark.parametrize(("user", "is_expected"), [(0, False), (1000, True)])
-def test_what_is_kept_for_root_is_room_for_root_alone(
+def test_reserved_blocks_are_free_space_for_root_only(
     user: int, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
@@ -20,7 +20,7 @@ def test_what_is_kept_for_root_is_room_for_root_alone(
     assert is_full(Path()) is is_expected
 
 
-def test_errors_of_libraries_say_that_a_disk_is_full() -> None:
+def test_the_errors_of_a_full_disk_are_recognized() -> None:
     assert is_of_full_disk("[Errno 122] Disk quota exceeded")
     assert is_of_full_disk("I/O error: No space left on device (os error 28)")
     assert not is_of_full_disk("[Errno 13] Permission denied")

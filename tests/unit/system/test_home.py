@@ -1,4 +1,4 @@
-"""home.py: where shared things are."""
+"""The shared folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from paceline.system.home import in_home
 
 
-def test_the_home_of_a_user_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_paceline_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PACELINE_HOME", "~/shared")
     assert in_home("models", "bert") == tmp_path / "shared/models/bert"

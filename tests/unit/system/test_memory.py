@@ -1,4 +1,4 @@
-"""The memory of a rank: what is told of it is what it holds."""
+"""The memory of a rank."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import psutil
 import pytest
 import torch
 
-from paceline.system.memory import ASK_S, Memory, used_on
+from paceline.system.memory import INTERVAL_S, Memory, used_on
 
 CPU = torch.device("cpu")
 
 
-def test_a_process_on_a_cpu_tells_what_is_resident() -> None:
+def test_on_a_cpu_it_is_the_resident_memory() -> None:
     before = used_on(CPU)
     held = torch.ones(2**25)  # 128 MB
     assert used_on(CPU) - before > 0.9 * held.nbytes
     assert used_on(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
 
 
-def test_it_is_asked_for_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, answers = [50.0], iter([10, 20])
+def test_it_is_measured_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, values = [50.0], iter([10, 20])
     monkeypatch.setattr("paceline.system.memory.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("paceline.system.memory.used_on", lambda device: next(answers))
+    monkeypatch.setattr("paceline.system.memory.used_on", lambda device: next(values))
     memory = Memory(CPU)
     assert [memory.used, memory.used] == [10, 10]
-    clock[0] += ASK_S
+    clock[0] += INTERVAL_S
     assert [memory.used, memory.used] == [20, 20]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.observe.screen.console import Screen
 from paceline.run.layout import RunFolder
-from paceline.system.child import command_of
+from paceline.system.processes import command_of
 
 FINISH_S = 60.0  # for the last events at the end of a run; importing MLflow alone may take ten
 NOTICE_S = 3.0  # after which the screen shows what the command is waiting for

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.system.parent import die_with_parent
+from paceline.system.processes import die_with_parent
 from paceline.tools.bench.contenders import CONTENDERS
 from paceline.tools.bench.models import WORKLOADS
 from paceline.tools.bench.setup import LoopSetup, WindowTimer

@@ -17,7 +17,7 @@ from paceline.observe.event_types import parse
 from paceline.observe.tail import Tail
 from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
-from paceline.system.child import command_of
+from paceline.system.processes import command_of
 from paceline.tools.tune.folder import StudyFolder
 from paceline.tools.tune.shares import MachineShare
 from paceline.tools.tune.worker import TrialJob, TrialOutcome

@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, Stopped
 from paceline.observe.events import read
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
-from paceline.system.parent import die_with_parent
+from paceline.system.processes import die_with_parent
 from paceline.system.signals import TIME_IS_UP, describe
 from paceline.tools.tune.goal import RETURNED
 from paceline.tools.tune.shares import pin_to
