@@ -1,7 +1,7 @@
 """Starts the ranks of a run and watches them: local processes, torchrun, Slurm, Ray, several hosts.
 
-Owns processes, restarts and what the environment says about them. Promises that no process outlives its run, and that
-the first failure is the one that is reported. Must not know models or data.
+Owns the processes of a run, their restarts, and the environment that they are started from. Promises that no process
+outlives its run, and that the first failure is the one that is reported. Must not know models or data.
 
 A launcher is a function `start(config, task) -> Outcome`. Other packages add launchers by entry points of the group
 `paceline.launchers`.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from paceline.config import Config
 from paceline.errors import Interrupted
-from paceline.launch.fork_server import LOOK_S, RankSpec
+from paceline.launch.fork_server import POLL_S, RankSpec
 from paceline.launch.machines import Machines, RankGroup, Rendezvous, StopSender
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.stalls import StallDetector
@@ -48,7 +48,7 @@ class AttemptEnd(NamedTuple):
 
 
 def run_attempt(launch: Launch, ranks: int, report: str) -> AttemptEnd:
-    """Start the ranks and show their progress until all have ended; `report` says why this is not the first attempt."""
+    """Start the ranks and show their progress until all have ended; `report` is the reason for another attempt."""
     config, folder = launch.config, launch.folder
     clear_last_attempt(folder)
     follower = Follower(folder, ranks, from_now=True, tensorboard=config.log.tensorboard)
@@ -88,7 +88,7 @@ def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tupl
     stalls = StallDetector(launch.folder, ranks, launch.config.hang_timeout_s)
     try:
         while group.pids and not any(group.codes.values()):
-            group.look(LOOK_S)
+            group.poll(POLL_S)
             if launch.watcher.conflict is not None:  # no event is written: the path leads to another folder
                 raise Interrupted(launch.watcher.conflict)
             if stalls.is_hang():
@@ -103,7 +103,7 @@ def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tupl
         # The failure of one rank makes others fail, and their exit codes arrive in any order.
         quiet_at = time.monotonic() + ECHO_S
         while group.pids and time.monotonic() < quiet_at:
-            group.look(LOOK_S)
+            group.poll(POLL_S)
         return dict.fromkeys(group.pids, 0) | group.codes, is_growing and request is not None and not request.signal
     finally:
         # Ranks that take SIGTERM as a request would only wait for the rank that has failed.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from paceline.system.processes import DONE, ENDED_EARLY, dying_with
 from paceline.system.signals import SIGNALS, ignore_signals
 
-LOOK_S = 0.05  # between checks of the ranks
+POLL_S = 0.05  # between checks of the ranks
 IDLE_S = 1.0  # between checks of the launcher while no rank runs
 MUST_EXEC = sys.platform == "darwin"  # where system libraries do not survive a fork
 
@@ -57,7 +57,7 @@ def main() -> None:
     ranks: dict[int, int] = {}
     try:
         while os.getppid() == launcher:
-            if channel.poll(LOOK_S if ranks else IDLE_S):
+            if channel.poll(POLL_S if ranks else IDLE_S):
                 rank, spec = channel.recv()
                 pid = _fork(spec, channel, before)
                 ranks[pid] = rank

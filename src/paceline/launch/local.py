@@ -72,7 +72,7 @@ def _run_attempts(launch: Launch) -> None:
             continue
         if first is None:
             break
-        launch.watcher.look()
+        launch.watcher.check()
         first = hangs.explain(first, folder, ranks)
         is_stopping = request is not None and request.signal != 0
         if is_stopping or not restarts.allow_in(folder, first):

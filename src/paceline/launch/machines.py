@@ -32,7 +32,7 @@ class RankGroup(Protocol):
     def start(self, specs: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
 
-    def look(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         """Update `pids` and `codes`; wait up to `timeout_s` for a change."""
 
     def signal(self, number: int) -> None:

@@ -56,12 +56,12 @@ class LocalRanks:
     def start(self, specs: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
         self.pids, self.codes = dict.fromkeys(range(len(specs)), 0), {}
-        with suppress(OSError):  # the next `look` finds that it has ended
+        with suppress(OSError):  # the next `poll` finds that it has ended
             for rank, spec in enumerate(specs):
                 variables = {**self._defaults, **os.environ, **spec.variables}
                 self.channel.send((rank, spec._replace(variables=variables)))
 
-    def look(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         """Update `pids` and `codes`; wait up to `timeout_s` for a change."""
         try:
             while self.pids and self.channel.poll(timeout_s):
@@ -88,7 +88,7 @@ class LocalRanks:
         while self.pids and time.monotonic() < deadline + grace_s:  # or the fork server is stuck
             is_late = time.monotonic() >= deadline
             self.signal(signal.SIGKILL if is_late else number, to_groups=True)
-            self.look(max(0.1, deadline - time.monotonic()))
+            self.poll(max(0.1, deadline - time.monotonic()))
 
     def close(self) -> None:
         """End the fork server, and with it any rank that is left."""

@@ -26,7 +26,7 @@ from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import Interrupted, RankFailed
 from paceline.launch import network, ray_worker
-from paceline.launch.fork_server import LOOK_S
+from paceline.launch.fork_server import POLL_S
 from paceline.launch.machines import capacity_among, fitting, serve_store, variables_of
 from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.launch.ray_worker import WorkerOptions
@@ -98,7 +98,7 @@ def _run(run: RayRun, began: float) -> None:
     error = _fit(run, _trainer(run, began))
     first = ray_worker.first_failure(run.folder, run.ranks)
     if error is not None or first is not None:
-        run.watcher.look()
+        run.watcher.check()
         if first is None:
             raise RankFailed(f"Ray has given up: {error}")
         raise final_error(hangs.explain(first, run.folder, run.ranks), run.folder)
@@ -137,7 +137,7 @@ def _fit(run: RayRun, trainer: TorchTrainer) -> BaseException | None:
         done = in_thread(trainer.fit)
         is_passed_on = False
         while not done.done():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             if run.watcher.conflict is not None:
                 raise Interrupted(run.watcher.conflict)
             if request is not None and request.signal and not is_passed_on:
@@ -158,15 +158,15 @@ def _work(given: dict[str, Any]) -> None:
     """Start the rank of this worker, and wait for its end."""
     options: WorkerOptions = given["options"]
     context = train.get_context()
-    rank, ranks, near = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
+    rank, ranks, local_ranks = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
     rendezvous = None
     if rank == 0:
         ray_worker.begin_attempt(RunFolder(Path(options.run_dir)), ranks)
-        store, rendezvous = serve_store(LOOPBACK if near == ranks else ray.util.get_node_ip_address())
+        store, rendezvous = serve_store(LOOPBACK if local_ranks == ranks else ray.util.get_node_ip_address())
         _stores.append(store)
     rendezvous = broadcast_from_rank_zero(rendezvous)
     # A rank that sees a single device calls it 0, and shares it with no other rank.
-    place = (0, 1) if ray.get_gpu_ids() else (context.get_local_rank(), near)
+    place = (0, 1) if ray.get_gpu_ids() else (context.get_local_rank(), local_ranks)
     interface = network.variables_towards(rendezvous["MASTER_ADDR"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs errors for hosts without a name
     ray_worker.run_rank(options, rank, ranks, {**variables_of(rank, ranks, *place), **rendezvous, **interface})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import RankFailed
 from paceline.launch import processes
-from paceline.launch.fork_server import LOOK_S, RankSpec
+from paceline.launch.fork_server import POLL_S, RankSpec
 from paceline.launch.processes import LocalRanks
 from paceline.launch.restarts import Restarts, restart_report
 from paceline.launch.stalls import StallDetector
@@ -23,7 +23,7 @@ from paceline.observe.failures import Failure
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import clear_last_attempt
 
-FOLDER_S = 0.5  # between looks into the run folder, which may be on a slow network file system
+FOLDER_S = 0.5  # between reads of the run folder, which may be on a slow network file system
 ECHO_S = 2.0  # from the failure of a rank to the failures that it causes on other hosts
 GRACE_S = 5.0
 
@@ -70,13 +70,13 @@ def run_rank(options: WorkerOptions, rank: int, ranks: int, variables: dict[str,
 
 def watch(started: LocalRanks, folder: RunFolder, rank: int, stalls: StallDetector) -> Failure | None:
     """Wait until the rank ends or another one fails; the first failure of all, if there is one."""
-    looked_at, ranks = 0.0, stalls.ranks
+    read_at, ranks = 0.0, stalls.ranks
     while started.pids:
-        started.look(LOOK_S)
+        started.poll(POLL_S)
         if stalls.is_hang():
             stalls.report(started, rank)
-        if time.monotonic() - looked_at > FOLDER_S:
-            looked_at = time.monotonic()
+        if time.monotonic() - read_at > FOLDER_S:
+            read_at = time.monotonic()
             if number := read_request(folder):
                 started.signal(number)
             if (first := first_failure(folder, ranks)) is not None and not first.is_echo:
@@ -87,7 +87,7 @@ def watch(started: LocalRanks, folder: RunFolder, rank: int, stalls: StallDetect
         failures.write(failures.first(folder, {rank: started.codes[0]}), folder)
     quiet_at = time.monotonic() + ECHO_S
     while ((first := first_failure(folder, ranks)) is None or first.is_echo) and time.monotonic() < quiet_at:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return first
 
 

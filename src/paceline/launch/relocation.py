@@ -30,11 +30,11 @@ class FolderWatcher:
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self._folder, self._config = folder, config
         self._handle = _open(folder.path)
-        self._links: set[str] = set()  # their targets, as they were written here
+        self._links: set[str] = set()  # the targets of links that were created here
         self.conflict: str | None = None  # why the run must end
         self._has_config = folder.config.exists()  # a run that is resumed may have lost it before
         self._locks = ExitStack()  # of folders that were created here
-        self._is_looking = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-folder", daemon=True)
 
@@ -50,12 +50,12 @@ class FolderWatcher:
         self._locks.close()
         os.close(self._handle)
 
-    def look(self) -> None:
-        """Make the path valid if it is not, and write a warning; or note why it cannot be."""
+    def check(self) -> None:
+        """Make the path valid again if it is not, and write a warning; or set `conflict`."""
         folder = self._folder
         if self.conflict is not None:
             return
-        with self._is_looking, suppress(OSError):  # a disk that cannot be used now is tried again
+        with self._lock, suppress(OSError):  # a disk that cannot be used now is tried again
             if not _leads_to(folder.path, self._handle):
                 text = self._follow()
                 if text is None:
@@ -71,29 +71,25 @@ class FolderWatcher:
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            self.look()
+            self.check()
 
     def _follow(self) -> str | None:
-        """Have a folder under the path again, the same one where it can be found; what to report about it, if it is."""
+        """Link the path to the moved folder, or create a new one; a text for a warning, None if neither is possible."""
         path, moved_to = self._folder.path, _path_of(self._handle)
         if moved_to is not None and self._link(path, moved_to):
             return f"{path} was moved to {moved_to}; the run continues there, by a link in the old place"
+        cause = "was deleted" if moved_to is None else f"was moved to {moved_to}"
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            is_empty = path.is_dir() and not any(path.iterdir())
-        else:
-            is_empty = True
-        if not is_empty:
-            fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
-            rest = "" if moved_to is None else f"; resume with --resume {quote(str(moved_to))}"
-            self.conflict = f"{path} {fate} while its run was training, and something else is in its place{rest}"
-            return None
+            if not path.is_dir() or any(path.iterdir()):
+                rest = "" if moved_to is None else f"; resume with --resume {quote(str(moved_to))}"
+                self.conflict = f"{path} {cause} while its run was training, and something else is in its place{rest}"
+                return None
         old, self._handle = self._handle, _open(path)
         os.close(old)
         self._complete()
-        fate = "was deleted" if moved_to is None else f"was moved to {moved_to}"
-        return f"{path} {fate}; the run continues in a new folder, without the earlier checkpoints and events"
+        return f"{path} {cause}; the run continues in a new folder, without the earlier checkpoints and events"
 
     def _link(self, path: Path, target: Path) -> bool:
         """Make a path lead to a folder; False if something else has the path, or the file system has no links."""
@@ -109,7 +105,7 @@ class FolderWatcher:
         return True
 
     def _complete(self) -> None:
-        """Give the folder what a run cannot do without."""
+        """Create what the run needs in the folder: logs, lock and config."""
         self._folder.logs.mkdir(exist_ok=True)
         with suppress(ConfigError):  # it is locked already
             self._locks.enter_context(locked(self._folder))
@@ -117,26 +113,12 @@ class FolderWatcher:
             write_text(self._folder.config, self._config.to_yaml())
 
 
-def loss_of(folder: RunFolder, saved_step: int) -> str | None:
-    """Why the ranks of a run whose folder was deleted cannot start again, and what is lost; None if they can.
-
-    `saved_step` is the newest checkpoint's, -1 if there is none.
-    """
-    if folder.job.exists():
-        return None
-    if saved_step < 0:
-        rest = "no checkpoint is left; begin a new run"
-    else:
-        rest = f"step {saved_step} was saved after that; resume with --resume {quote(str(folder.path))}"
-    return f"{folder.path} was deleted while the run was training, so its ranks cannot start again; {rest}"
-
-
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _leads_to(path: Path, handle: int) -> bool:
-    """Whether a path is that of an open folder."""
+    """Whether a path leads to an open folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:
@@ -144,7 +126,7 @@ def _leads_to(path: Path, handle: int) -> bool:
 
 
 def _path_of(handle: int) -> Path | None:
-    """Where an open folder is now, as far as the system knows; None if it was deleted."""
+    """The current path of an open folder; None if it was deleted, or the system does not know."""
     with suppress(OSError):
         path = Path(f"/proc/self/fd/{handle}").readlink()
         if _leads_to(path, handle):

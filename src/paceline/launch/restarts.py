@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from paceline import errors
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.errors import PacelineError, RankFailed
-from paceline.launch.relocation import loss_of
 from paceline.observe.failures import HANG, MISMATCH, Failure
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import keep_hang_report
@@ -64,6 +65,17 @@ class Restarts:
 def saved_step_of(folder: RunFolder) -> int:
     """The step of the newest checkpoint, -1 if there is none."""
     return Store(folder.checkpoints).newest_step()
+
+
+def loss_of(folder: RunFolder, saved_step: int) -> str | None:
+    """Why ranks cannot be restarted after the run folder was deleted, and what is left of it; None if they can."""
+    if folder.job.exists():
+        return None
+    if saved_step < 0:
+        rest = "no checkpoint is left; begin a new run"
+    else:
+        rest = f"step {saved_step} was saved after that; resume with --resume {quote(str(folder.path))}"
+    return f"{folder.path} was deleted while the run was training, so its ranks cannot start again; {rest}"
 
 
 def restart_report(failure: Failure, folder: RunFolder, count: str = "") -> str:

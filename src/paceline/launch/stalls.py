@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from paceline.launch.fork_server import LOOK_S
+from paceline.launch.fork_server import POLL_S
 from paceline.launch.machines import RankGroup
 from paceline.observe import hangs
 from paceline.observe.hangs import position_in_dump, read_position
@@ -53,7 +53,7 @@ class StallDetector:
         started.signal(DUMP_SIGNAL)
         deadline = time.monotonic() + DUMP_BEATS * BEAT_S
         while started.pids and time.monotonic() < deadline:
-            started.look(LOOK_S)
+            started.poll(POLL_S)
         positions = [read_position(self.folder, rank) for rank in range(self.ranks)]
         positions = [position_in_dump(replace(p, is_silent=True), self.folder) if p.beat > 0 else p for p in positions]
         hangs.write_hang(positions, by, self.timeout_s, self.folder)

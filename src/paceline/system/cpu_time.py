@@ -1,4 +1,4 @@
-"""CPU time, which tells a rank that computes from one that waits, before it has counted a first step."""
+"""CPU time, which distinguishes a rank that computes from one that waits before its first step."""
 
 from __future__ import annotations
 

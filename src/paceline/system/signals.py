@@ -66,7 +66,7 @@ class StopRequest:
 
     @property
     def announcement(self) -> str:
-        """The line that tells the user what happens now, and how to end at once."""
+        """The line for the user: what happens now, and how to end at once."""
         again = "Ctrl-C again" if self.signal == signal.SIGINT else "a second signal"
         return f"{self.name}: saving and stopping; {again} ends at once"
 

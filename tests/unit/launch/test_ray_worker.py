@@ -26,14 +26,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 class FakeRanks:
-    """One rank, which calls one of `actions` at each look, then ends."""
+    """One rank, which calls one of `actions` at each poll, then ends."""
 
     def __init__(self, *actions: Callable[[], object], code: int = 0) -> None:
         self.pids, self.codes = {0: 1}, {}
         self.signals: list[int] = []
         self._actions, self._code = list(actions), code
 
-    def look(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         if self._actions:
             self._actions.pop(0)()
         else:
@@ -70,8 +70,8 @@ def test_the_failure_of_a_killed_rank_is_written_for_the_other_workers(folder: R
 
 def test_the_cause_is_reported_and_not_its_echo(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     failures.write(failed(0, "RuntimeError", is_echo=True), folder)
-    looks = iter([lambda: None, lambda: failures.write(failed(1), folder)])
-    monkeypatch.setattr(ray_worker.time, "sleep", lambda seconds: next(looks)())
+    actions = iter([lambda: None, lambda: failures.write(failed(1), folder)])
+    monkeypatch.setattr(ray_worker.time, "sleep", lambda seconds: next(actions)())
     first = ray_worker.watch(FakeRanks(code=1), folder, 0, quiet(folder, 2))  # type: ignore[arg-type]
     assert first is not None
     assert first.rank == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Config, read_yaml
-from paceline.launch.relocation import FolderWatcher, loss_of
+from paceline.launch.relocation import FolderWatcher
 from paceline.observe.events import Events, read
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
@@ -23,7 +23,7 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture
 def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderWatcher]]:
-    """A run folder that this process has locked, and a watcher whose thread never looks: the test does."""
+    """A run folder that this process has locked, and a watcher whose thread never checks it: the test does."""
     config = make_config(run_dir="runs/mine", seed=7)
     with open_run(config, None) as folder:
         with closing(Events(folder.events)) as events:
@@ -41,7 +41,7 @@ def warnings_in(folder: RunFolder) -> list[str]:
 def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
     folder, watcher = held
     before = sorted(folder.path.rglob("*"))
-    watcher.look()
+    watcher.check()
     assert sorted(folder.path.rglob("*")) == before
     assert warnings_in(folder) == []
 
@@ -56,7 +56,7 @@ def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
         shutil.rmtree("moved")
     folder.path.mkdir()
     (folder.path / "config.yaml").write_text("of another run")
-    watcher.look()
+    watcher.check()
     fate, rest = "deleted", ""
     if is_moved:
         fate, rest = f"moved to {tmp_path}/moved", f"; resume with --resume {tmp_path}/moved"
@@ -73,7 +73,7 @@ def test_a_link_of_the_user_in_the_old_place_is_left_alone(held: tuple[RunFolder
     Path("other").mkdir()
     (Path("other") / "data").touch()
     folder.path.symlink_to(Path("other").resolve())
-    watcher.look()
+    watcher.check()
     assert watcher.conflict is not None
     assert folder.path.resolve() == Path("other").resolve()
 
@@ -87,13 +87,13 @@ def test_a_folder_that_was_moved_is_reached_by_its_old_path(
 ) -> None:
     folder, watcher = held
     Path(source).rename(target)
-    watcher.look()
+    watcher.check()
     assert folder.path.resolve() == tmp_path / place
     assert is_locked(folder)
     assert is_locked(RunFolder(tmp_path / place))
     text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
     assert warnings_in(folder) == [text]
-    watcher.look()
+    watcher.check()
     assert warnings_in(folder) == [text]
 
 
@@ -103,11 +103,11 @@ def test_a_folder_that_is_moved_again_and_again_is_followed(
     folder, watcher = held
     for before, after in (("runs/mine", "a"), ("a", "b"), ("b", "c")):
         Path(before).rename(after)
-        watcher.look()
+        watcher.check()
     assert folder.path.resolve() == tmp_path / "c"
     folder.path.unlink()  # the link
     Path("c").rename("runs/mine")
-    watcher.look()
+    watcher.check()
     assert not folder.path.is_symlink()
     assert len(warnings_in(folder)) == 3
 
@@ -118,7 +118,7 @@ def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
     folder, watcher = held
     for _ in range(2):
         shutil.rmtree(folder.path)
-        watcher.look()
+        watcher.check()
         assert read_yaml(folder.config)["seed"] == 7
         assert is_locked(folder)
         assert folder.logs.is_dir()
@@ -130,11 +130,11 @@ def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, Folde
     """`rm -r` leaves the folder if a rank writes to it meanwhile."""
     folder, watcher = held
     folder.path.rename("moved")
-    watcher.look()
+    watcher.check()
     for path in (folder.config, folder.lock):
         path.unlink()
     for _ in range(2):
-        watcher.look()
+        watcher.check()
         assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
         assert is_locked(folder)
         assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
@@ -146,7 +146,7 @@ def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: Ma
     folder = create_run(config)
     folder.config.unlink()
     with open_run(config, folder.path), FolderWatcher(folder, config) as watcher:
-        watcher.look()
+        watcher.check()
     assert not folder.config.exists()
     assert not folder.events.exists()
 
@@ -157,13 +157,13 @@ def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
     folder, watcher = held
     folder.path.rename("moved")
     folder.path.mkdir()  # something else has the path
-    watcher.look()
+    watcher.check()
     assert folder.config.exists()
     [text] = warnings_in(folder)
     assert f"was moved to {tmp_path / 'moved'}; the run continues in a new folder, without the earlier" in text
 
 
-def test_a_watcher_has_a_thread_that_looks(make_config: MakeConfig) -> None:
+def test_a_watcher_has_a_thread_that_checks(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run")
     with open_run(config, None) as folder, FolderWatcher(folder, config):
         folder.path.rename("moved")
@@ -171,12 +171,3 @@ def test_a_watcher_has_a_thread_that_looks(make_config: MakeConfig) -> None:
             pass
     assert folder.path.resolve().name == "moved"
     assert not is_locked(folder)
-
-
-def test_the_loss_with_a_deleted_folder_is_reported(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    text = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
-    assert loss_of(folder, -1) == f"{text}no checkpoint is left; begin a new run"
-    assert loss_of(folder, 8) == f"{text}step 8 was saved after that; resume with --resume {tmp_path}"
-    folder.job.touch()
-    assert loss_of(folder, -1) is None

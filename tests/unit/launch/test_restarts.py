@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline import errors
-from paceline.launch.restarts import Restarts
+from paceline.config import Config
+from paceline.errors import ConfigError, RankFailed
+from paceline.launch.restarts import MAX_RESTARTS, Restarts, final_error, limit_of, loss_of, restart_report
 from paceline.observe.failures import HANG, MISMATCH, Failure
+from paceline.run.layout import RunFolder
 
 
 def failed(error: str = "RuntimeError", text: str = "odd", place: str = "training, step 7", **keys: Any) -> Failure:
@@ -112,3 +117,41 @@ def test_an_error_while_building_is_shown_at_once(place: str) -> None:
 def test_a_full_disk_is_not_retried() -> None:
     full = failed("OSError", "weights.safetensors cannot be written: No space left on device (os error 28)")
     assert not Restarts(3).allow(full, 5)
+
+
+@pytest.mark.parametrize(("keys", "managed", "other"), [({}, MAX_RESTARTS, 0), ({"max_restarts": 5}, 5, 5)])
+def test_the_limit_is_the_configs_or_follows_from_the_loop(
+    keys: dict[str, Any], managed: int, other: int, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(**keys)
+    assert (limit_of(config, is_managed=True), limit_of(config, is_managed=False)) == (managed, other)
+
+
+def test_the_report_has_the_failure_the_step_and_the_number_of_the_restart(tmp_path: Path) -> None:
+    folder, restarts = RunFolder(tmp_path), Restarts(3)
+    (folder.checkpoints / "step-00000005").mkdir(parents=True)
+    folder.job.touch()
+    assert restarts.allow_in(folder, failed())
+    assert restart_report(failed(), folder, restarts.count) == (
+        "rank 1 failed (training, step 7): RuntimeError; starting again from step 5 (restart 1 of 3)"
+    )
+
+
+def test_the_final_error_is_that_of_the_rank_or_of_its_config(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.job.touch()
+    assert str(final_error(failed(), folder)) == failed().describe()
+    assert isinstance(final_error(failed("ConfigError", "lanes=6 is odd", is_config=True), folder), ConfigError)
+    folder.job.unlink()  # with the run folder, which was deleted
+    error = final_error(failed(), folder)
+    assert isinstance(error, RankFailed)
+    assert str(error) == f"{failed().describe()}\n{loss_of(folder, -1)}"
+
+
+def test_the_loss_with_a_deleted_folder_is_reported(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    text = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
+    assert loss_of(folder, -1) == f"{text}no checkpoint is left; begin a new run"
+    assert loss_of(folder, 8) == f"{text}step 8 was saved after that; resume with --resume {tmp_path}"
+    folder.job.touch()
+    assert loss_of(folder, -1) is None

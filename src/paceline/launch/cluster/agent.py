@@ -27,7 +27,7 @@ from paceline.launch.cluster.messages import (
     Welcome,
 )
 from paceline.launch.cluster.transport import BadMessage, Connection, HandshakeFailed, KeysDiffer, connect
-from paceline.launch.fork_server import LOOK_S
+from paceline.launch.fork_server import POLL_S
 from paceline.launch.machines import StopSender, capacity
 from paceline.launch.processes import LocalRanks
 from paceline.run.layout import RunFolder
@@ -127,7 +127,7 @@ def _obey(connection: Connection, ranks: LocalRanks, variables: dict[str, str], 
     reported: tuple[dict[int, int], dict[int, int]] = ({}, {})
     attempt, sender = 0, StopSender(ranks)
     while True:
-        while connection.poll(0 if ranks.pids else LOOK_S):
+        while connection.poll(0 if ranks.pids else POLL_S):
             order = connection.receive(ORDER)
             match order:
                 case Start():
@@ -141,7 +141,7 @@ def _obey(connection: Connection, ranks: LocalRanks, variables: dict[str, str], 
                     return order
         if sender.send(request.for_ranks):
             log(f"{request.name}: asking all ranks to save and stop; a second signal ends this host's part at once")
-        ranks.look(LOOK_S)
+        ranks.poll(POLL_S)
         if reported != (ranks.pids, ranks.codes):
             reported = (dict(ranks.pids), dict(ranks.codes))
             connection.send(RanksState(attempt=attempt, pids=reported[0], codes=reported[1]))
@@ -157,7 +157,7 @@ def _outcome_of(over: Over) -> Outcome:
     while not folder.has_ending():
         if time.monotonic() > deadline:
             raise RankFailed(
-                f"the run has ended, but {folder.path} holds no result here; look at it on the coordinator's host"
+                f"the run has ended, but {folder.path} holds no result here; check it on the coordinator's host"
             )
         time.sleep(RETRY_S)
     return collect(folder)

@@ -88,7 +88,7 @@ class Coordinator:
 
     @contextmanager
     def rendezvous(self, ranks: int) -> Iterator[Rendezvous]:
-        """Assign the ranks to hosts; they meet at a store in this process, at a port that the system chooses."""
+        """Assign the ranks to hosts; they find each other by a store in this process, at a free port."""
         counts = distributed(ranks, self._capacities())
         self._local_size = taken = counts[0]
         for agent, count in zip(self._members.agents, counts[1:], strict=True):
@@ -111,7 +111,7 @@ class Coordinator:
             yield ClusterRanks(self._members, local, self._local_size, self._variables, self._attempt)
 
     def finish(self, run_dir: Path | None, error: str = "", exit_code: int = 1) -> None:
-        """Tell the agents how the run ended, and stop listening."""
+        """Send the agents how the run ended, and stop listening."""
         folder = str(run_dir) if run_dir is not None else None
         self._members.dismiss(Over(run_dir=folder, error=printable(error), exit_code=exit_code))
 

@@ -98,7 +98,7 @@ class Members:
         self._log(f"host {agent.name} {why}")
 
     def dismiss(self, over: Over) -> None:
-        """Tell all agents how the run ended, and stop listening."""
+        """Send all agents how the run ended, and stop listening."""
         self._listener.close()
         while not self._joining.empty():
             self.agents.append(self._joining.get())

@@ -36,7 +36,7 @@ class ClusterRanks:
             theirs = list(specs[agent.first : agent.first + agent.ranks])
             agent.send(Start(attempt=self.attempt, ranks=theirs))
 
-    def look(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float) -> None:
         """Update `pids` and `codes` from all hosts; wait up to `timeout_s` for a change."""
         for agent, state in self.members.reports(timeout_s, self.local.channel.fileno()):
             if state is None:
@@ -44,7 +44,7 @@ class ClusterRanks:
                 self._note(0, {}, dict.fromkeys(lost, HOST_LOST))
             elif state.attempt == self.attempt:
                 self._note(agent.first, state.pids, state.codes)
-        self.local.look(0)
+        self.local.poll(0)
         self._note(0, self.local.pids, self.local.codes)
         self.members.take_new()
 
@@ -70,6 +70,6 @@ class ClusterRanks:
         self.local.end(number, grace_s)
         deadline = time.monotonic() + 3 * grace_s
         while self.pids and time.monotonic() < deadline:
-            self.look(0.1)
+            self.poll(0.1)
         for agent in [agent for agent in self.members.agents if any(map(agent.owns, self.pids))]:
             self.members.remove(agent, "does not answer, and takes no further part")
