@@ -25,6 +25,7 @@ from ray.train.torch import TorchTrainer
 from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import Interrupted, RankFailed
+from paceline.formatting import ranks_text
 from paceline.launch import network, ray_worker
 from paceline.launch.fork_server import POLL_S
 from paceline.launch.machines import capacity_among, fitting, serve_store, variables_of
@@ -133,7 +134,7 @@ def _fit(run: RayRun, trainer: TorchTrainer) -> BaseException | None:
         listening(request, f"the run folder is {folder.path}"),
     ):
         if run.resources.lacks(run.ranks, run.resources.share(run.ranks, run.config.device)):
-            follower.screen.note(f"the Ray cluster has no capacity for {run.ranks} ranks; waiting until it grows")
+            follower.screen.note(f"the Ray cluster has no capacity for {ranks_text(run.ranks)}; waiting until it grows")
         done = in_thread(trainer.fit)
         is_passed_on = False
         while not done.done():

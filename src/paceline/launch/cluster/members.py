@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from paceline.config import Config
+from paceline.formatting import ranks_text
 from paceline.launch.cluster.identity import fingerprint, versions
 from paceline.launch.cluster.listener import Listener
 from paceline.launch.cluster.messages import HELLO, RANKS_STATE, Message, Over, RanksState, Refused, Welcome
@@ -74,7 +75,7 @@ class Members:
             self.agents.append(agent)
             self.joined_at = time.monotonic()
             other = "" if agent.has_our_config else "; its config differs, the coordinator's is used"
-            self._log(f"host {agent.name} has joined, with capacity for {agent.capacity} ranks{other}")
+            self._log(f"host {agent.name} has joined, with capacity for {ranks_text(agent.capacity)}{other}")
 
     def reports(self, timeout_s: float, channel: int | None = None) -> Iterator[tuple[Agent, RanksState | None]]:
         """What agents report about their ranks; None for one that has left, which is removed.
