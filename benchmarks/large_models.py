@@ -334,9 +334,9 @@ def paceline(setting: Setting, *, has_logits: bool = True, **options: Any) -> in
     for event in events:
         if event["event"] == "warning":
             print(f"warning: {event['text']}", flush=True)
-    told = [event for event in events if event["event"] == "pace"]
-    setting.timer.seconds = [setting.samples / event["samples_per_s"] for event in told]
-    setting.timer.since = told[-1]["time"]
+    points = [event for event in events if event["event"] == "pace"]
+    setting.timer.seconds = [setting.samples / event["samples_per_s"] for event in points]
+    setting.timer.since = points[-1]["time"]
     return _size(result.load_model())
 
 
@@ -449,10 +449,10 @@ def run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 return {"error": f"not done after {limit_s:.0f} s"}
         outcome = Path(folder) / "outcome.json"
-        told = log.read_text(encoding="utf-8", errors="replace")
+        output = log.read_text(encoding="utf-8", errors="replace")
         found = json.loads(outcome.read_text(encoding="utf-8")) if outcome.exists() else {"error": "it died"}
-    warnings = [line for line in told.splitlines() if line.startswith("warning: ")]
-    return found | {"log": told[-6000:] if "error" in found else "", "warnings": warnings}
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
+    return found | {"log": output[-6000:] if "error" in found else "", "warnings": warnings}
 
 
 # --- all contenders --------------------------------------------------------------------------------------------------

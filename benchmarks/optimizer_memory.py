@@ -63,9 +63,9 @@ def measure(procs: int, sharded: bool, layers: int, steps: int, folder: Path) ->
     result = trainer.start()  # prints its progress to stderr
     noted = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(procs)]
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    told = {event["event"]: event for event in events}
+    last = {event["event"]: event for event in events}
     step_s = statistics.median(second for rank in noted for second in rank["times"])
-    seconds = [step_s, told["saving"]["held_s"], told["checkpoint"]["seconds"]]
+    seconds = [step_s, last["saving"]["held_s"], last["checkpoint"]["seconds"]]
     return [rank["bytes"] for rank in noted], seconds, result.weights_sha256
 
 

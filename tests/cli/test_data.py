@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody listens there
+NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # no process listens there
 
 
 def test_without_a_network_one_sentence_says_which_files_to_put_where(run, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ def test_a_recipe_is_rehearsed_on_two_ranks_and_leaves_nothing_behind(run, tmp_p
     ended = run("paceline", "doctor", "digits", "device=cpu", "--procs", "2", "--json")
     assert ended.returncode == 0, ended.stderr
     found = {finding["name"]: finding for finding in json.loads(ended.stdout)}
-    told = {name: finding["text"] for name, finding in found.items()}
-    assert told["rehearsal"].startswith("one step on 2 ranks of CPU")
-    assert "accuracy" in told["rehearsal"]
-    assert "kB each" in told["checkpoints"]
-    assert told["ranks"].startswith("2 ranks on cpu (gloo) here")
-    assert "GB/s among 2 ranks (gloo)" in told["all-reduce"]
+    texts = {name: finding["text"] for name, finding in found.items()}
+    assert texts["rehearsal"].startswith("one step on 2 ranks of CPU")
+    assert "accuracy" in texts["rehearsal"]
+    assert "kB each" in texts["checkpoints"]
+    assert texts["ranks"].startswith("2 ranks on cpu (gloo) here")
+    assert "GB/s among 2 ranks (gloo)" in texts["all-reduce"]
     assert {found[name]["state"] for name in ("config", "travel", "rehearsal", "checkpoints")} == {"ok"}
     assert "rehearsal: one step on the CPU, processes: 2 …" in ended.stderr
     assert list(tmp_path.iterdir()) == []

@@ -21,10 +21,10 @@ def test_a_recipe_is_evaluated_to_the_digit_and_predicts_in_order_in_fresh_proce
     for row, options in ((1, ("--procs", "1")), (0, ("--procs", "2", "--checkpoint", str(history[0]["step"])))):
         ended = run("paceline", "evaluate", "run", "--json", *options)
         assert ended.returncode == 0, ended.stderr
-        told = json.loads(ended.stdout)
-        assert told["metrics"] == {name: history[row][name] for name in ("val_loss", "accuracy")}
-        assert told["step"] == history[row]["step"]
-        assert "the average of the weights (ema)" in told["weights"]
+        printed = json.loads(ended.stdout)
+        assert printed["metrics"] == {name: history[row][name] for name in ("val_loss", "accuracy")}
+        assert printed["step"] == history[row]["step"]
+        assert "the average of the weights (ema)" in printed["weights"]
     files = sorted((tmp_path / "run" / "evaluate").glob("*/metrics.json"))
     assert [json.loads(path.read_text())["metrics"]["val_loss"] for path in files] == [
         history[1]["val_loss"],

@@ -62,7 +62,7 @@ def test_the_run_is_named_after_the_folder(tmp_path: Path, folder: str, name: st
 
 
 def test_the_project_imports_nothing_that_an_installation_lacks() -> None:
-    """What the template's files import is of Python, of the project itself, or a dependency that is no extra."""
+    """The files of the template import only Python's modules, the project itself and required dependencies."""
     dependencies = PYPROJECT.read_text().partition("\ndependencies = [")[2].partition("]")[0]
     required = set(re.findall(r'"([\w-]+)', dependencies))
     sources = {path.stem: path.read_text() for path in PROJECT_TEMPLATE.glob("*.py")}
@@ -79,7 +79,7 @@ def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:
     assert (project / "main.py").read_text() == "mine\n"
 
 
-def test_ranks_started_by_hand_meet_at_the_address_in_the_dotenv_file(project: Path, tmp_path: Path) -> None:
+def test_ranks_started_by_hand_join_at_the_address_in_the_dotenv_file(project: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,7 +100,7 @@ def test_ranks_started_by_hand_meet_at_the_address_in_the_dotenv_file(project: P
     assert "done: step" not in outputs[1][0]
 
 
-def test_a_recipe_becomes_a_folder_of_ones_own(run, tmp_path: Path) -> None:
+def test_a_recipe_is_copied_to_a_new_folder(run, tmp_path: Path) -> None:
     assert run("paceline", "init", "mine", "--recipe", "cifar10-fast").returncode == 0
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
         "config.yaml", "cifar10.py", "cifar10_fast.py", "halve.py",

@@ -1,4 +1,4 @@
-"""setup.sh in a copy of its own. The Makefile is the real one; only Python's venv and pip are stood in for."""
+"""setup.sh in a copy of the checkout. The Makefile is the real one; only Python's venv and pip are replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Stands in for Python: `-m venv DIR` copies it there, `-m pip …` is written down, everything else is left to Python.
+# Replaces Python: `-m venv DIR` copies this script, `-m pip …` is logged, and Python runs everything else.
 PYTHON = """#!/bin/sh
 case "$2" in
     venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -23,7 +23,7 @@ esac
 
 
 class Checkout:
-    """A folder with what setup.sh needs."""
+    """A folder with the files that setup.sh needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkout"
@@ -65,7 +65,7 @@ def leave_lock(checkout: Checkout, process: int) -> Path:
     return lock
 
 
-def test_the_second_time_nothing_is_changed_and_that_is_said(checkout: Checkout) -> None:
+def test_the_second_time_nothing_is_changed_and_a_line_reports_it(checkout: Checkout) -> None:
     code, output = checkout.run()
     assert code == 0, output
     assert "Everything is set up." in output
@@ -86,7 +86,7 @@ def test_only_what_is_missing_is_done(checkout: Checkout) -> None:
     checkout.run()
     models = checkout.folder / "shared_data" / "models"
     models.rmdir()
-    leave_lock(checkout, os.getpid())  # nobody waits who has nothing to install
+    leave_lock(checkout, os.getpid())  # the lock is not waited for if nothing has to be installed
     code, output = checkout.run()
     assert code == 0, output
     assert [line for line in output.splitlines() if line.startswith("created ")] == [f"created {models}"]
@@ -113,7 +113,7 @@ def test_the_shared_folders_go_to_paceline_home(checkout: Checkout, tmp_path: Pa
     assert not (checkout.folder / "shared_data").exists()
 
 
-def test_of_several_at_once_one_installs(checkout: Checkout) -> None:
+def test_only_one_of_several_processes_installs(checkout: Checkout) -> None:
     started = [checkout.start() for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [0] * 4, outputs
@@ -121,7 +121,7 @@ def test_of_several_at_once_one_installs(checkout: Checkout) -> None:
     assert not (checkout.folder / ".setup.lock").exists()
 
 
-def test_it_waits_for_the_one_that_is_installing(checkout: Checkout) -> None:
+def test_setup_waits_for_another_process_that_installs(checkout: Checkout) -> None:
     lock = leave_lock(checkout, os.getpid())
     process = checkout.start()
     assert process.stdout is not None
@@ -134,7 +134,7 @@ def test_it_waits_for_the_one_that_is_installing(checkout: Checkout) -> None:
     assert process.returncode == 0
 
 
-def test_a_lock_that_a_killed_one_left_is_named(checkout: Checkout) -> None:
+def test_a_lock_of_a_killed_process_is_named(checkout: Checkout) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     lock = leave_lock(checkout, ended.pid)
@@ -152,7 +152,7 @@ def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
     assert len(checkout.pip_calls()) == 2
 
 
-def test_a_python_that_is_not_there_is_named(checkout: Checkout) -> None:
+def test_a_missing_python_is_named(checkout: Checkout) -> None:
     code, output = checkout.run(PYTHON="python9")
     assert code == 1
     assert output.endswith("python9 is not Python 3.10 or newer with venv; install it, or name another one: "

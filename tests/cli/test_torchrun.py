@@ -1,4 +1,4 @@
-"""Under torchrun Paceline joins the world that it finds."""
+"""Paceline under torchrun, whose process group it joins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_recipe_gives_the_same_weights_under_torchrun_and_by_local_processes(r
     assert results[0]["world_size"] == 2
 
 
-def test_start_twice_and_distributed_debug_passes_through_but_for_detail(run, tmp_path: Path) -> None:
+def test_two_starts_in_one_script_and_torch_distributed_debug_except_detail(run, tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""
         import os
@@ -50,14 +50,14 @@ def test_start_twice_and_distributed_debug_passes_through_but_for_detail(run, tm
     assert ended.returncode == 0, ended.stderr
     for rank in (0, 1):
         assert ended.stdout.count(f"rank {rank} ('INFO', 2)") == 2
-    told = "warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel; INFO is used instead"
-    assert ended.stderr.count(told) == 1
+    warning = "warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel; INFO is used instead"
+    assert ended.stderr.count(warning) == 1
     alone = run("python", "main.py", TORCH_DISTRIBUTED_DEBUG="INFO")
     assert alone.stdout.count("rank None ('INFO', 1)") == 2, alone.stderr
     assert "TORCH_DISTRIBUTED_DEBUG" not in alone.stderr
     two = run("python", "main.py", "2", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert two.stdout.count("rank None ('INFO', 2)") == 2, two.stderr
-    assert two.stderr.count(told) == 2  # one for each run
+    assert two.stderr.count(warning) == 2  # one for each run
 
 
 def test_a_loop_may_leave_the_process_group_and_keep_its_workers(run, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_mistake_that_only_a_rank_can_see_ends_the_rank_with_exit_code_2(run) 
     assert "exitcode  : 2 " in ended.stderr
 
 
-def test_an_outer_world_that_is_not_complete_is_said(run_here) -> None:
+def test_missing_variables_of_torchrun_are_reported(run_here) -> None:
     ended = run_here("paceline", "train", "linear", "--launcher", "torchrun")
     assert ended.returncode == 2
     assert "RANK and WORLD_SIZE are not set" in ended.stderr

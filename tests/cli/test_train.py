@@ -53,7 +53,7 @@ def write_lab(folder: Path) -> None:
     )
 
 
-def test_the_digits_recipe_reaches_96_percent_and_says_what_to_do_next(run) -> None:
+def test_the_digits_recipe_reaches_96_percent_and_suggests_next_commands(run) -> None:
     ended = run("paceline", "train", "digits", "--procs", "2")
     assert ended.returncode == 0, ended.stderr
     result = result_of(ended.stdout)
@@ -103,7 +103,7 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["digitz"], "did you mean digits?"),
         (["missing.yaml"], "neither a file nor a recipe"),
@@ -114,13 +114,13 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
         (["digits", "device=cpu", "backend=nccl"], "backend=nccl needs a GPU, but device=cpu"),
     ],
 )
-def test_a_wrong_command_line_ends_with_exit_code_2(run_here, words: list[str], said: str) -> None:
+def test_a_wrong_command_line_ends_with_exit_code_2(run_here, words: list[str], message: str) -> None:
     ended = run_here("paceline", "train", *words)
     assert ended.returncode == 2, ended.stderr
-    assert said in ended.stderr
+    assert message in ended.stderr
 
 
-def test_a_device_that_is_not_there_is_said_before_a_run_begins(run, tmp_path: Path) -> None:
+def test_a_missing_device_is_reported_before_a_run_starts(run, tmp_path: Path) -> None:
     ended = run("paceline", "train", "digits", "device=cuda", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 2
     assert "device=cuda but torch finds no GPU" in ended.stderr
@@ -165,7 +165,7 @@ def test_the_list_of_commands_fits_80_columns_and_the_version_is_shown(run) -> N
     assert run("paceline", "--version").stdout == f"paceline {__version__}\n"
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path: Path) -> None:
     command = [str(BIN / "paceline"), "train", "digits", "num_epochs=10000", "--run-dir", "here"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -204,7 +204,7 @@ def test_a_request_to_stop_while_torch_is_still_imported_ends_with_exit_code_3(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reader_that_goes_away_does_not_fail_the_run(tmp_path: Path) -> None:
+def test_a_run_does_not_fail_if_the_reader_of_its_output_ends(tmp_path: Path) -> None:
     command = f"{BIN / 'paceline'} train digits num_epochs=1 --run-dir here 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False

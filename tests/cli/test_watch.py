@@ -60,14 +60,14 @@ def test_ctrl_c_ends_the_view_and_not_the_run(finished: Path, tmp_path: Path) ->
             time.sleep(0.3)
             assert watching.poll() is None
             watching.send_signal(signal.SIGINT)
-            said = watching.communicate(timeout=20)[1]
-            assert "stopped watching; the run itself is not affected" in said
-            assert "stopped by" not in said
+            output = watching.communicate(timeout=20)[1]
+            assert "stopped watching; the run itself is not affected" in output
+            assert "stopped by" not in output
         finally:
             watching.kill()
 
 
-def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
+def test_a_failed_run_is_reported_and_the_view_ends(run: Run) -> None:
     failed = run("paceline", "train", "linear", "dataset_args.input_size=7", "--run-dir", "run")
     assert failed.returncode == 1
     watched = run("paceline", "watch", "run")
@@ -77,7 +77,7 @@ def test_a_run_that_fails_is_told_and_left(run: Run) -> None:
     assert "failed: rank 0 on" in run("paceline", "status", "run").stdout
 
 
-def test_without_a_name_it_is_the_newest_run(run: Run, finished: Path, tmp_path: Path) -> None:
+def test_the_newest_run_is_the_default(run: Run, finished: Path, tmp_path: Path) -> None:
     nothing = run("paceline", "status")
     assert nothing.returncode == 2
     assert "there is no run in runs" in nothing.stderr

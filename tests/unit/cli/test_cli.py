@@ -1,4 +1,4 @@
-"""cli/: what commands say without a process of their own."""
+"""Commands that run in the test process: their output, their arguments, and commands of other packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_to_try_next_repeats_the_overrides_for_a_shell(tmp_path: Path) -> N
     assert [words(line) for line in others] == [["paceline", "evaluate", str(tmp_path)], ["paceline", "init", "mylab"]]
 
 
-def test_curves_are_offered_where_there_are_some_and_a_project_to_those_without_one(tmp_path: Path) -> None:
+def test_curves_are_suggested_if_there_are_any_and_a_project_after_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     result = SimpleNamespace(run_dir=tmp_path / "run", metrics={})
     assert len(next_steps(result, str(tmp_path), [])) == 1
@@ -48,18 +48,18 @@ def test_curves_are_offered_where_there_are_some_and_a_project_to_those_without_
 def test_the_copy_of_a_recipe_is_trained_as_the_recipe_is(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.app(["init", "my lab", "--recipe", recipe], standalone_mode=False)
     _, *lines = capsys.readouterr().out.splitlines()
-    told = [words(line) for line in lines]
+    commands = [words(line) for line in lines]
     table = ["df=covtype.csv"] if recipe == "tabular" else []
-    assert told[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", *table, "num_epochs=5"]
+    assert commands[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", *table, "num_epochs=5"]
     brings = {"lm": "data", "mnist": "data", "text": "model"}
-    assert [command[1:3] for command in told[:-1]] == ([[brings[recipe], "get"]] if recipe in brings else [])
+    assert [command[1:3] for command in commands[:-1]] == ([[brings[recipe], "get"]] if recipe in brings else [])
 
 
 HOSTILE, SHOWN = "\x1b]0;owned\x07\x1b[2J", "\\x1b]0;owned\\x07\\x1b[2J"
 
 
 def terminal_output(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What `paceline ARGUMENTS` shows on a terminal."""
+    """The output of `paceline ARGUMENTS` on a terminal."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -123,7 +123,7 @@ PLUGIN = """
 import typer
 
 def hello(name: str, times: int = 1) -> None:
-    "Greet somebody."
+    "Print a greeting."
     typer.echo(f"hello {name} " * times)
 
 tools = typer.Typer(help="More tools.")
@@ -163,7 +163,7 @@ def test_help_lists_the_commands_of_other_packages_after_ours_and_reports_those_
     listed = [line.split(maxsplit=1) for line in shown.out.partition("Commands:\n")[2].splitlines()]
     ours = dict.fromkeys(words.split()[0] for words in cli.COMMANDS)
     assert [name for name, _ in listed] == [*ours, "hello", "tools"]
-    assert [about for _, about in listed[-2:]] == ["Greet somebody.", "More tools."]
+    assert [about for _, about in listed[-2:]] == ["Print a greeting.", "More tools."]
     assert listed[0] == ["train", "Train the model that a config describes."]  # a package cannot replace it
     missing, number = shown.err.splitlines()
     assert missing.startswith("paceline: the command missing of pl-plugin cannot be loaded: AttributeError: ")
