@@ -72,7 +72,7 @@ class Trainer:
 
             registry.check(self.config.log.trackers)
             launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
+            from paceline.launch.setup import TRAIN
             from paceline.results.result import result_of
-            from paceline.worker.main import train
 
-        return result_of(launch.start(self.config, train, self._folder), self.config, self._folder)
+        return result_of(launch.start(self.config, TRAIN, self._folder), self.config, self._folder)

@@ -66,8 +66,9 @@ def imports_in(node: ast.AST, is_loaded: bool = True) -> Iterator[Import]:
             assert child.level == 0, "relative imports are not used here"
             yield from (Import(child.module or "", alias.name, is_loaded) for alias in child.names)
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            if child.value.startswith("paceline.") and child.value.partition(".")[2] in MODULES:
-                yield Import(child.value, None, is_loaded=False)
+            module = child.value.partition(":")[0]  # also of "module:function"
+            if module.startswith("paceline.") and module.partition(".")[2] in MODULES:
+                yield Import(module, None, is_loaded=False)
         else:
             is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             is_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -95,10 +96,11 @@ def row(module: str) -> int:
 
 def test_the_imports_are_seen() -> None:
     assert {"observe.failures", "worker.build", "world"} <= imported("worker.main", is_loaded=True)
-    assert {"launch", "worker.main"} <= imported("trainer", is_loaded=False)  # inside a function
+    assert {"launch", "engine.config_checks"} <= imported("trainer", is_loaded=False)  # inside a function
     assert "results.result" not in imported("trainer", is_loaded=True)
     assert "run.outcome" in imported("launch", is_loaded=False)  # for type checkers
     assert "worker.main" in imported("launch.fork_server", is_loaded=False)  # by a string
+    assert "worker.main" in imported("launch.setup", is_loaded=False)  # by the name of a function
     assert "engine.muon" in imported("paceline")
 
 

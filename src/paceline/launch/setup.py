@@ -17,12 +17,13 @@ from paceline.run.job import Job, Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import clear_last_attempt
 from paceline.system.cores import chosen_threads
-from paceline.worker.main import train
+
+TRAIN = Task("paceline.worker.main:train")
 
 
 def is_managed(config: Config, task: Task) -> bool:
     """Whether the ranks run the managed loop, which saves when it is asked to stop."""
-    return task is train and config.train_fn is None
+    return task == TRAIN and config.train_fn is None
 
 
 def settled(

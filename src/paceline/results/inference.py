@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline import launch
 from paceline.config import Config, resolve_tables, to_plain
 from paceline.config.functions import Missing
-from paceline.data.sources import columns_of
 from paceline.errors import ConfigError, RankFailed
 from paceline.launch.environment import is_main_process
+from paceline.run.job import Task
 from paceline.run.lifecycle import new_folder
 from paceline.system.cores import chosen_threads
-from paceline.worker import predict as tasks
 
 if TYPE_CHECKING:
     from paceline.results.result import TrainedModel
@@ -36,9 +34,9 @@ def run_inference(
         raise ConfigError(problems)
     if is_main_process():
         changed.run_dir = _folder_for(task, trained.run_dir, config.name)
-    function = functools.partial(getattr(tasks, task), weights=trained.weights, is_whole=df is not None)
+    named = Task(f"paceline.worker.predict:{task}", {"weights": trained.weights, "is_whole": df is not None})
     try:
-        return launch.start(changed, function, folder).load_value()
+        return launch.start(changed, named, folder).load_value()
     except RankFailed as error:
         if df is None or not (missing := _missing_columns(error, config.df, changed.df)):
             raise
@@ -97,6 +95,8 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
 
 def _missing_columns(error: RankFailed, trained_on: Any, given: Any) -> list[str]:
     """The columns of the training data that the given data does not have and that the rank's error names."""
+    from paceline.data.sources import columns_of
+
     if isinstance(trained_on, Missing):
         return []
     columns = columns_of(given)

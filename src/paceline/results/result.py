@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from paceline.checkpoint.weights import load_weights
 from paceline.config import Config
-from paceline.engine.replica import make_model
 from paceline.results.inference import run_inference
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome, Predictions, ReturnValue
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TrainedModel:
@@ -43,6 +42,9 @@ class TrainedModel:
 
     def load_model(self) -> torch.nn.Module:
         """A new copy of the trained model on the CPU, without any wrapper, in evaluation mode."""
+        from paceline.checkpoint.weights import load_weights
+        from paceline.engine.replica import make_model
+
         model = make_model(self.config)
         load_weights(model, self.weights)
         return model.eval()

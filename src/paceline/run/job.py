@@ -6,14 +6,15 @@ file, so they share a single copy until one of them writes to it.
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import mmap
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,8 +25,22 @@ from cloudpickle.cloudpickle import _make_function
 from paceline.config import Config
 from paceline.run.pickling import pickle_failure, pickling_error
 
-Task = Callable[..., None]  # (config, folder, world, progress), called on every rank
 ALIGNMENT = 64  # numpy and torch read aligned data fastest
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank does: a function of (config, folder, world, progress) and the options.
+
+    It is named as "module:function" and imported in the ranks, so a launcher does not load what only ranks need.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *arguments: Any) -> None:
+        module, _, function = self.name.partition(":")
+        getattr(importlib.import_module(module), function)(*arguments, **self.options)
 
 
 @dataclass(frozen=True)

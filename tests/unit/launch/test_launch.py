@@ -15,12 +15,11 @@ from paceline.config import Config, build
 from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
 from paceline.launch import stopped_error
 from paceline.launch.environment import load_dotenv
-from paceline.launch.setup import failure_reported
+from paceline.launch.setup import TRAIN, failure_reported
 from paceline.observe.events import read
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome
-from paceline.worker.main import train
 
 
 def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
@@ -90,7 +89,7 @@ def test_a_run_starts_through_a_launcher_of_another_package() -> None:
     trainer = Trainer(**KEYS, launcher="elsewhere")
     with pytest.raises(Stopped, match="stopped by SIGTERM at step 7; checkpoint saved; resume with --resume elsewhere"):
         trainer.start()
-    assert started == [(trainer.config, train)]
+    assert started == [(trainer.config, TRAIN)]
 
 
 @pytest.mark.usefixtures("_installed")
@@ -117,4 +116,4 @@ def test_an_unknown_launcher_is_an_error_with_the_known_names() -> None:
 def test_a_launcher_that_is_not_installed_any_more_is_an_error_with_the_known_names() -> None:
     config = build(KEYS).model_copy(update={"launcher": "elsewhere"})
     with pytest.raises(ConfigError, match="launcher='elsewhere' input should be 'auto', 'local', 'torchrun', "):
-        launch.start(config, train, Path())
+        launch.start(config, TRAIN, Path())

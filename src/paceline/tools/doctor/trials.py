@@ -65,7 +65,7 @@ def try_ranks(
 def check_travel(config: Config) -> Finding:
     """Whether functions and data can be sent to other processes."""
     try:
-        packed = job.pack(config, print)  # any task will do: it is sent by name
+        packed = job.pack(config, job.Task("builtins:print"))  # any task will do: it is sent by name
     except PacelineError as error:
         return failure_of("travel", str(error))
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__

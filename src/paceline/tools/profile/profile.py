@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from paceline import launch
 from paceline.config import Checkpoint, Config, to_plain
 from paceline.errors import ConfigError
 from paceline.run.atomic_files import write_json
+from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import new_folder
 
@@ -34,14 +34,14 @@ def profile(config: Config, steps: int, folder: Path) -> Profile:
             "profile a config with loss_fn, or use torch.profiler in it"
         )
     from paceline.launch.environment import is_main_process
-    from paceline.tools.profile import task
     from paceline.world import pick_device
 
     warm_up = WARM_UP if pick_device(config.device, 0).type == "cpu" else WARM_UP_ON_GPU
     short = shortened(config, warm_up + 2 * steps + 1)  # the last is not measured: it ends the run
     if is_main_process() and short.run_dir is None:
         short.run_dir = new_folder(None, Path("runs") / config.name / "profile")
-    found: Profile = launch.start(short, partial(task.profile, warm_up=warm_up, steps=steps), folder).load_value()
+    task = Task("paceline.tools.profile.task:profile", {"warm_up": warm_up, "steps": steps})
+    found: Profile = launch.start(short, task, folder).load_value()
     if is_main_process():
         write_json(RunFolder(Path(found.run_dir)).profile / "profile.json", report_of(found))
     return found
