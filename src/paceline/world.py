@@ -84,6 +84,10 @@ class World:
         dist.all_gather_object(gathered, thing)
         return gathered
 
+    def exchange(self) -> Exchange:
+        """A new exchange of whole numbers between the ranks."""
+        return Exchange(self)
+
 
 class Exchange:
     """A few whole numbers that the ranks exchange while each of them goes on: the largest of each, on all ranks.

@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.errors import ConfigError, Stopped
-from paceline.world import World
+from support.worlds import world_of
 
 
 class Images(torch.utils.data.TensorDataset):
@@ -125,7 +125,7 @@ def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None
         from paceline.engine.reduce import Ladder
 
         # A single rank has no levels; give it two of its own, to run what several GPUs would run.
-        ladder = Ladder(World(0, 0, 1, device, "nccl"), [dist.new_group([0]), dist.new_group([0])])
+        ladder = Ladder(world_of(device=device), [dist.new_group([0]), dist.new_group([0])])
         tensor = torch.randn(1 << 20, device=device)
         expected = tensor.clone()
         for _ in range(20):

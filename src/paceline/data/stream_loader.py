@@ -17,7 +17,7 @@ from paceline.data.overlap import check_samples_differ, digest_of_samples
 from paceline.data.shard import DataShard
 from paceline.data.stream import ShardReader, Warn, announce_epoch
 from paceline.errors import DataError
-from paceline.world import Exchange, World
+from paceline.world import World
 
 
 class CountedBatch(NamedTuple):
@@ -96,7 +96,7 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(self.sharded, batch_size=batch_size, collate_fn=collate, **options)
         self.__dict__["sampler"] = self.sharded  # for loops that call loader.sampler.set_epoch
         self.world, self.on_batch, self.warn = world, on_batch, warn
-        self._exchange, self._digests, self._has_warned = Exchange(world), dict[int, int](), False
+        self._exchange, self._digests, self._has_warned = world.exchange(), dict[int, int](), False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the next epoch. All ranks."""

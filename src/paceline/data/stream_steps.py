@@ -64,7 +64,7 @@ class StreamSteps:
 
     def __iter__(self) -> Iterator[StepInputs]:
         """The inputs of one step after another. All ranks."""
-        exchange, step, (epoch, first_step) = Exchange(self.world), self.step, self.stream_position
+        exchange, step, (epoch, first_step) = self.world.exchange(), self.step, self.stream_position
         if step > first_step:
             self.warn(
                 f"an iterable data set can only be read from its beginning: {step - first_step} steps of epoch "

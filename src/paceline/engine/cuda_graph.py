@@ -29,7 +29,7 @@ from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
 from paceline.engine.clock import DeviceClock, PhaseMark
 from paceline.observe.failures import user_location
-from paceline.world import Exchange, World
+from paceline.world import World
 
 # Steps before the recording: kernels are chosen and states made by then. DDP times its first ten.
 WARM_UP, WARM_UP_IN_DDP = 3, 11
@@ -85,7 +85,7 @@ class StepGraph:
         self._has_one_form = has_one_form
         self._recordings: dict[Any, Recording | None] = {}  # by form; None where it cannot be recorded
         self._seen: Counter[Any] = Counter()
-        self._exchange = Exchange(world) if world.size > 1 and not has_one_form and not self.is_given_up else None
+        self._exchange = world.exchange() if world.size > 1 and not has_one_form and not self.is_given_up else None
         self._timed: Recording | None = None  # with marks, for the clock
         self._timed_form: Any = None  # of which it is, or would have been
         self._looks_to_wait = 0

@@ -23,7 +23,6 @@ from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import StepLog, is_recorded
-from paceline.world import Exchange
 
 BY_CALLBACK = 1_001  # among the numbers of signals and TIME_IS_UP
 
@@ -73,7 +72,7 @@ class Loop:
 
     def run(self) -> int:
         """Train. Returns 0, or the reason why it was stopped. All ranks."""
-        self.exchange = Exchange(self.world)
+        self.exchange = self.world.exchange()
         guard = self.stepper.guard
         review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
         # It has no reference to this loop: workers of DataLoaders do not end if they are left to the garbage collector.

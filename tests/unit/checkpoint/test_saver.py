@@ -24,31 +24,20 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.checkpoint.store import Store, step_of, verify
 from paceline.config import Checkpoint
 from paceline.observe.events import Events, read
+from paceline.world import World
+from support.worlds import fake_world
 
 WAIT_S = 20
-
-
-class SingleRank:
-    """A world of one rank without a process group."""
-
-    rank, size, is_main = 0, 1, True
-
-    def decide(self, choose: Callable[[], Any]) -> Any:
-        return choose()
-
-    def gather_objects(self, thing: Any) -> list[Any]:
-        return [thing]
 
 
 class Run:
     """A model, and a saver with its events."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, world: World | None = None, **options: Any) -> None:
         self.store, self._events = Store(path / "checkpoints"), path / "events.jsonl"
         options = {"every_minutes": None, **options}
         self.writer = Events(self._events)
-        world: Any = SingleRank()
-        self.saver = Saver(self.store, Checkpoint(**options), {"lanes": 1}, world, self.writer)
+        self.saver = Saver(self.store, Checkpoint(**options), {"lanes": 1}, world or fake_world(), self.writer)
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -164,13 +153,21 @@ def test_a_request_during_a_save_is_kept_for_later(why: str, run: Run, monkeypat
     assert not run.saver.is_due(4, **no)
 
 
+def wait_for_writer(saver: Saver) -> None:
+    """Wait until the writer thread is idle."""
+    deadline = time.monotonic() + WAIT_S
+    while saver.is_busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_save_is_published_and_reported_in_two_stages(run: Run) -> None:
     run.saver.advance()  # nothing to do
     run.saver.start(5, run.state(), {})
-    run.saver._pending.work.exception(WAIT_S)  # type: ignore[union-attr]
+    wait_for_writer(run.saver)
     assert run.steps() == []
     run.saver.advance()
-    run.saver._pending.work.exception(WAIT_S)  # type: ignore[union-attr]
+    wait_for_writer(run.saver)
     assert run.steps() == [5]
     assert run.saver.saved_step == -1
     run.saver.advance()
@@ -354,20 +351,15 @@ def test_a_removed_folder_is_created_again(run: Run) -> None:
     assert run.events("warning") == []
 
 
-def test_an_error_of_one_rank_discards_the_checkpoint_before_any_rank_continues(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decisions: list[list[str]] = []
-
-    def decide(self: SingleRank, choose: Callable[[], Any]) -> Any:  # where the other ranks wait for rank 0
-        outcome = choose()
-        decisions.append(run.hidden_folders())
-        return outcome
-
-    monkeypatch.setattr(SingleRank, "gather_objects", lambda self, mine: [mine, "[Errno 28] No space left on device"])
-    monkeypatch.setattr(SingleRank, "decide", decide)
+def test_an_error_of_one_rank_discards_the_checkpoint_before_any_rank_continues(make_run: MakeRun) -> None:
+    left: list[list[str]] = []
+    world = fake_world(
+        gathered=lambda mine: [mine, "[Errno 28] No space left on device"],
+        on_decision=lambda: left.append(run.hidden_folders()),
+    )
+    run = make_run(world=world)
     run.save(3)
-    assert decisions == [[]]
+    assert left == [[]]
     [warning] = run.events("warning")
     assert "No space left on device" in warning["text"]
     assert run.steps() == []
@@ -376,21 +368,18 @@ def test_an_error_of_one_rank_discards_the_checkpoint_before_any_rank_continues(
 def test_files_of_other_ranks_are_in_the_manifest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 writes its files into the same folder before rank 0 publishes."""
 
-    class SecondRank(SingleRank):
-        rank, size, is_main = 1, 2, False
-
-    class FirstRank(SingleRank):
-        size = 2
-
-        def gather_objects(self, thing: Any) -> list[Any]:
-            return [thing, others]
-
     monkeypatch.setattr("paceline.checkpoint.files.MAX_FILE_BYTES", 4)
     events = Events(None)
     options = Checkpoint()
-    first, second = (Saver(run.store, options, {}, world(), events) for world in (FirstRank, SecondRank))  # type: ignore[arg-type]
+    sent: list[Any] = []
+    worlds = (
+        fake_world(size=2, gathered=lambda mine: [mine, *sent]),
+        fake_world(rank=1, size=2, gathered=lambda mine: sent.append(mine) or [mine, mine]),
+    )
+    first, second = (Saver(run.store, options, {}, world, events) for world in worlds)
     second.start(4, run.state(), {})
-    others = second._pending.work.result(WAIT_S)  # type: ignore[union-attr]
+    second.finish()
+    [others] = sent
     assert others
     assert "state.pt" not in [file.name for file in others]
     first.start(4, run.state(), {})

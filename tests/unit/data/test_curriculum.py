@@ -20,7 +20,7 @@ from paceline.data.lanes import LaneSampler
 from paceline.data.sources import SplitSubset
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator
-from paceline.world import World
+from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
 
@@ -126,7 +126,7 @@ class Doubled(torch.nn.Module):
 def evaluator(make_config: MakeConfig, **options: Any) -> Evaluator:
     data = TensorDataset(torch.arange(5.0)[:, None], torch.tensor([[0.0], [2.0], [4.0], [5.0], [8.0]]))
     config = make_config(curriculum={"by": "loss"}, num_epochs=2, batch_size=2, loss_fn=mse_loss, **options)
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    world = world_of()
     return Evaluator(Feed(data, config, world), config, world)
 
 

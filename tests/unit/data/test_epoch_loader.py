@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from paceline.data.epoch_loader import EpochSampler, epoch_loader
 from paceline.data.order import indices_at
 from paceline.errors import DataError
-from paceline.world import World
-
-
-def make_world(rank: int, size: int) -> World:
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+from support.worlds import world_of
 
 
 def epoch_samplers(
@@ -23,7 +18,7 @@ def epoch_samplers(
             seed=seed,
             size=size,
             batch_size=batch_size,
-            world=make_world(rank, world_size),
+            world=world_of(rank, world_size),
             shuffle=shuffle,
             what="the training data",
         )
@@ -79,7 +74,7 @@ def test_the_loader_reports_each_batch_of_each_epoch() -> None:
         batch_size=2,
         seed=0,
         workers=0,
-        world=make_world(1, 2),
+        world=world_of(1, 2),
         shuffle=True,
         what="the training data",
         on_batch=lambda *place: reported.append(place),
@@ -100,7 +95,7 @@ def test_a_loop_that_is_left_early_continues_with_the_next_epoch() -> None:
             batch_size=2,
             seed=0,
             workers=0,
-            world=make_world(0, 1),
+            world=world_of(0, 1),
             shuffle=True,
             what="the training data",
             on_batch=lambda *place: None,

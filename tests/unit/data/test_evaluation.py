@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from paceline.data.evaluation import evaluation_loader
-from paceline.world import World
-
-
-def make_world(rank: int, size: int) -> World:
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+from support.worlds import world_of
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -22,7 +17,7 @@ def test_evaluation_takes_every_sample_once_in_the_same_batches_at_any_world_siz
         [
             batch.data.tolist()
             for batch in evaluation_loader(
-                range(size), batch_size=batch_size, seed=0, workers=0, world=make_world(rank, world_size)
+                range(size), batch_size=batch_size, seed=0, workers=0, world=world_of(rank, world_size)
             )
         ]
         for rank in range(world_size)

@@ -21,6 +21,7 @@ from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
 from paceline.world import World
+from support.worlds import world_of
 
 SIZE, BATCH, LANES = 23, 3, 4  # two steps an epoch; the second is short
 IMAGES = torch.randint(
@@ -31,10 +32,6 @@ PART = SplitSubset(WHOLE, 5, range(2, 21))
 AUGMENT = {"normalize": {"mean": [0.5], "std": [0.25]}, "flip": "random", "translate": 2, "cutout": 2}
 
 MakeConfig = Callable[..., Config]
-
-
-def world(rank: int = 0, size: int = 1) -> World:
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
 
 
 def feed_of(dataset: Any, config: Config, here: World, way: str) -> Feed:
@@ -75,7 +72,7 @@ def measured_on(feed: Feed) -> list[tuple[Any, ...]]:
 def test_training_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
-    config, here = make_config(batch_size=BATCH, augment=augment, seed=1), world(rank, ranks)
+    config, here = make_config(batch_size=BATCH, augment=augment, seed=1), world_of(rank, ranks)
     gathered = trained_on(feed_of(dataset, config, here, "rows"))
     assert gathered == trained_on(feed_of(dataset, config, here, "loader"))
     # Each sample holds its index, so these are the right samples and their original indices.
@@ -92,7 +89,7 @@ def test_training_has_the_same_batches_from_rows_and_loader(
 def test_evaluation_has_the_same_batches_from_rows_and_loader(
     make_config: MakeConfig, dataset: Any, augment: Any, rank: int, ranks: int
 ) -> None:
-    config, here = make_config(batch_size=4, augment=augment), world(rank, ranks)
+    config, here = make_config(batch_size=4, augment=augment), world_of(rank, ranks)
     gathered = measured_on(feed_of(dataset, config, here, "rows"))
     assert gathered == measured_on(feed_of(dataset, config, here, "loader"))
     assert all(numbers == originals for _, originals, _, numbers in gathered)
@@ -109,7 +106,7 @@ def test_images_are_augmented_by_the_users_index_and_the_epoch(
         return images
 
     monkeypatch.setattr(Augment, "train", spy)
-    feed = feed_of(PART, make_config(batch_size=BATCH, augment=AUGMENT), world(), way)
+    feed = feed_of(PART, make_config(batch_size=BATCH, augment=AUGMENT), world_of(), way)
     lanes = trained_on(feed)
     assert seen == [(lane[-1], lane[0] // 2) for lane in lanes]
     assert {epoch for _, epoch in seen} == {0, 1, 2}
@@ -117,7 +114,7 @@ def test_images_are_augmented_by_the_users_index_and_the_epoch(
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
-    feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world(), way)
+    feed = feed_of(WHOLE, make_config(batch_size=SIZE, augment=AUGMENT), world_of(), way)
     evaluated, _ = feed.evaluation_batches()
     [images] = [feed.evaluation_batch(one)[0] for one in evaluated]
     torch.testing.assert_close(images, (IMAGES / 255 - 0.5) / 0.25)
@@ -126,7 +123,7 @@ def test_evaluation_only_normalises(make_config: MakeConfig, way: str) -> None:
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_a_batch_that_is_a_dict_is_augmented_in_its_first_tensor(make_config: MakeConfig, way: str) -> None:
     feed = feed_of(
-        Offered(), make_config(batch_size=4, augment={"normalize": {"mean": [0.5], "std": [1.0]}}), world(), way
+        Offered(), make_config(batch_size=4, augment={"normalize": {"mean": [0.5], "std": [1.0]}}), world_of(), way
     )
     [lane, *_] = feed.lanes(
         partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
@@ -150,17 +147,17 @@ class Offered(Dataset[Any]):
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_sample_is_a_batch_of_the_first_samples_as_in_evaluation(make_config: MakeConfig, way: str) -> None:
-    feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world(), way)
+    feed = feed_of(PART, make_config(batch_size=4, augment=AUGMENT), world_of(), way)
     images, numbers = feed.sample()
     assert numbers.tolist() == PART.base_indices(range(4 if way == "rows" else 2))  # rows are cheap
     torch.testing.assert_close(images, (IMAGES[numbers] / 255 - 0.5) / 0.25)
-    assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world(), way).sample()[1]) == 1
+    assert len(feed_of(SplitSubset(WHOLE, 0, range(1)), make_config(), world_of(), way).sample()[1]) == 1
 
 
 @pytest.mark.parametrize("way", ["rows", "loader"])
 def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, way: str) -> None:
     floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
-    feed = feed_of(floats, make_config(batch_size=4), world(), way)
+    feed = feed_of(floats, make_config(batch_size=4), world_of(), way)
     feed.is_channels_last = True
     sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
     lane = next(iter(feed.lanes(sampler)))
@@ -174,7 +171,7 @@ def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, wa
 
 def test_training_and_validation_share_the_rows_of_one_data_set(make_config: MakeConfig) -> None:
     parts = SplitSubset(WHOLE, 0, range(15)), SplitSubset(WHOLE, 0, range(15, SIZE))
-    training, validation = make_feeds(*parts, make_config(), world())
+    training, validation = make_feeds(*parts, make_config(), world_of())
     assert validation is not None
     assert training.rows is not None
     assert validation.rows is training.rows
@@ -184,15 +181,15 @@ def test_training_and_validation_share_the_rows_of_one_data_set(make_config: Mak
 
 def test_two_data_sets_have_separate_rows(make_config: MakeConfig) -> None:
     other = TensorDataset(IMAGES[:5], torch.arange(5))
-    training, validation = make_feeds(WHOLE, other, make_config(), world())
+    training, validation = make_feeds(WHOLE, other, make_config(), world_of())
     assert training.rows is not None
     assert validation is not None
     assert validation.rows is not None
     assert [len(feed.rows.tensors[0]) for feed in (training, validation)] == [SIZE, 5]
-    training, validation = make_feeds(WHOLE, [1, 2], make_config(), world())
+    training, validation = make_feeds(WHOLE, [1, 2], make_config(), world_of())
     assert validation is not None
     assert validation.rows is None
-    training, validation = make_feeds(WHOLE, None, make_config(data_on_device=0), world())
+    training, validation = make_feeds(WHOLE, None, make_config(data_on_device=0), world_of())
     assert validation is None
     assert training.rows is None
 
@@ -220,8 +217,8 @@ def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated
     def numbers(form: Callable[[list[int]], Any]) -> list[Any]:
         dataset = wrap(Finished(form))
         sampler = LaneSampler(seed=0, size=6, batch_size=3, lanes=1, steps=range(1), rank_lanes=range(1))
-        [lane] = keyed_loader(dataset, sampler, seed=0, workers=0, world=world())
-        [first, _] = evaluation_loader(dataset, batch_size=3, seed=0, workers=0, world=world())
+        [lane] = keyed_loader(dataset, sampler, seed=0, workers=0, world=world_of())
+        [first, _] = evaluation_loader(dataset, batch_size=3, seed=0, workers=0, world=world_of())
         return [lane.data, first.data]
 
     for batch in numbers(lambda indices: (torch.tensor(indices), "whole")):
@@ -259,10 +256,10 @@ def test_every_tensor_of_a_batch_moves_and_everything_else_stays() -> None:
 
 
 def test_original_indices_of_lists_and_of_rows(make_config: MakeConfig) -> None:
-    by_loader, by_rows = (feed_of(PART, make_config(), world(), way) for way in ("loader", "rows"))
+    by_loader, by_rows = (feed_of(PART, make_config(), world_of(), way) for way in ("loader", "rows"))
     assert by_loader.original_indices([3, 1]) == PART.base_indices([3, 1]) != [3, 1]
     assert by_rows.original_indices(torch.tensor([3, 1])) == [3, 1]
-    assert feed_of(WHOLE, make_config(), world(), "loader").original_indices([3, 1]) == [3, 1]
+    assert feed_of(WHOLE, make_config(), world_of(), "loader").original_indices([3, 1]) == [3, 1]
     lane = Lane(0, 0, 2, 2, torch.tensor([3, 1]))
     assert by_rows.batch(by_rows.inputs(lane, 0))[1].tolist() == [3, 1]
 
@@ -286,7 +283,7 @@ class Endless(IterableDataset[Any]):
 
 def test_the_samples_of_two_lanes_of_a_stream_are_augmented_differently() -> None:
     options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
-    here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    here = world_of()
     feed = Feed(Endless(), build(options), here)
     first, second = (
         feed.inputs(Lane(0, lane, 2, 4, range(2), (torch.zeros(2, 1, 4, 4), torch.zeros(2))), 0).indices

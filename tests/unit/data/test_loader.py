@@ -16,11 +16,7 @@ from paceline.data.lanes import Lane, LaneSampler
 from paceline.data.loader import KeyedDataset, collate_of, keyed_loader
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
-from paceline.world import World
-
-
-def make_world(rank: int, size: int) -> World:
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+from support.worlds import world_of
 
 
 class Numbers(Dataset[int]):
@@ -53,7 +49,7 @@ def loaded(world_size: int, dataset: Any, seed: int = 5) -> dict[tuple[int, int]
             steps=range(4),
             rank_lanes=batches.lanes_of(rank, world_size, 4),
         )
-        for lane in keyed_loader(dataset, sampler, seed=seed, workers=0, world=make_world(rank, world_size)):
+        for lane in keyed_loader(dataset, sampler, seed=seed, workers=0, world=world_of(rank, world_size)):
             if lane.samples:
                 found[lane.step, lane.lane] = [part.tolist() for part in lane.data]
     return found
@@ -90,7 +86,7 @@ class WithCollate(Numbers):
     "wrap", [lambda data: data, lambda data: SplitSubset(data, 0, range(4))], ids=["whole", "part"]
 )
 def test_the_collate_fn_of_a_data_set_is_used_also_for_its_split(wrap: Any) -> None:
-    loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=make_world(0, 1))
+    loader = evaluation_loader(wrap(WithCollate(4)), batch_size=4, seed=0, workers=0, world=world_of(0, 1))
     [batch] = loader
     assert sorted(batch.data.split("+")) == ["0", "1", "2", "3"]
 
@@ -107,7 +103,7 @@ def test_the_collate_fn_of_a_data_set_is_used_for_torchs_subsets() -> None:
 def test_the_collate_fn_of_a_data_set_with_an_attribute_called_base_is_used() -> None:
     dataset = WithCollate(4)
     dataset.base = Numbers(4)  # type: ignore[attr-defined]
-    [batch] = evaluation_loader(dataset, batch_size=4, seed=0, workers=0, world=make_world(0, 1))
+    [batch] = evaluation_loader(dataset, batch_size=4, seed=0, workers=0, world=world_of(0, 1))
     assert batch.data == "0+1+2+3"
 
 

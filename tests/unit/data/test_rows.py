@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from paceline.data.rows import RowDataset, Rows, as_row_dataset, rows_of
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
-from paceline.world import World
+from support.worlds import world_of
 
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 SIZE = 12
 PIXELS = torch.randn(SIZE, 3, 2, 2, generator=torch.Generator().manual_seed(0))
 PIXELS[3, 0, 0, 0], PIXELS[4, 0, 0, 0] = torch.nan, -0.0

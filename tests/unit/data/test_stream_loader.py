@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.data.stream_loader import StreamLoader
 from paceline.errors import DataError
-from paceline.world import World
+from support.worlds import fake_world
 
 from .streams import ALONE, Numbers, Unsharded
 
@@ -59,23 +59,10 @@ def test_an_empty_data_set_is_refused() -> None:
         list(loader_of(Numbers(0)))
 
 
-def test_the_epoch_ends_when_one_rank_has_no_more_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other:
-        """Rank 1, which has three batches of two samples an epoch."""
-
-        def __init__(self, world: World) -> None:
-            self.calls = 0
-
-        def begin(self, *numbers: int) -> None:
-            self.mine = numbers
-
-        def end(self) -> list[int]:
-            self.calls += 1
-            return [self.mine[0], 2 * (self.calls % 4 != 0), self.mine[2], 0]
-
-    monkeypatch.setattr("paceline.data.stream_loader.Exchange", Other)
-    world = World(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
-    reported: list[str] = []
+def test_the_epoch_ends_when_one_rank_has_no_more_samples() -> None:
+    """Rank 1 is made up: it has three batches of two samples an epoch."""
+    call, reported = itertools.count(1), list[str]()
+    world = fake_world(size=2, exchanged=lambda *mine: [mine[0], 2 * (next(call) % 4 != 0), mine[2], 0])
     loader = loader_of(Numbers(40), world=world, warn=reported.append)
     assert [len(list(loader)) for _ in range(2)] == [3, 3]
     assert reported == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from paceline.data.lanes import Lane
 from paceline.data.stream_steps import StreamSteps
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
-from paceline.world import World
+from support.worlds import fake_world
 
 from .streams import ALONE, Numbers, Unsharded
 
@@ -97,22 +98,10 @@ def test_lanes_that_end_early_are_empty_and_do_not_count() -> None:
     assert [lane.indices for lane in steps[1].lanes] == [[3, 4], [4, 5, 6, 7]]
 
 
-def test_a_rank_without_samples_repeats_its_last_batch_with_weight_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_samples_repeats_its_last_batch_with_weight_zero() -> None:
     """Rank 1 of 2, with lane 1 of 2; the numbers of rank 0 are made up."""
-
-    class Other:
-        def __init__(self, world: World) -> None:
-            self.step = 0
-
-        def begin(self, *numbers: int) -> None:
-            self.numbers = list(numbers)
-
-        def end(self) -> list[int]:
-            self.step += 1
-            return [4, self.step == 3, 0, 0, 0, *self.numbers[5:]]
-
-    monkeypatch.setattr("paceline.data.stream_steps.Exchange", Other)
-    world = World(rank=1, local_rank=1, size=2, device=torch.device("cpu"), backend="gloo")
+    step = itertools.count(1)
+    world = fake_world(rank=1, size=2, exchanged=lambda *mine: [4, next(step) == 3, 0, 0, 0, *mine[5:]])
     steps = list(steps_of(ByHand(99, 6), lanes=2, world=world))
     assert [(step.lanes[0].lane, step.lanes[0].samples, step.lanes[0].step_samples) for step in steps] == [
         (1, 4, 8), (1, 2, 6), (1, 0, 4),

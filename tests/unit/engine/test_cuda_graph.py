@@ -30,7 +30,7 @@ from paceline.engine.cuda_graph import (
     _first_cause,
     form_of,
 )
-from paceline.world import Exchange, World
+from support.worlds import fake_world, world_of
 
 BATCH, LANES = 4, 2
 MakeConfig = Callable[..., Config]
@@ -238,13 +238,6 @@ def test_what_we_say_ourselves_needs_no_line() -> None:
 # --- when a step is recorded and replayed ---------------------------------------------------------------------------
 
 
-class Likewise(World):
-    """All ranks say the same."""
-
-    def gather_objects(self, thing: Any) -> list[Any]:
-        return [thing] * self.size
-
-
 class Fake(StepGraph):
     """Records and replays nothing, but says when."""
 
@@ -256,10 +249,11 @@ class Fake(StepGraph):
         is_in_ddp: bool = False,
         ranks: int = 1,
         has_one_form: bool | None = None,
+        exchanged: Callable[..., list[int]] | None = None,
     ) -> None:
         """Batches may have several forms where there is a single rank, unless it is said otherwise."""
         self.said, self.done, self.reason = list[str](), list[str](), None
-        world = Likewise(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="nccl")
+        world = fake_world(size=ranks, exchanged=exchanged)
         super().__init__(
             lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
             full_step=BATCH * LANES * ranks, has_one_form=ranks > 1 if has_one_form is None else has_one_form,
@@ -340,21 +334,15 @@ def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_told_once(mak
     assert graph.said == ["steps with batches of some shapes are not CUDA graphs but go kernel by kernel: no room"]
 
 
-def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(make_config: MakeConfig) -> None:
     """NCCL wants all ranks to replay the same recording, or none."""
-    others: list[int] = []
-    monkeypatch.setattr(Exchange, "__init__", lambda self, world: None)
-    monkeypatch.setattr(Exchange, "begin", lambda self, *mine: setattr(self, "_mine", mine))
-    monkeypatch.setattr(Exchange, "end", lambda self: [max(*self._mine, *others)])
-    graph = Fake(make_config(batch_size=BATCH), ranks=2, has_one_form=False)
+    other = 0
+    graph = Fake(make_config(batch_size=BATCH), ranks=2, has_one_form=False, exchanged=lambda mine: [max(mine, other)])
     full = BATCH * LANES * 2
-    others = [0]
     assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 2)][-2:] == [True, True]
     assert not any(graph.ride(step_samples=full, width=5) for _ in range(WORTH_IT + 1))
     assert graph.ride(step_samples=full)
-    others = [1]  # the other rank has another form
+    other = 1  # the other rank has another form
     assert not graph.ride(step_samples=full)
     assert graph.done.count("record") == 1
 
@@ -496,7 +484,7 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     device.install(monkeypatch)
     monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
     clock = DeviceClock(is_alone=True)
-    work, world = Work(clock, device), World(0, 0, 1, torch.device("cuda", 0), "nccl")
+    work, world = Work(clock, device), world_of(device="cuda:0")
     graph = StepGraph(
         work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
         full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, say=said.append,

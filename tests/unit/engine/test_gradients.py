@@ -24,8 +24,9 @@ from paceline.engine.replica import Single
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.world import World
+from support.worlds import fake_world, world_of
 
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 BATCH = 4
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -50,12 +51,14 @@ def lanes_of(batches: list[Batch], empty: tuple[int, ...] = ()) -> list[Lane]:
     ]
 
 
-def backward_of(model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross_entropy, **keys: Any) -> Backward:
+def backward_of(
+    model: nn.Module, lanes: int, loss_fn: Any = nn.functional.cross_entropy, world: World = HERE, **keys: Any
+) -> Backward:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": loss_fn, **keys})
-    feed = Feed([], config, HERE)
+    feed = Feed([], config, world)
     clock = PhaseClock()
     return Backward(
-        Single(model, loss_fn), config, feed, None, lanes_per_rank=lanes, world=HERE, clock=clock, through_ddp=False
+        Single(model, loss_fn), config, feed, None, lanes_per_rank=lanes, world=world, clock=clock, through_ddp=False
     )
 
 
@@ -300,22 +303,17 @@ def test_a_loss_that_counts_by_itself_is_the_mean_over_what_it_has_counted(kind:
     assert sum(count.item() for count in totals[1::2]) == is_one.sum()
 
 
-def test_counts_have_one_format_on_all_ranks_whatever_the_loss_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_have_one_format_on_all_ranks_whatever_the_loss_gives() -> None:
     """A rank without samples has float zeros, and a gather of two formats would be a gather of rubbish."""
-    seen: list[torch.dtype] = []
-
-    def spy(self: World, counts: torch.Tensor) -> list[torch.Tensor]:
-        seen.append(counts.dtype)
-        return [counts]
-
-    monkeypatch.setattr(World, "gather_equal", spy)
+    gathered: list[torch.Tensor] = []
+    world = fake_world(gathered=lambda counts: gathered.append(counts) or [counts])
 
     def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return output.sum(), torch.tensor(len(target))
 
-    ridden(backward_of(net(), 2, counted), lanes_of(data(2)))
-    ridden(backward_of(net(), 3, counted), lanes_of(data(2)))
-    assert seen == [torch.float64] * 2
+    ridden(backward_of(net(), 2, counted, world), lanes_of(data(2)))
+    ridden(backward_of(net(), 3, counted, world), lanes_of(data(2)))
+    assert [counts.dtype for counts in gathered] == [torch.float64] * 2
 
 
 def test_nothing_counted_is_nothing_learnt() -> None:

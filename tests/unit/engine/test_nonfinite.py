@@ -20,9 +20,9 @@ from paceline.engine.reduce import cast
 from paceline.engine.replica import Single
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, NotFinite
-from paceline.world import World
+from support.worlds import world_of
 
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 BATCH = 4
 ADAMW = {"name": "adamw", "lr": 0.01}
 

@@ -22,9 +22,9 @@ from paceline.engine.nonfinite import FinishedStep, Guard, found_bad
 from paceline.engine.replica import Single
 from paceline.engine.step import NO_NORM, Stepper, StepResult
 from paceline.errors import NotFinite
-from paceline.world import World
+from support.worlds import world_of
 
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 BATCH = 4
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -17,10 +17,10 @@ from paceline.config import Config
 from paceline.engine.digest import sha256_of
 from paceline.engine.probe import Findings, probe_forward, uneven_warning
 from paceline.errors import ConfigError
-from paceline.world import World
+from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 MOMENTUM = 0.99
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine.reduce import LaneSum, Reduction, merges_after, reduce_after_backward
-from paceline.world import World
+from support.worlds import world_of
 
 
 def shape_of(merges: list[int]) -> str:
@@ -85,7 +85,7 @@ def test_a_lane_sum_keeps_few_copies() -> None:
 
 
 def test_a_single_rank_reduces_nothing() -> None:
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    world = world_of()
     tensor = torch.randn(3)
     assert Reduction(world, exact=True).start(tensor).wait() is tensor
 
@@ -104,7 +104,7 @@ class Pair(Reduction):
 
 
 def pair(compression: str) -> Pair:
-    world = World(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
+    world = world_of(size=2)
     return Pair(world, exact=False, compression=compression)
 
 
@@ -131,7 +131,7 @@ def test_other_formats_are_not_compressed() -> None:
 
 
 def test_a_single_rank_compresses_nothing() -> None:
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    world = world_of()
     tensor = torch.tensor([1 / 3])
     assert Reduction(world, exact=False, compression="bf16").start(tensor).wait().item() == torch.tensor(1 / 3).item()
     assert Reduction(world, exact=False, compression="powersgd").compression == "none"
@@ -139,7 +139,7 @@ def test_a_single_rank_compresses_nothing() -> None:
 
 def test_sums_after_backward_lie_as_their_parameters_do() -> None:
     """A fused optimizer takes both as they lie in memory."""
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    world = world_of()
     like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     gradient = torch.randn_like(like)
     [summed] = reduce_after_backward([gradient], [like], Reduction(world, exact=True), bucket_bytes=1e6)
@@ -149,7 +149,7 @@ def test_sums_after_backward_lie_as_their_parameters_do() -> None:
 
 
 def test_parameters_of_two_formats_are_added_up_each_in_its_own() -> None:
-    here = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    here = world_of()
     like = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1)]
     summed = reduce_after_backward([torch.ones_like(one) for one in like], like, Reduction(here, True), 1e6)
     assert [part.dtype for part in summed if part is not None] == [one.dtype for one in like]

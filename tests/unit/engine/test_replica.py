@@ -14,14 +14,11 @@ from paceline.engine import replica
 from paceline.engine.digest import digests_of, sha256_of
 from paceline.engine.replica import Single, make_model, place, replicate, takes_channels
 from paceline.errors import ConfigError
-from paceline.world import World, use_tf32
+from paceline.world import use_tf32
+from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
 CPU = torch.device("cpu")
-
-
-def alone(size: int = 1) -> World:
-    return World(rank=0, local_rank=0, size=size, device=CPU, backend="gloo")
 
 
 def filters() -> nn.Module:
@@ -119,7 +116,7 @@ def test_weights_elsewhere_are_left_where_they_are(make_config: MakeConfig) -> N
     assert make_model(make_config(model_fn=lambda: nn.Linear(2, 1, device="meta"))).weight.device.type == "meta"
 
 
-def test_weights_that_are_still_to_be_made_are_left_alone(make_config: MakeConfig) -> None:
+def test_weights_that_are_still_to_be_made_are_left_world_of(make_config: MakeConfig) -> None:
     make_model(make_config(model_fn=lambda: nn.LazyLinear(3)))
 
 
@@ -141,7 +138,7 @@ class New(Old):
         return self.filters(x).flatten(1)
 
 
-def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_left_alone() -> None:
+def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_left_world_of() -> None:
     batch, old = (torch.randn(2, 3, 8, 8), torch.zeros(2)), Old()
     before = sha256_of(old.state_dict())
     assert not takes_channels(old, batch)
@@ -154,7 +151,7 @@ def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_lef
 def test_shared_statistics_need_a_gpu(make_config: MakeConfig) -> None:
     config = make_config(sync_batchnorm=True, exact=False, ddp=False)
     with pytest.raises(ConfigError, match=r"sync_batchnorm=true but the ranks run on the CPU.*; remove it"):
-        replicate(nn.BatchNorm1d(2), config, alone())
+        replicate(nn.BatchNorm1d(2), config, world_of())
 
 
 def test_matrices_of_low_rank_need_filters_that_lie_row_by_row(
@@ -163,8 +160,8 @@ def test_matrices_of_low_rank_need_filters_that_lie_row_by_row(
     monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
     config = make_config(compression="powersgd", exact=False, channels_last=True)
     with pytest.raises(ConfigError, match=r"compression=powersgd cannot .*; set channels_last: false"):
-        replicate(filters(), config, alone(size=2))
-    replicate(filters(), config, alone(size=1))  # where nothing is sent
+        replicate(filters(), config, world_of(size=2))
+    replicate(filters(), config, world_of(size=1))  # where nothing is sent
 
 
 @pytest.fixture
@@ -204,5 +201,5 @@ def test_gradients_that_cannot_be_added_up_across_ranks_are_refused(
 ) -> None:
     monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
     with pytest.raises(ConfigError, match=words):
-        replicate(model(), make_config(), alone(size=2))
-    replicate(model(), make_config(), alone(size=1))
+        replicate(model(), make_config(), world_of(size=2))
+    replicate(model(), make_config(), world_of(size=1))

@@ -14,11 +14,11 @@ from paceline.data.feed import Feed
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator, _in_full
-from paceline.world import World
+from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
 UNLABELLED: Any = [{"input": torch.ones(3)}, {"input": torch.zeros(3)}]
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 
 
 def measured(config: Config) -> dict[str, float]:

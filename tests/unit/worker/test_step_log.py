@@ -20,8 +20,9 @@ from paceline.observe.bottleneck import StragglerDetector
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import LAG, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
+from support.worlds import fake_world, world_of
 
-HERE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+HERE = world_of()
 PLAN = LoopPlan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False)
 STEPS, LANES = 12, 3
 FACTS = -3 - len(PHASES)
@@ -47,12 +48,13 @@ class Listener:
         self.reviewed += steps
 
 
-class Pair(World):
-    """Two ranks that hold the same rows, without a process group; the second's are tenfold."""
+def with_tenfold(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of two ranks that hold the same rows; the second's are tenfold."""
+    rows, facts = tensor[:FACTS].view(-1, 2 * LANES + 2), tensor[FACTS:]
+    return [tensor, torch.cat([torch.cat([10 * rows[:, :-2], rows[:, -2:]], dim=1).flatten(), 3 * facts])]
 
-    def gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        rows, facts = tensor[:FACTS].view(-1, 2 * LANES + 2), tensor[FACTS:]
-        return [tensor, torch.cat([torch.cat([10 * rows[:, :-2], rows[:, -2:]], dim=1).flatten(), 3 * facts])]
+
+PAIR = fake_world(size=2, gathered=with_tenfold)
 
 
 def make(
@@ -120,7 +122,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
 
 
 def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
-    record, fit, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
+    record, fit, listener = make(PAIR)
     record.add(turn(0), StepResult(torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0])), lr_of(0))
     record.collect()
     assert (fit.sums.epoch, fit.sums.epoch_count) == (9 + 90, 12 + 120)
@@ -275,7 +277,7 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.
     monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
-    record, _, listener = make(Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo"))
+    record, _, listener = make(PAIR)
     for step in range(9):
         clock[0] += 0.5 if step < 3 else 0.25
         record.add(turn(step), row(step), lr_of(step))
@@ -319,8 +321,7 @@ def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -
     clock = [100.0]
     monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
-    pair = Pair(rank=0, local_rank=0, size=2, device=torch.device("cpu"), backend="gloo")
-    record, _, listener = make(pair, replace(PLAN, log_every_steps=None))
+    record, _, listener = make(PAIR, replace(PLAN, log_every_steps=None))
     for step in range(1, 120):
         clock[0] += 0.001  # three times as much on the other rank
         record.add(turn(step - 1), row(step - 1), lr_of(step - 1))

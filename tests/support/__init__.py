@@ -1,0 +1,1 @@
+"""Worlds, data sets, models, configs and run folders that tests of several folders share."""
