@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 
 T = TypeVar("T")
 # Of every process group: the hang watch tells more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
-PATIENCE = timedelta(days=20)
+COLLECTIVE_TIMEOUT = timedelta(days=20)
 # Torch's own monitor of NCCL ends a process whose interpreter is stuck; the hang watch does so too, and reports where.
 # The monitor also dumps a trace when the store says that a rank has failed. torchrun's store keeps that key over a
 # restart, so a run that has recovered would wait for the end of the dump when it exits.
@@ -97,7 +97,7 @@ class Exchange:
 
     def __init__(self, world: World) -> None:
         """All ranks."""
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
         self._mine: tuple[int, ...] = ()
         self._sent = torch.zeros(0, dtype=torch.int64)
         self._work: dist.Work | None = None
@@ -124,7 +124,7 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
 
     All ranks. Without `store` the ranks meet at MASTER_ADDR:MASTER_PORT, as torchrun sets it.
     """
-    rank, size, local_rank = (int(_variable(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = (int(_env_variable(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = pick_device(config.device, local_rank)
     backend = pick_backend(config.backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     if store is not None:
@@ -132,14 +132,14 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
     for name in NCCL_MONITOR:
         os.environ.setdefault(name, "0")
-    _settle(config, device)
-    notes = _without_detail()
+    _configure_torch(config, device)
+    notes = _lower_debug_level()
     dist.init_process_group(
         backend,
-        store=_next_meeting(rank, size) if store is None else dist.FileStore(str(store), size),
+        store=_unused_store(rank, size) if store is None else dist.FileStore(str(store), size),
         rank=rank,
         world_size=size,
-        timeout=PATIENCE,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend, warnings=notes)
@@ -156,13 +156,13 @@ _joins = itertools.count()
 
 
 @functools.cache
-def _meeting_place(rank: int, size: int) -> dist.Store:
+def _env_store(rank: int, size: int) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT; rank 0 may be its server, so there is one for the process's lifetime."""
     store, _, _ = next(dist.rendezvous("env://", rank, size))
     return store  # type: ignore[no-any-return]
 
 
-def _next_meeting(rank: int, size: int) -> dist.Store:
+def _unused_store(rank: int, size: int) -> dist.Store:
     """A part of the store that nobody has used: not an earlier run of this program, not an earlier life under torchrun.
 
     What lies there, such as the address of a rank that is gone, would be taken for ours.
@@ -170,10 +170,10 @@ def _next_meeting(rank: int, size: int) -> dist.Store:
     # A store of the agent outlives the ranks. Otherwise it is a new one, and agents of several hosts count differently.
     is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_old else "0"
-    return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _meeting_place(rank, size))
+    return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _env_store(rank, size))
 
 
-def _without_detail() -> tuple[str, ...]:
+def _lower_debug_level() -> tuple[str, ...]:
     """Lower torch's debug level from DETAIL to INFO, and return a warning that reports it.
 
     With DETAIL, the constructor of DistributedDataParallel ends the process with SIGSEGV (torch 2.13 on the CPU).
@@ -186,7 +186,7 @@ def _without_detail() -> tuple[str, ...]:
     return (f"{DEBUG_VARIABLE}=DETAIL crashes torch's DistributedDataParallel; INFO is used instead",)
 
 
-def _settle(config: Config, device: torch.device) -> None:
+def _configure_torch(config: Config, device: torch.device) -> None:
     """How this process computes, for every task alike: its threads, its device, repeatable kernels."""
     use_threads(config)
     if device.type == "cuda":
@@ -218,7 +218,7 @@ def use_threads(config: Config) -> None:
 
 def world_size() -> int:
     """How many ranks the environment speaks of, before they have met."""
-    return int(_variable("WORLD_SIZE"))
+    return int(_env_variable("WORLD_SIZE"))
 
 
 def is_joined() -> bool:
@@ -246,7 +246,7 @@ def pick_backend(wanted: str, device: torch.device, local_world_size: int) -> st
     return "nccl" if device.type == "cuda" and not shared else "gloo"
 
 
-def _variable(name: str) -> str:
+def _env_variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None and name == "LOCAL_RANK":  # a script started by hand, one rank per machine
         return "0"

@@ -122,16 +122,16 @@ def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
 
 def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None:
     def reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> bool:
-        from paceline.engine.reduce import Ladder
+        from paceline.engine.reduce import TreeReducer
 
         # A single rank has no levels; give it two of its own, to run what several GPUs would run.
-        ladder = Ladder(world_of(device=device), [dist.new_group([0]), dist.new_group([0])])
+        tree = TreeReducer(world_of(device=device, backend="nccl"), [dist.new_group([0]), dist.new_group([0])])
         tensor = torch.randn(1 << 20, device=device)
         expected = tensor.clone()
         for _ in range(20):
             tensor.mul_(2)  # on the compute stream, just before
             expected.mul_(2)
-            tensor = ladder.start(tensor).wait()
+            tensor = tree.start(tensor).wait()
         return torch.equal(tensor, expected)
 
     assert Trainer(conv_net, Images, train_fn=reduce, procs=1, backend="nccl").start().value

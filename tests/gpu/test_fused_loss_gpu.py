@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from paceline.engine import fused_loss
-from paceline.engine.fused_loss import linear_cross_entropy, settle_by_torch
+from paceline.engine.fused_loss import linear_cross_entropy, softmax_by_torch
 
 CLASSES, FEATURES, TOKENS = 50_257, 64, 300
 
@@ -48,7 +48,7 @@ def test_the_kernel_does_what_torch_does(kernel: Any, dtype: torch.dtype, classe
     target = torch.randint(0, classes, (33,), device="cuda", generator=generator)
     target[3], target[4], target[7] = -100, classes, classes - 1
     found = []
-    for settle in (settle_by_torch, kernel):
+    for settle in (softmax_by_torch, kernel):
         gradients, losses = logits.clone(), torch.empty(33, device="cuda")
         settle(gradients, target, losses, classes, -100, True)
         found.append((losses, gradients.float()))

@@ -21,7 +21,7 @@ from paceline.engine import reduce, step
 from paceline.engine.cuda_graph import Recording, StepGraph
 
 Start = Callable[..., Any]
-NOT_A_GRAPH = "steps are not CUDA graphs but go kernel by kernel: "
+NOT_A_GRAPH = "steps are not CUDA graphs but run kernel by kernel: "
 
 
 def images(size: int = 203) -> TensorDataset:
@@ -191,8 +191,8 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
             if way == "by pairs":
-                ladder = reduce.Ladder(self.world, [dist.new_group([0]), dist.new_group([0])])
-                self.reduction._ladders = [ladder]
+                tree = reduce.TreeReducer(self.world, [dist.new_group([0]), dist.new_group([0])])
+                self.reduction._trees = [tree]
             self.reduction.compression = "bf16" if way == "in bf16" else "none"
             hooks.append(self.hook)
 
@@ -273,7 +273,7 @@ def test_a_shape_that_cannot_be_recorded_leaves_the_others_as_they_are(start: St
     tried = start(Shy, Sentences, **options)
     assert [isinstance(found, Recording) for found in recorded[:3]] == [True, False, True]
     [told] = warnings_of(tried)
-    assert told.startswith("steps with batches of some shapes are not CUDA graphs but go kernel by kernel: ")
+    assert told.startswith("steps with batches of some shapes are not CUDA graphs but run kernel by kernel: ")
     assert all_of(tried) == all_of(start(Shy, Sentences, **options, step_mode="eager"))
 
 
@@ -282,7 +282,7 @@ def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
 ) -> None:
     wanted = start(num_epochs=6)
     monkeypatch.setattr("paceline.worker.step_log.SAMPLE_S", 0.0)
-    monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
+    monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     timed = start(num_epochs=6)
     assert all_of(timed) == all_of(wanted)
     events = [json.loads(line) for line in (timed.run_dir / "events.jsonl").read_text().splitlines()]

@@ -50,7 +50,7 @@ def test_sums_of_16_bits_train_and_come_near_to_those_of_32() -> None:
 
 def test_matrices_of_low_rank_train_before_and_after_a_step_that_is_not_finite() -> None:
     """A sample whose loss is NaN spoils one step of each epoch: not the memory of what was left out, for ever."""
-    whole = reduce.POWER_AFTER // 4  # epochs of four steps that are not compressed
+    whole = reduce.POWERSGD_START_STEP // 4  # epochs of four steps that are not compressed
     (low, events), (full, _) = (
         train(dataset_fn=lambda: Lines(broken=7), num_epochs=whole + 10, compression=kind)
         for kind in ("powersgd", "none")

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from paceline.checkpoint.state import CheckpointState, Tensors
-from paceline.engine.sharding import Transfer, dealt
+from paceline.engine.sharding import Transfer, balanced_owners
 from paceline.run import tensor_files
 from paceline.run.tensor_files import FileRecord
 
@@ -55,7 +55,7 @@ def split_into_files(state: CheckpointState) -> list[TensorFile]:
 def files_of_rank(rank: int, world_size: int, files: Sequence[TensorFile]) -> list[TensorFile]:
     """Return the files that a rank writes, so that all ranks write about as many bytes (pure)."""
     ordered = sorted(files, key=lambda file: file.name)
-    writers = dealt([file.nbytes for file in ordered], world_size)
+    writers = balanced_owners([file.nbytes for file in ordered], world_size)
     return [file for file, writer in zip(ordered, writers, strict=True) if writer == rank]
 
 

@@ -48,7 +48,7 @@ class HostBuffers:
                 event.synchronize()
             if self._sharding is not None:
                 optimizer = {name: buffer for (group, name), buffer in self._buffers.items() if group == "optimizer"}
-                self._sharding.pass_on(transfers, optimizer)
+                self._sharding.transfer(transfers, optimizer)
             return {file.name: {name: self._buffers[file.group, name] for name in file.tensor_names} for file in files}
 
         return wait

@@ -18,7 +18,7 @@ from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, read_m
 from paceline.config import Config, to_plain
 from paceline.config.schema import EXECUTION_KEYS
 from paceline.data.trees import leaves_in
-from paceline.engine.precision import resolve
+from paceline.engine.precision import resolve_precision
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
@@ -129,7 +129,7 @@ def _read_settled(folder: RunFolder) -> dict[str, Any] | None:
 
 def identity_of(config: Config, *, lanes: int, samples: int | None, device: torch.device) -> dict[str, Any]:
     """Return the identity of a run, which its checkpoints store: everything that affects its results."""
-    resolved = {**config.__dict__, "precision": resolve(config.precision, device)}
+    resolved = {**config.__dict__, "precision": resolve_precision(config.precision, device)}
     if not config.callbacks:  # so that checkpoints of versions without callbacks have the same identity
         del resolved["callbacks"]
     values = {key: _with_text_keys(to_plain(value)) for key, value in resolved.items() if key not in EXECUTION_KEYS}

@@ -42,7 +42,7 @@ class PhaseClock:
         """Time the phases of the next step on the device; not needed here, the host times every step."""
 
     def discard_sample(self) -> None:
-        """Do not time this step on the device: it is not like the others."""
+        """Do not time this step on the device: it is not typical."""
 
     def mean_ms(self, steps: int) -> list[float]:
         """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
@@ -95,7 +95,7 @@ class DeviceClock(PhaseClock):
             self._is_requested = False
 
     def discard_sample(self) -> None:
-        """Do not time this step on the device: it is not like the others."""
+        """Do not time this step on the device: it is not typical."""
         self._marks = None
 
     @contextmanager

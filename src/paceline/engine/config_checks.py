@@ -20,7 +20,7 @@ def unknown_names(config: Config) -> Iterator[str]:
 
 
 def unsuitable_loss(config: Config) -> Iterator[str]:
-    """One sentence for each reason why the loss would train something else than intended."""
+    """One sentence for each reason why the loss would not train as intended."""
     loss = config.loss_fn
     takes_probabilities = loss is torch.nn.functional.binary_cross_entropy or isinstance(loss, torch.nn.BCELoss)
     if takes_probabilities and isinstance(config.metrics, list) and "accuracy" in config.metrics:

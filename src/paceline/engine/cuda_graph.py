@@ -1,11 +1,11 @@
 """A step as CUDA graphs: recorded once, then replayed, so that a step costs one launch for each lane.
 
-There is one graph for each lane of this rank, because generators are keyed between lanes; the last one holds reduction
-and update. All that changes from step to step is copied into the tensors that were recorded. Batches of other shapes
-have recordings of their own, and one more has marks between its phases, for the clock.
+There is one graph for each lane of this rank, because generators are seeded between lanes; the last one includes
+reduction and update. All that changes from step to step is copied into the tensors that were recorded. Batches of other
+shapes have recordings of their own, and one more has marks between its phases, for the clock.
 
-Sums over ranks are part of a recording. NCCL wants all ranks to replay the same recording in the same step, or none, so
-several ranks agree on what they do; a single rank is free.
+Sums over ranks are part of a recording. NCCL requires that all ranks replay the same recording in the same step, or
+none, so several ranks agree on each step; a single rank decides alone.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from paceline.engine.clock import DeviceClock, PhaseMark
 from paceline.observe.failures import user_location
 from paceline.world import World
 
-# Steps before the recording: kernels are chosen and states made by then. DDP times its first ten.
+# Steps before the recording: by then kernels are chosen and states created. DDP times its first ten steps.
 WARM_UP, WARM_UP_IN_DDP = 3, 11
-WORTH_IT = 3  # steps of another form, the last of which is recorded
-MOST_FORMS = 64  # that are recorded
-CHEAP = 500  # times as long as a recording takes: then there is time for one that is only for the clock
+RECORD_AT = 3  # another form of inputs is recorded at its third step
+MAX_FORMS = 64  # the most forms that are recorded
+RECORDING_COST_FACTOR = 500  # a recording only for the clock is made after 500 times as long as a recording takes
 
 Work = Callable[..., torch.Tensor]
 
 
 class CannotRecord(Exception):
-    """Why a replay would not do what the step does."""
+    """A replay would not do the same as the step; the message has the reason."""
 
 
 class Recording(NamedTuple):
-    """A step for inputs of one form."""
+    """A recorded step for inputs of one form."""
 
     graphs: list[torch.cuda.CUDAGraph]  # one for each lane
     inputs: list[torch.Tensor]
     row: torch.Tensor
-    marks: list[PhaseMark]  # between its phases, if it was made for the clock
-    randomness: torch.Generator  # whose seed and offset its graphs read
+    marks: list[PhaseMark]  # between its phases, if it was recorded for the clock
+    randomness: torch.Generator  # its graphs read the seed and offset of this generator
 
 
 class StepGraph:
-    """Records a step of full lanes when it is warm, and replays it for all others like it."""
+    """Records a step of full lanes after a warm-up, and replays it for all later steps of the same form."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class StepGraph:
         has_one_form: bool,
         obstacle: str | None,
         is_in_ddp: bool,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
-        """`full_step` counts the samples of a step whose lanes are all full, over all ranks.
+        """All ranks.
 
-        `has_one_form` says that all such steps are known to have one form, `obstacle` why it cannot work, if that is
-        known already; `say` takes the one line about it. All ranks.
+        `full_step` is the number of samples of a step whose lanes are all full, over all ranks; `has_one_form` is true
+        if all such steps are known to have one form; `obstacle` is a known reason why steps cannot be recorded.
         """
         self.work, self.model, self.settings, self.world, self.clock = work, model, settings, world, clock
-        self.say, self.full_step = say, full_step
+        self.warn, self.full_step = warn, full_step
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
         if obstacle is not None:
@@ -87,18 +87,18 @@ class StepGraph:
         self._seen: Counter[Any] = Counter()
         self._exchange = world.exchange() if world.size > 1 and not has_one_form and not self.is_given_up else None
         self._timed: Recording | None = None  # with marks, for the clock
-        self._timed_form: Any = None  # of which it is, or would have been
-        self._looks_to_wait = 0
+        self._timed_form: Any = None  # the form for which that was tried
+        self._samples_to_wait = 0  # steps sampled by the clock, until there is time for a recording with marks
         self._pool: Any = None
-        self._last: Recording | None = None  # that was replayed, and not followed by another attempt to record
+        self._last: Recording | None = None  # the one replayed last, unless an attempt to record followed
 
     def take(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor | None:
-        """The row of a step that was replayed; None if it must be taken eagerly. All ranks."""
+        """Replay a step and return its row; None if the step must run eagerly. All ranks."""
         if self.is_given_up:
             return None
         row = self._take(lanes, inputs)
         if row is None:
-            self.clock.discard_sample()  # its time is not like that of other steps
+            self.clock.discard_sample()  # its time is not typical
         return row
 
     def _take(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor | None:
@@ -137,7 +137,7 @@ class StepGraph:
     # --- recording ---------------------------------------------------------------------------------------------
 
     def _record_first(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> None:
-        """The first recording, at the same step on all ranks: it works on all of them, or is given up. All ranks."""
+        """Record for the first time, at the same step on all ranks; give up unless it works on all. All ranks."""
         began = perf_counter()
         found = self._record(lanes, inputs)
         reasons, seconds = self._agree(found, perf_counter() - began)
@@ -145,52 +145,52 @@ class StepGraph:
             self._give_up(reasons[0])
         elif isinstance(found, Recording):
             self._recordings[form] = found
-            self._looks_to_wait = int(CHEAP * seconds)  # the clock asks for a look about once a second
+            self._samples_to_wait = int(RECORDING_COST_FACTOR * seconds)  # the clock samples a step about once a second
 
     def _record_another(self, form: Any, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> None:
-        """For another form, when it has come several times; a single rank."""
-        if len(self._recordings) >= MOST_FORMS:
+        """Record another form when it has occurred several times; on a single rank only."""
+        if len(self._recordings) >= MAX_FORMS:
             return
         self._seen[form] += 1
-        if self._seen[form] < WORTH_IT:
+        if self._seen[form] < RECORD_AT:
             return
         found = self._record(lanes, inputs)
         if isinstance(found, str) and None not in self._recordings.values():
-            self.say(f"steps with batches of some shapes are not CUDA graphs but go kernel by kernel: {found}")
+            self.warn(f"steps with batches of some shapes are not CUDA graphs but run kernel by kernel: {found}")
         self._recordings[form] = None if isinstance(found, str) else found
-        if len(self._recordings) == MOST_FORMS:
-            self.say(f"batches have many shapes: {MOST_FORMS} are CUDA graphs now, steps of others go kernel by kernel")
+        if len(self._recordings) == MAX_FORMS:
+            self.warn(f"batches have many shapes: {MAX_FORMS} are CUDA graphs now, other steps run kernel by kernel")
 
     def _with_marks(
         self, form: Any, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]
     ) -> Recording:
-        """The recording with marks, if it is of this form; it is made when there has been time enough. All ranks."""
-        self._looks_to_wait -= 1
+        """The recording with marks, if it has this form; it is made once enough time has passed. All ranks."""
+        self._samples_to_wait -= 1
         if self._timed is not None and self._timed_form == form:
             return self._timed
         self.clock.discard_sample()
-        if self._timed_form is None and self._looks_to_wait < 0:
+        if self._timed_form is None and self._samples_to_wait < 0:
             found, self._timed_form = self._record(lanes, inputs, with_marks=True), form
             reasons, _ = self._agree(found)
             self._timed = found if isinstance(found, Recording) and not reasons else None
         return recording
 
     def _agree(self, found: Recording | str, seconds: float = 0.0) -> tuple[list[str], float]:
-        """Why a recording has failed on some ranks, and the longest that it took on any. All ranks."""
-        told = self.world.gather_objects((found if isinstance(found, str) else None, seconds))
-        return [reason for reason, _ in told if reason is not None], max(seconds for _, seconds in told)
+        """The reasons of the ranks where a recording failed, and the longest time it took on a rank. All ranks."""
+        of_ranks = self.world.gather_objects((found if isinstance(found, str) else None, seconds))
+        return [reason for reason, _ in of_ranks if reason is not None], max(seconds for _, seconds in of_ranks)
 
     def _record(
         self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], *, with_marks: bool = False
     ) -> Recording | str:
-        """Record a step, or say why it cannot be. Nothing is computed by it."""
+        """Record a step without computing it, or return the reason why it cannot be recorded. All ranks."""
         host = HostState(self.model, self.settings.loss_fn)
-        # A recording that fails leaves the state of the generator useless, so it is given a state of its own.
+        # A recording that fails leaves the state of the generator unusable, so it gets a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()
         generator.graphsafe_set_state(own)
         self._last = None
-        # The same memory for all recordings: one is replayed at a time, and leaves nothing there for another.
+        # All recordings share memory: only one is replayed at a time, and none reads what another has left there.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs: list[torch.cuda.CUDAGraph] = []
         try:
@@ -200,20 +200,20 @@ class StepGraph:
                 row = self.work(lanes, copies, partial(self._recording, graphs))
             if change := host.first_change():
                 raise CannotRecord(f"the model changes {change} on the host, which a replay would not do again")
-        except Exception as error:  # noqa: BLE001 - whatever a model does that a recording does not allow
+        except Exception as error:  # noqa: BLE001 - anything in a model that a recording does not allow
             generator.graphsafe_set_state(kept)
             host.restore()
-            self._pool = None  # one that has failed may hold on to it
+            self._pool = None  # the failed recording may still hold it
             return _first_cause(error)
         return Recording(graphs, tensors_in(copies), row, marks, own)
 
     @contextmanager
     def _recording(self, graphs: list[torch.cuda.CUDAGraph], lane: Lane) -> Iterator[None]:
-        """A segment of a step that is recorded, and not computed."""
+        """Record one segment of a step, without computing it."""
         seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
         before = _host_generators()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those that pin memory or write a checkpoint, go on meanwhile.
+        # Other threads, such as those that pin memory or write a checkpoint, continue meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
@@ -224,11 +224,11 @@ class StepGraph:
 
     def _give_up(self, reason: str) -> None:
         self.is_given_up = True
-        self.say(f"steps are not CUDA graphs but go kernel by kernel: {reason}")
+        self.warn(f"steps are not CUDA graphs but run kernel by kernel: {reason}")
 
 
 def form_of(tree: Any) -> Any:
-    """What a recorded step depends on in its inputs: their nesting, shapes and types. It can be a key."""
+    """The nesting, shapes and types of inputs, on which a recorded step depends; usable as a dict key."""
     return tuple(
         (path, (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf))
         for path, leaf in leaves_in(tree)
@@ -236,7 +236,7 @@ def form_of(tree: Any) -> Any:
 
 
 def _check_inputs(tree: Any) -> None:
-    """A recording can be given other tensors, but nothing else."""
+    """Raise CannotRecord for inputs that are not tensors: a replay can only read other tensors."""
     for _, leaf in leaves_in(tree, is_leaf=lambda node: isinstance(node, PackedSequence)):
         if isinstance(leaf, PackedSequence):
             raise CannotRecord("a batch holds a packed sequence, whose lengths stay on the host")
@@ -245,8 +245,8 @@ def _check_inputs(tree: Any) -> None:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What went wrong first, and where in the user's code: leaving a recording that has failed fails again."""
-    while error.__context__ is not None and not error.__suppress_context__:  # `raise … from` has the better words
+    """The first error and its place in the user's code; the end of a recording that has failed raises another one."""
+    while error.__context__ is not None and not error.__suppress_context__:  # `raise … from` has the better message
         error = error.__context__
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     place = user_location(error)
@@ -259,10 +259,10 @@ def _host_generators() -> tuple[Any, ...]:
 
 
 class HostState:
-    """What modules keep on the host: plain values, which tensors they hold, and where these are in memory."""
+    """The state of modules on the host: plain values, the tensors they hold, and the addresses of these."""
 
     def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
-        """`loss` counts if it is a module, too."""
+        """`loss` is included if it is a module."""
         self._modules = list(model.named_modules())
         if isinstance(loss, torch.nn.Module):
             self._modules += loss.named_modules(prefix="loss_fn")
@@ -272,7 +272,7 @@ class HostState:
         self._tables = [(table, dict(table)) for _, module in self._modules for table in _tables(module)]
 
     def first_change(self) -> str | None:
-        """The name of something that is not as it was."""
+        """The name of the first value that has changed, if any."""
         for (path, module), kept in zip(self._modules, self._kept, strict=True):
             now = self._of(module)
             changed = [name for name in {**kept, **now} if name not in kept or not _is_same(now.get(name), kept[name])]
@@ -281,7 +281,7 @@ class HostState:
         return next((name for name, tensor, data in self._memory if tensor.data_ptr() != data.data_ptr()), None)
 
     def restore(self) -> None:
-        """Put everything back, and take away what is new: no recorded tensor has ever been computed."""
+        """Restore all values and remove new ones: recorded tensors were never computed."""
         for table, kept in self._tables:
             for name in table.keys() - kept.keys():
                 del table[name]
@@ -302,19 +302,19 @@ class HostState:
 
 
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Where a module keeps what it holds."""
+    """The dicts in which a module keeps its attributes, parameters, buffers and submodules."""
     return [vars(module), module._parameters, module._buffers, module._modules]  # type: ignore[list-item]
 
 
 def _tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Its own parameters and buffers that are plain numbers in memory."""
+    """The parameters and buffers of the module itself that are plain strided tensors."""
     own = {**module._parameters, **module._buffers}
     held = [(name, each) for name, each in own.items() if each is not None]
     return [(name, each) for name, each in held if type(each.data) is torch.Tensor and each.layout is torch.strided]
 
 
 def _is_same(now: Any, kept: Any) -> bool:
-    """Tensors by identity, because a replay writes where the recorded ones lie; other values by value."""
+    """Compare tensors by identity, because a replay writes to the recorded ones; other values by value."""
     if now is kept or isinstance(kept, torch.Tensor) or isinstance(now, torch.Tensor):
         return now is kept
     return type(now) is type(kept) and bool(now == kept)

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: SHA-256 for what a run leaves, and a cheap digest to compare replicas while it trains."""
+"""Fingerprints of weights: SHA-256 for results, and a cheap digest to compare replicas during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from paceline.errors import ConfigError, ReplicasDiffer
 from paceline.world import World
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def sha256_of(state: Mapping[str, Any]) -> str:
@@ -21,7 +21,7 @@ def sha256_of(state: Mapping[str, Any]) -> str:
 
 
 def sha256_of_each(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The same over tensors that come one by one, in name order."""
+    """The same over pairs of name and tensor, which must be in name order."""
     digest = hashlib.sha256()
     for name, value in named:
         dense = value.detach().cpu() if value.layout is torch.strided else value.detach().cpu().to_dense()
@@ -38,14 +38,14 @@ def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def digests_of(model: torch.nn.Module) -> torch.Tensor:
-    """One number a parameter, the sum of its words as whole numbers: a single changed value always changes it."""
+    """The `digest_of` each parameter; a single changed value always changes it."""
     return torch.stack([digest_of(parameter) for parameter in model.parameters()])
 
 
 def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
     """Stop the run if the weights are not the same on every rank. All ranks."""
-    everybody = torch.stack(world.gather_equal(digests_of(model)))
-    differs = (everybody != everybody[0]).cpu()
+    of_ranks = torch.stack(world.gather_equal(digests_of(model)))
+    differs = (of_ranks != of_ranks[0]).cpu()
     if differs.any():
         place = int(differs.any(dim=0).nonzero()[0])
         name = [name for name, _ in model.named_parameters()][place]
@@ -82,7 +82,7 @@ def find_difference(model: torch.nn.Module, trained: Collection[str], world: Wor
 
 
 def digest_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of its words as whole numbers, on its device."""
-    if parameter.element_size() not in WORDS:  # complex numbers of 128 bits
+    """The sum of the elements, read as integers of their size, on the device."""
+    if parameter.element_size() not in INTEGER_TYPES:  # complex128
         parameter = torch.view_as_real(parameter.detach())
-    return parameter.detach().contiguous().view(-1).view(WORDS[parameter.element_size()]).sum(dtype=torch.int64)
+    return parameter.detach().contiguous().view(-1).view(INTEGER_TYPES[parameter.element_size()]).sum(dtype=torch.int64)

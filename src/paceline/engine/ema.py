@@ -16,16 +16,16 @@ class Ema:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = list(named)
         self._weights: list[torch.Tensor] = list(named.values())
-        # In 32 bits at least: a small step towards weights of 16 bits would be rounded away.
+        # At least fp32: a small change of 16-bit weights would be rounded away.
         self._average = [p.detach().to(_wide(p.dtype), copy=True) for p in self._weights]
 
     def averages(self) -> dict[str, torch.Tensor]:
-        """The averages under the names of their parameters: the tensors themselves, to be read or filled."""
+        """The averages by the names of their parameters; these are not copies, a checkpoint is restored into them."""
         return dict(zip(self._names, self._average, strict=True))
 
     @torch.no_grad()
     def update(self, is_bad: torch.Tensor | None = None) -> None:
-        """Take the weights of this step in; not where the device says 1.0, that the step does not count."""
+        """Add the weights of this step to the average, unless `is_bad` is 1.0 on the device."""
         weights = [each.to(average.dtype) for each, average in zip(self._weights, self._average, strict=True)]
         if is_bad is None:
             torch._foreach_lerp_(self._average, weights, 1 - self.decay)
@@ -36,9 +36,9 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model holds the averages inside, and its own weights again after."""
+        """A context in which the model has the averages as its weights."""
         pairs = list(zip(self._weights, self._average, strict=True))
-        # Those that lose digits in the model are kept.
+        # Averages that lose digits in the model are copied.
         wide = [(average, average.clone()) for weights, average in pairs if weights.dtype != average.dtype]
         self._swap()
         try:

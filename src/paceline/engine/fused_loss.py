@@ -1,7 +1,7 @@
-"""The cross entropy of a linear layer over many classes, such as a vocabulary, without ever holding all logits.
+"""The cross entropy of a linear layer over many classes, such as a vocabulary, without all logits in memory at once.
 
-Tokens go through in chunks. Forward computes the gradients, too, while the logits of a chunk are there; backward
-only scales them. What one chunk needs between its products is `softmax_kernel.py`'s on a GPU, torch's elsewhere.
+Tokens are processed in chunks. Forward also computes the gradients, while the logits of a chunk are in memory; backward
+only scales them. Softmax and loss of a chunk are computed by `softmax_kernel.py` on a GPU, by torch elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-ALIGNMENT = 128  # classes; products whose sides are odd, such as GPT-2's 50,257, miss the fast kernels
+ALIGNMENT = 128  # classes; matrix products of odd sizes, such as GPT-2's 50,257, miss the fast kernels
 
 
 def linear_cross_entropy(
@@ -26,18 +26,18 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T, target)` with the logits of `chunk` tokens at a time.
 
-    Shapes: hidden (…, features), weight (classes, features), target (…). Products are in autocast's format where it is
-    on, else in that of hidden; softmax, loss and the sum of the weight's gradient in fp32 or more. The loss is NaN if a
-    target is no class.
+    Shapes: hidden (…, features), weight (classes, features), target (…). Products have autocast's dtype where it is
+    on, else that of hidden; softmax, loss and the sum of the weight's gradient are in fp32 or more. The loss is NaN if
+    a target is not a class.
     """
     _check(hidden, weight, target, reduction, chunk)
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    total: torch.Tensor = _op(flat, weight, target.reshape(-1), ignore_index, chunk, _format_of(hidden), *wanted)[0]
+    total: torch.Tensor = _op(flat, weight, target.reshape(-1), ignore_index, chunk, _dtype_of(hidden), *wanted)[0]
     if reduction == "sum":
         return total
     count = (target != ignore_index).sum()
-    # Without a token that counts the mean is NaN and all gradients are zero, as torch has it.
+    # If all tokens are ignored, the mean is NaN and all gradients are zero, as in torch.
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
@@ -53,14 +53,14 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, red
         raise ValueError(f"chunk={chunk} is too few; use 1 or more tokens")
 
 
-def _format_of(hidden: torch.Tensor) -> torch.dtype:
-    """The number format of the products, by the rules of autocast, which leaves fp64 alone."""
+def _dtype_of(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of the products, by the rules of autocast, which does not change fp64."""
     kind = hidden.device.type
     is_cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
 
 
-# --- as an operator of torch, which torch.compile takes as a whole ---------------------------------------------------
+# --- a custom operator of torch, which torch.compile does not trace into --------------------------------------------
 
 
 @torch.library.custom_op(
@@ -79,9 +79,9 @@ def _op(
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses, and its gradients by hidden and by weight, empty where they are not wanted."""
+    """The sum of the losses, and its gradients by hidden and by weight, empty where not wanted."""
     with torch.autocast(hidden.device.type, enabled=False):
-        total, by_hidden, by_weight = _in_chunks(
+        total, by_hidden, by_weight = _loss_in_chunks(
             hidden.to(dtype), _padded(weight, dtype), target,
             classes=len(weight), ignore_index=ignore_index, chunk=chunk, wanted=(for_hidden, for_weight),
         )  # fmt: skip
@@ -101,18 +101,18 @@ def _(
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.classes = len(inputs[1])
 
 
-def _scale(ctx: Any, incoming: torch.Tensor, *by_gradients: torch.Tensor | None) -> tuple[Any, ...]:
+def _scale_gradients(ctx: Any, incoming: torch.Tensor, *by_gradients: torch.Tensor | None) -> tuple[Any, ...]:
     if any(one is not None for one in by_gradients):
         raise RuntimeError("linear_cross_entropy has no second derivative; use cross_entropy on the logits")
     by_hidden, by_weight = ctx.saved_tensors
-    scale = incoming.view(1)  # a vector, if only of one: then 16 bits times 32 are 32, in one kernel
-    # Not in place: a graph that is retained may be asked again. Autograd casts to the formats of the inputs.
+    scale = incoming.view(1)  # a vector of one element: then 16 bits times 32 are 32, in one kernel
+    # Not in place: backward may run again on a retained graph. Autograd casts to the dtypes of the inputs.
     return (
         by_hidden * scale if ctx.needs_input_grad[0] else None,
         by_weight[: ctx.classes] * scale if ctx.needs_input_grad[1] else None,
@@ -120,14 +120,14 @@ def _scale(ctx: Any, incoming: torch.Tensor, *by_gradients: torch.Tensor | None)
     )
 
 
-_op.register_autograd(_scale, setup_context=_keep)
+_op.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-# --- what it computes ------------------------------------------------------------------------------------------------
+# --- the computation -------------------------------------------------------------------------------------------------
 
 
 def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in this format, with rows of zeros up to a multiple of ALIGNMENT."""
+    """The weight in this dtype, with rows of zeros up to a multiple of ALIGNMENT."""
     classes, features = weight.shape
     if classes == _aligned(classes):
         return weight.to(dtype)
@@ -141,7 +141,7 @@ def _aligned(classes: int) -> int:
     return -(-classes // ALIGNMENT) * ALIGNMENT
 
 
-def _in_chunks(
+def _loss_in_chunks(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
@@ -157,12 +157,12 @@ def _in_chunks(
     logits = torch.empty(min(chunk, tokens), len(weight), dtype=hidden.dtype, device=hidden.device)
     by_hidden = torch.empty_like(hidden if wanted[0] else hidden[:0])
     by_weight = torch.zeros_like(weight if wanted[1] else weight[:0], dtype=exact)
-    settle = _kernel() if hidden.is_cuda and exact == torch.float32 and _has_triton() else settle_by_torch
+    softmax = _kernel() if hidden.is_cuda and exact == torch.float32 and _has_triton() else softmax_by_torch
     for start in range(0, tokens, chunk):
         here = slice(start, start + chunk)
         part = logits[: len(hidden[here])]
         torch.mm(hidden[here], weight.T, out=part)
-        settle(part, target[here], losses[here], classes, ignore_index, any(wanted))  # now it holds their gradients
+        softmax(part, target[here], losses[here], classes, ignore_index, any(wanted))  # overwritten by gradients
         if wanted[0]:
             torch.mm(part, weight, out=by_hidden[here])
         if wanted[1]:
@@ -170,10 +170,10 @@ def _in_chunks(
     return losses.sum(), by_hidden, by_weight
 
 
-def settle_by_torch(
+def softmax_by_torch(
     logits: torch.Tensor, target: torch.Tensor, losses: torch.Tensor, classes: int, ignore_index: int, wanted: bool
 ) -> None:
-    """Write each row's loss, and if `wanted` its gradient over its logits; those beyond `classes` are padding."""
+    """Write each row's loss and, if `wanted`, replace its logits by their gradient; the rest is padding."""
     counts = target != ignore_index
     known = counts & (target >= 0) & (target < classes)
     label = target.where(known, 0).long().unsqueeze(1)
@@ -190,7 +190,7 @@ def settle_by_torch(
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """`total += left @ right`, where total has at least 32 bits.
 
-    cuBLAS adds into the total itself: one kernel, nothing rounded to bf16. Elsewhere a chunk's product is rounded once.
+    cuBLAS adds to the total in one kernel, without rounding to bf16. Elsewhere a chunk's product is rounded once.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -202,7 +202,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @cache
 def _adds_in_32_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has, on this device, products of 16 bits that are added to a sum of 32."""
+    """Whether this torch can add products of 16-bit matrices to a 32-bit sum on this device."""
     total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
@@ -217,6 +217,8 @@ def _has_triton() -> bool:
 
 
 def _kernel() -> Any:
-    from paceline.engine.softmax_kernel import settle_by_kernel  # needs Triton, which torch brings along with CUDA only
+    from paceline.engine.softmax_kernel import (
+        softmax_by_kernel,  # needs Triton, which torch brings along with CUDA only
+    )
 
-    return settle_by_kernel
+    return softmax_by_kernel

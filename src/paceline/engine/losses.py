@@ -1,4 +1,4 @@
-"""Losses and metrics as sums and counts, so that they can be added up over batches and ranks."""
+"""Losses and metrics as sums and counts, so that they can be summed over batches and ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SumAndCount = tuple[torch.Tensor, torch.Tensor | int | float]
 
 
 class Sum(NamedTuple):
-    """What a loss or metric returns that is a sum: its total, and what it is to be divided by, weights for instance."""
+    """The value of a loss or metric that is a sum: its total, and the count or sum of weights to divide it by."""
 
     total: torch.Tensor | float
     count: torch.Tensor | float  # type: ignore[assignment]  # a tuple has a method of this name
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
-    """Right answers: the largest of several logits, or the sign of a single one; the class -100 does not count."""
+    """Correct predictions, by the largest of several logits or the sign of a single one; class -100 is ignored."""
     if output.shape == (*target.shape, 1):
         output = output.squeeze(-1)
     elif output.shape == (*target.shape[:1], 1, *target.shape[1:]):
@@ -34,9 +34,9 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
     if output.ndim == target.ndim:
         right = (output > 0) == (target > 0.5)
         return right.sum(), right.numel()
-    # The classes come last, or second as cross_entropy has them.
+    # The dimension of the classes is the last one, or the second as in cross_entropy.
     right = output.argmax(-1 if output.shape[:-1] == target.shape else 1) == target
-    return right.sum(), (target.long() != IGNORED).sum()  # a byte would be compared with the byte of it
+    return right.sum(), (target.long() != IGNORED).sum()  # -100 cast to uint8 would be a valid class
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> SumAndCount:
@@ -62,12 +62,12 @@ def make_metrics(metrics: Sequence[str] | dict[str, Any]) -> dict[str, Metric]:
 
 
 def number_on(number: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A number as a tensor on the device; the tensors of plain numbers are kept, so they cost a copy only once."""
+    """A number as a tensor on the device; tensors of plain numbers are cached, so they are copied only once."""
     if isinstance(number, torch.Tensor):
         return number.detach().to(device).reshape(())
     constant = _constant(float(number), device, dtype)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _recorded.add(constant)  # a graph will read it where it lies, long after it has left the cache
+        _recorded.add(constant)  # a CUDA graph reads its memory long after it has left the cache
     return constant
 
 
@@ -80,7 +80,7 @@ def _constant(number: float, device: torch.device, dtype: torch.dtype) -> torch.
 
 
 def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
-    """What a loss or metric returned, as a sum and a count: a `Sum` or (sum, count) as it is, a mean times samples."""
+    """The sum and count of a loss or metric that returned a `Sum`, (sum, count), or a mean over `samples`."""
     if not isinstance(value, (tuple, list)):
         return mean_of(value, source) * samples, samples
     if isinstance(value, Sum):
@@ -96,11 +96,11 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
 
 
 def _is_count(count: Any, total: Any) -> bool:
-    """Whether the number beside a sum can be a count: whole, and from 1; or 0, if the sum is of nothing."""
+    """Whether the number beside a sum can be a count: an integer from 1, or 0 if the sum is 0."""
     if isinstance(count, torch.Tensor):
         if count.is_floating_point() or count.is_complex() or count.dtype is torch.bool or count.numel() != 1:
             return False
-        if count.device.type != "cpu":  # the host would wait for its value in every step
+        if count.device.type != "cpu":  # reading it would make the host wait in every step
             return True
         count = count.item()
     if not isinstance(count, Integral) or isinstance(count, bool):
@@ -113,7 +113,7 @@ def _is_nonzero(total: Any) -> bool:
 
 
 def _is_divisor(count: Any) -> bool:
-    """Whether the count of a `Sum` is one number without a gradient, which would be left out of the loss's."""
+    """Whether the count of a `Sum` is one number without a gradient; that gradient would be ignored."""
     if isinstance(count, torch.Tensor):
         return count.numel() == 1 and not count.requires_grad
     return isinstance(count, Real)

@@ -1,7 +1,7 @@
 """Muon: hidden weights move along the nearest orthogonal matrix of their momentum; the rest by AdamW or SGD.
 
-A step decides nothing from the values of tensors, so it can be recorded in a CUDA graph; a step that must not count is
-undone on the device, by `found_inf`, as torch's fused optimizers do.
+A step takes no decision from the values of tensors, so it can be recorded in a CUDA graph; with `found_inf` set to 1 it
+changes nothing, as with torch's fused optimizers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # takes singular values from (0, 1] near 1 in few rounds
-REST: dict[str, dict[str, Any]] = {
+QUINTIC = (3.4445, -4.7750, 2.0315)  # moves singular values from (0, 1] close to 1 in few iterations
+REST_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0},
 }
@@ -24,7 +24,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters with two or more dimensions, and `rest` for all others, in one optimizer.
 
     `rest` is `{name: adamw, lr, betas, eps, weight_decay}` or `{name: sgd, lr, momentum, weight_decay}`, with Nesterov
-    momentum. Give `Muon.groups_of(model)`, or groups of your own with `use_muon` true or false.
+    momentum. Pass `Muon.groups_of(model)`, or your own groups with `use_muon` true or false.
     """
 
     def __init__(
@@ -38,33 +38,33 @@ class Muon(torch.optim.Optimizer):
         keep_norm: bool = False,
         rest: Mapping[str, Any] | None = None,
     ) -> None:
-        """With `keep_norm` every matrix has the norm of an orthogonal one before it moves: for layers before a norm."""
+        """With `keep_norm`, matrices are scaled to an orthogonal norm in each step; for layers before a norm."""
         if not (0 <= momentum < 1 and ns_steps >= 1 and lr >= 0 and weight_decay >= 0):
             raise ValueError("needs 0 <= momentum < 1, ns_steps >= 1, and no negative lr or weight_decay")
-        self._rest = _settled(rest or {})
+        self._rest = _rest_settings(rest or {})
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "weight_decay": weight_decay,
             "keep_norm": keep_norm, "use_muon": True, "rest": self._rest["rest"], "betas": (0.9, 0.95), "eps": 1e-8,
-            "fused": True,  # torch then keeps `step` on the device when a state is loaded
+            "fused": True,  # makes torch keep `step` on the device when a state is loaded
         }  # fmt: skip
         given = list(params)
-        super().__init__(given if given and isinstance(given[0], dict) else _split(given, set()), defaults)
+        super().__init__(given if given and isinstance(given[0], dict) else _split_groups(given, set()), defaults)
         self._step_supports_amp_scaling = True
 
     @staticmethod
     def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-        """The trainable parameters of a model: its matrices and filters, and the rest, embeddings among it."""
-        looked_up = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
-        return _split([parameter for parameter in model.parameters() if parameter.requires_grad], embeddings)
+        """Groups of the trainable parameters of a model: matrices and filters; all others, including embeddings."""
+        layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
+        return _split_groups([parameter for parameter in model.parameters() if parameter.requires_grad], embeddings)
 
-    def stacks(self) -> list[list[torch.Tensor]]:
-        """All parameters, those together that one product may serve: they are stacked if all of them have gradients."""
-        groups = [_alike(g["params"]) if g["use_muon"] else [[p] for p in g["params"]] for g in self.param_groups]
-        return [stack for stacks in groups for stack in stacks]
+    def units(self) -> list[list[torch.Tensor]]:
+        """Parameters in lists that are computed in one matrix product: the last bits depend on how many these are."""
+        groups = [_stackable(g["params"]) if g["use_muon"] else [[p] for p in g["params"]] for g in self.param_groups]
+        return [unit for units in groups for unit in units]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group with `use_muon: False` has the settings of `rest` where it says nothing else."""
+        """Add a group; with `use_muon: False`, the settings of `rest` are its defaults."""
         if not param_group.get("use_muon", True):
             param_group = {**self._rest, **param_group}
         super().add_param_group(param_group)
@@ -73,12 +73,12 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("complex parameters cannot be trained with Muon; use another optimizer")
         if group["use_muon"] and any(parameter.ndim < 2 for parameter in group["params"]):
             raise ValueError(
-                "a parameter of fewer than two dimensions cannot go by Muon; use a group with use_muon=False"
+                "Muon needs parameters of two or more dimensions; put the others into a group with use_muon=False"
             )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. `found_inf` and `grad_scale`, if they are set, are those of torch's GradScaler."""
+        """One update. The attributes `found_inf` and `grad_scale`, if set, are those of torch's GradScaler."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,16 +86,16 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["use_muon"]:
-                self._move_along_orthogonal(group, used)
+                self._step_muon(group, used)
             elif used:
-                (self._move_by_adamw if group["rest"] == "adamw" else self._move_by_sgd)(group, used)
+                (self._step_adamw if group["rest"] == "adamw" else self._step_sgd)(group, used)
         return loss
 
-    def _move_along_orthogonal(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+    def _step_muon(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         momentum, decay, lr = group["momentum"], group["weight_decay"], group["lr"]
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        for same in _alike(parameters):
-            buffers = [self._kept(parameter, "momentum_buffer") for parameter in same]
+        for same in _stackable(parameters):
+            buffers = [self._state_of(parameter, "momentum_buffer") for parameter in same]
             gradients = _stacked([parameter.grad for parameter in same])
             if scale is not None:
                 gradients = gradients / scale
@@ -106,16 +106,16 @@ class Muon(torch.optim.Optimizer):
             weights = _stacked(same)
             if group["keep_norm"]:
                 weights = weights * (min(rows, columns) ** 0.5 / weights.norm(dim=(-2, -1), keepdim=True))
-            _put(buffers, averages, found_inf)
-            _put(same, weights - lr * (update + decay * weights), found_inf)
+            _assign(buffers, averages, found_inf)
+            _assign(same, weights - lr * (update + decay * weights), found_inf)
 
-    def _move_by_adamw(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
+    def _step_adamw(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
             [parameter.grad for parameter in parameters],  # type: ignore[misc]
-            [self._kept(parameter, "exp_avg") for parameter in parameters],
-            [self._kept(parameter, "exp_avg_sq") for parameter in parameters],
+            [self._state_of(parameter, "exp_avg") for parameter in parameters],
+            [self._state_of(parameter, "exp_avg_sq") for parameter in parameters],
             [],
             [self._steps(parameter) for parameter in parameters],
             fused=True, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
@@ -123,18 +123,18 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"], maximize=False,
         )  # fmt: skip
 
-    def _move_by_sgd(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
+    def _step_sgd(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
         sgd(
             parameters,
             [parameter.grad for parameter in parameters],  # type: ignore[misc]
-            [self._kept(parameter, "momentum_buffer") for parameter in parameters],
+            [self._state_of(parameter, "momentum_buffer") for parameter in parameters],
             fused=True, grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
             weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"], dampening=0,
             nesterov=group["momentum"] > 0, maximize=False,
         )  # fmt: skip
 
-    def _kept(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """A tensor of the state that is like the parameter, zeros at first."""
+    def _state_of(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """A tensor of the state in the shape of the parameter, zeros at first."""
         state = self.state[parameter]
         if key not in state:
             state[key] = torch.zeros_like(parameter)
@@ -147,37 +147,37 @@ class Muon(torch.optim.Optimizer):
         return state["step"]  # type: ignore[no-any-return]
 
 
-def orthogonal(matrices: torch.Tensor, rounds: int) -> torch.Tensor:
-    """Near the nearest orthogonal matrix of each of a stack of matrices, by Newton–Schulz iteration."""
+def orthogonal(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
+    """An approximation of the nearest orthogonal matrix of each in a stack of matrices, by Newton–Schulz iteration."""
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # singular values at most 1
     if x.is_cuda:
-        x = x.bfloat16()  # enough: the iteration pulls its own errors back
+        x = x.bfloat16()  # enough: the iteration corrects its own errors
     a, b, c = QUINTIC
-    for _ in range(rounds):
+    for _ in range(iterations):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).to(matrices.dtype)
 
 
-def _settled(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of groups without Muon; a ValueError says what is wrong with them."""
+def _rest_settings(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of groups without Muon; raises ValueError for a wrong one."""
     if not isinstance(rest, Mapping):
         raise ValueError(f"rest={rest!r} is not a section; write for instance rest: {{name: adamw, lr: 1e-3}}")
     name = rest.get("name", "adamw")
-    if name not in REST:
-        raise ValueError(f"rest.name={name!r} is not known; use {' or '.join(REST)}")
-    unknown = [key for key in rest if key not in (*REST[name], "name")]
+    if name not in REST_DEFAULTS:
+        raise ValueError(f"rest.name={name!r} is not known; use {' or '.join(REST_DEFAULTS)}")
+    unknown = [key for key in rest if key not in (*REST_DEFAULTS[name], "name")]
     if unknown:
-        raise ValueError(f"rest.{unknown[0]} is not a setting of {name}; it takes {', '.join(REST[name])}")
+        raise ValueError(f"rest.{unknown[0]} is not a setting of {name}; it takes {', '.join(REST_DEFAULTS[name])}")
     for key, value in rest.items():
         if key not in ("name", "betas") and not (isinstance(value, (int, float)) and value >= 0):
             raise ValueError(f"rest.{key}={value!r} must be a number, 0 or more")
-    return {**REST[name], **{key: value for key, value in rest.items() if key != "name"}, "rest": name}
+    return {**REST_DEFAULTS[name], **{key: value for key, value in rest.items() if key != "name"}, "rest": name}
 
 
-def _split(parameters: Sequence[torch.Tensor], others: set[int]) -> list[dict[str, Any]]:
+def _split_groups(parameters: Sequence[torch.Tensor], others: set[int]) -> list[dict[str, Any]]:
     is_hidden = [parameter.ndim >= 2 and id(parameter) not in others for parameter in parameters]
     groups = [
         {"params": [p for p, hidden in zip(parameters, is_hidden, strict=True) if hidden is wanted], "use_muon": wanted}
@@ -186,8 +186,8 @@ def _split(parameters: Sequence[torch.Tensor], others: set[int]) -> list[dict[st
     return [group for group in groups if group["params"]]
 
 
-def _alike(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters whose matrices can be stacked, so that one product serves all of them."""
+def _stackable(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Lists of parameters whose matrices can be stacked, so that one product computes all of them."""
     found: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.numel():
@@ -197,12 +197,12 @@ def _alike(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """As a stack of matrices in 32 bits: filters are flattened, whatever their layout in memory."""
+    """A stack of matrices in fp32; filters are flattened, whatever their layout in memory."""
     return torch.stack([tensor.reshape(len(tensor), -1) for tensor in tensors if tensor is not None]).float()
 
 
-def _put(tensors: Sequence[torch.Tensor], stack: torch.Tensor, found_inf: torch.Tensor | None) -> None:
-    """Give tensors their new values, unless `found_inf` says 1."""
+def _assign(tensors: Sequence[torch.Tensor], stack: torch.Tensor, found_inf: torch.Tensor | None) -> None:
+    """Copy the new values into the tensors, unless `found_inf` is 1."""
     new = [value.view(tensor.shape) for value, tensor in zip(stack.unbind(), tensors, strict=True)]
     if found_inf is not None:
         is_bad = found_inf.bool()

@@ -1,36 +1,59 @@
-"""Numbers that are not finite: all ranks skip the same step, and one warning says whose numbers they were.
+"""Steps with numbers that are not finite: all ranks skip the same step, and one warning names lanes and samples.
 
-A good step costs no message between ranks. A rank with a bad loss votes inside the sums of the gradients: NaN stays NaN
-in any sum, so after the reduction every rank finds it there and decides the same by itself.
+A good step costs no extra message between ranks. A rank with a bad loss adds NaN to one of its gradients (`nan_flag`).
+NaN stays NaN in any sum, so after the reduction every rank finds it and takes the same decision.
 
-Where the optimizer can leave a step out by itself, the decision never leaves the device (`is_deferred`): the host
-learns of a skipped step when it reads the losses.
+Where the optimizer can skip a step on the device, the decision stays there (`is_deferred`): the host reads it later,
+together with the losses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from paceline.config import Settings
 from paceline.data.lanes import Lane
-from paceline.engine.buffers import Buffers, Copies
+from paceline.engine.digest import INTEGER_TYPES
+from paceline.engine.forward_state import ForwardState, Snapshot
 from paceline.engine.losses import number_on
-from paceline.engine.precision import Scaler
 from paceline.errors import NotFinite
 from paceline.world import World
 
 LISTED_SAMPLES, LISTED_LANES = 8, 4
-WHAT_TO_DO = "look at these samples, lower the learning rate, or set clip_norm"
+ADVICE = "look at these samples, lower the learning rate, or set clip_norm"
 
-RideAgain = Callable[[Lane], list[torch.Tensor]]
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+GROW_AFTER = 2000  # good steps in a row, after which the loss scale is doubled
+
+Rerun = Callable[[Lane], list[torch.Tensor]]  # runs one lane again and returns its gradients
 
 
-class Culprit(NamedTuple):
+@dataclass
+class LossScale:
+    """The factor of the loss that keeps small gradients from vanishing in fp16.
+
+    It is always a power of two: multiplying and dividing by it rounds nothing.
+    """
+
+    scale: float = 2.0**16
+    good_steps: int = 0  # since the scale last changed
+
+    def grow(self) -> None:
+        """Count a good step, and double the scale after GROW_AFTER of them."""
+        self.good_steps += 1
+        if self.good_steps == GROW_AFTER:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def shrink(self) -> None:
+        """Halve the scale, after a step whose gradients were too large for fp16."""
+        self.scale, self.good_steps = self.scale / 2, 0
+
+
+class BadLane(NamedTuple):
     """A lane whose loss or gradients are not finite."""
 
     rank: int
@@ -45,20 +68,20 @@ class Culprit(NamedTuple):
 
 
 class FinishedStep(NamedTuple):
-    """A step that the device has decided on: its lanes on this rank, and the (sum, count) of the loss of all lanes."""
+    """A step whose update the device has applied or skipped."""
 
     step: int
-    lanes: Sequence[tuple[int, Any]]  # their numbers and indices
-    totals: Sequence[Sequence[float]]
+    lanes: Sequence[tuple[int, Any]]  # the lanes of this rank, each with the indices of its samples
+    totals: Sequence[Sequence[float]]  # the sum and the count of the loss, for each lane of all ranks
     is_skipped: bool
 
 
 class Guard:
-    """Decides after each reduction whether the step counts, and undoes one that does not."""
+    """Decides after each reduction whether the step is finite, and undoes a step that is not."""
 
     def __init__(
         self,
-        buffers: Buffers,
+        buffers: ForwardState,
         settings: Settings,
         world: World,
         *,
@@ -66,43 +89,47 @@ class Guard:
         original: Callable[[Any], list[int]],
         is_deferred: bool = False,
     ) -> None:
-        """`buffers` are put back after a bad step; `on_bad` takes the warning; `original` gives users' indices."""
+        """`buffers` are restored after a bad step.
+
+        `on_bad` is called with the warning; `original` translates indices into those of the user's data set.
+        """
         self.settings, self.world, self.on_bad, self.original = settings, world, on_bad, original
-        self.scaler = Scaler() if settings.precision == "fp16" else None
+        self.scaler = LossScale() if settings.precision == "fp16" else None
         self.is_deferred = is_deferred
-        self.vote = torch.tensor(-0.0, device=world.device)  # changes no bit of what it is added to, until it is NaN
+        # −0.0 changes no bit of the number to which it is added. It becomes NaN when a loss is not finite.
+        self.nan_flag = torch.tensor(-0.0, device=world.device)
         self.skipped_in_a_row = 0
-        self._buffers, self._before = buffers, Copies()
+        self._buffers, self._before = buffers, Snapshot()
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """The factor of losses before backward."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def counters(self) -> dict[str, float]:
-        """What the next steps depend on, as plain numbers."""
+        """The numbers on which the next steps depend, for a checkpoint."""
         scaler = {"scale": self.scaler.scale, "good_steps": self.scaler.good_steps} if self.scaler is not None else {}
         return {"skipped_in_a_row": self.skipped_in_a_row, **scaler}
 
     def set_counters(self, counters: Mapping[str, float]) -> None:
-        """Go on from what `counters` gave; what is not among them stays as it is."""
+        """Set the numbers that `counters` returned; missing ones are not changed."""
         self.skipped_in_a_row = int(counters.get("skipped_in_a_row", self.skipped_in_a_row))
         if self.scaler is not None:
             self.scaler.scale = float(counters.get("scale", self.scaler.scale))
             self.scaler.good_steps = int(counters.get("good_steps", self.scaler.good_steps))
 
     def begin(self) -> None:
-        """Before a step: no objections yet, and a copy of the buffers, which a forward pass may spoil."""
-        if self.world.size > 1:  # a single rank's losses speak for themselves
-            self.vote.fill_(-0.0)
-        self._before.take(self._buffers.live())
+        """Before a step: reset the flag and copy the buffers, which a bad forward pass may spoil."""
+        if self.world.size > 1:  # a single rank checks its losses themselves
+            self.nan_flag.fill_(-0.0)
+        self._before.take(self._buffers.tensors())
 
-    def see(self, loss: torch.Tensor) -> None:
-        """Take in the loss of a lane, before its backward; no synchronisation."""
-        self.vote.sub_(loss.detach().abs(), alpha=0.0)  # −0.0 − 0 × loss: −0.0 again, or NaN
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Set the flag to NaN if the loss of a lane is not finite; no synchronisation."""
+        self.nan_flag.sub_(loss.detach().abs(), alpha=0.0)  # −0.0 − 0 × loss: −0.0 again, or NaN
 
     def allows(self, sums: Iterable[torch.Tensor]) -> bool:
-        """Whether the sums of the step are finite, the same on all ranks; fp16's are divided by their scale, too."""
+        """Whether the sums of the step are finite, the same on all ranks; in fp16, divide them by the scale."""
         if not are_finite(sums, 1 / self.scale):
             return False
         self.skipped_in_a_row = 0
@@ -110,113 +137,112 @@ class Guard:
             self.scaler.grow()
         return True
 
-    def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, ride_again: RideAgain) -> None:
-        """Undo a step that does not count, and tell; raises NotFinite where the run must not go on. All ranks."""
+    def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, rerun: Rerun) -> None:
+        """Undo a step that is not finite, and warn; raises NotFinite where the run must stop. All ranks."""
         self._restore()
         self.skipped_in_a_row += 1
-        culprits = self._with_bad_loss(lanes, totals)
-        is_overflow = self.scaler is not None and not culprits  # the scale was too large: fp16's daily life
+        bad = self._with_bad_loss(lanes, totals)
+        is_overflow = self.scaler is not None and not bad  # the scale was too large, which is normal in fp16
         if self.scaler is not None and is_overflow:
             self.scaler.shrink()
-        elif not culprits:
-            culprits = self._with_bad_gradients(lanes, ride_again)
+        elif not bad:
+            bad = self._with_bad_gradients(lanes, rerun)
         if is_overflow:
             last = f"the loss scale fell to {self.scale:g}; use precision: bf16"
         else:
-            who = _listed(culprits) or "no lane by itself, only the sum of their gradients"
-            self._tell(step, who)
-            last = f"{who}; {WHAT_TO_DO}"
+            where = _list_lanes(bad) or "no lane by itself, only the sum of their gradients"
+            self._warn_or_stop(step, where)
+            last = f"{where}; {ADVICE}"
         self._check_limit(step, last)
 
     @torch.no_grad()
     def undo_if(self, is_bad: torch.Tensor) -> None:
-        """Give the buffers back what they held before the step if it is bad; decided on the device."""
-        buffers = self._buffers.live()
+        """Restore the buffers from before the step if `is_bad` is 1; decided on the device."""
+        buffers = self._buffers.tensors()
         if self._before.reshaped(buffers) and is_bad.item():  # only the host can give a tensor another shape
             self._restore()
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for buffer, kept in (map(_words, pair) for pair in self._before.alike(buffers)):
+        for buffer, kept in (map(_words, pair) for pair in self._before.same_shape(buffers)):
             live, before = by_size.setdefault(buffer.element_size(), ([], []))
             live.append(buffer)
             before.append(kept)
-        # As whole numbers, because 0 × NaN is NaN; one kernel for many buffers.
+        # As integers, because 0 × NaN is NaN; one kernel for many buffers.
         for size, (live, before) in by_size.items():
             differences = torch._foreach_sub(before, live)
-            torch._foreach_mul_(differences, is_bad.to(WORDS[size]))
+            torch._foreach_mul_(differences, is_bad.to(INTEGER_TYPES[size]))
             torch._foreach_add_(live, differences)
 
     def review(self, steps: Iterable[FinishedStep]) -> None:
-        """Count and tell the steps that the device has skipped, in their order; raises NotFinite as `skip` does.
+        """Count the steps that the device has skipped, and warn of each; raises NotFinite as `skip` does.
 
         All ranks, with the same steps.
         """
-        for past in steps:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if past.is_skipped else 0
-            if past.is_skipped:
-                who = _listed(self._at_fault(past)) or "their losses are finite, their gradients are not"
-                self.on_bad(f"step {past.step + 1} is skipped, it is not finite: {who}")
-                self._check_limit(past.step, f"{who}; {WHAT_TO_DO}")
+        for finished in steps:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if finished.is_skipped else 0
+            if finished.is_skipped:
+                where = _list_lanes(self._bad_lanes_of(finished)) or "their losses are finite, their gradients are not"
+                self.on_bad(f"step {finished.step + 1} is skipped, it is not finite: {where}")
+                self._check_limit(finished.step, f"{where}; {ADVICE}")
 
-    def _at_fault(self, past: FinishedStep) -> list[Culprit]:
+    def _bad_lanes_of(self, finished: FinishedStep) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         losses = {
             lane: f"loss {total / count if count else math.nan}"
-            for lane, (total, count) in enumerate(past.totals)
+            for lane, (total, count) in enumerate(finished.totals)
             if not math.isfinite(total) or not math.isfinite(count)
         }
-        mine = [(lane, indices) for lane, indices in past.lanes if lane in losses]
-        found = [Culprit(self.world.rank, lane, losses[lane], self.original(indices)) for lane, indices in mine]
-        return [culprit for of_rank in self.world.gather_objects(found) for culprit in of_rank]
+        return self._gathered((lane, losses[lane], indices) for lane, indices in finished.lanes if lane in losses)
 
     def _check_limit(self, step: int, last: str) -> None:
         limit = self.settings.nan_limit
         if self.skipped_in_a_row >= limit:
             raise NotFinite(f"nan_limit={limit} steps in a row were not finite, the last was step {step + 1}: {last}")
 
-    def _tell(self, step: int, who: str) -> None:
+    def _warn_or_stop(self, step: int, where: str) -> None:
         if self.settings.nan == "stop":
             raise NotFinite(
-                f"nan=stop and step {step + 1} is not finite: {who}; "
-                "look at these samples, or set nan: skip to train on without such steps"
+                f"nan=stop and step {step + 1} is not finite: {where}; "
+                "look at these samples, or set nan: skip to leave such steps out"
             )
         if self.settings.nan == "skip":
-            self.on_bad(f"step {step + 1} is skipped, it is not finite: {who}")
+            self.on_bad(f"step {step + 1} is skipped, it is not finite: {where}")
 
     def _restore(self) -> None:
-        self._before.put_back(self._buffers.live())
+        self._before.restore(self._buffers.tensors())
 
-    def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[Culprit]:
+    def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         is_finite, means = totals.isfinite().all(dim=1).tolist(), (totals[:, 0] / totals[:, 1]).tolist()
         places = {lane.lane % len(totals): lane for lane in lanes}
-        return self._gathered((lane, f"loss {means[at]}") for at, lane in places.items() if not is_finite[at])
+        bad = [(place, lane) for place, lane in places.items() if not is_finite[place]]
+        return self._gathered((lane.lane, f"loss {means[place]}", lane.indices) for place, lane in bad)
 
-    def _with_bad_gradients(self, lanes: Sequence[Lane], ride_again: RideAgain) -> list[Culprit]:
-        """Their losses are finite; only riding every lane by itself can tell whose gradients are not. All ranks."""
-        # Empty lanes are ridden too: layers that talk to other ranks need all of them.
-        bad = [lane for lane in lanes if not are_finite(ride_again(lane)) and lane.samples]
+    def _with_bad_gradients(self, lanes: Sequence[Lane], rerun: Rerun) -> list[BadLane]:
+        """The lanes of all ranks whose gradients are not finite, found by running each lane alone. All ranks."""
+        # Empty lanes run too: layers that communicate between ranks need all of them.
+        bad = [lane for lane in lanes if not are_finite(rerun(lane)) and lane.samples]
         self._restore()
-        return self._gathered((lane, "gradients") for lane in bad)
+        return self._gathered((lane.lane, "gradients", lane.indices) for lane in bad)
 
-    def _gathered(self, mine: Iterable[tuple[Lane, str]]) -> list[Culprit]:
-        """What each rank found, in the order of the lanes. All ranks."""
-        found = [Culprit(self.world.rank, lane.lane, what, self.original(lane.indices)) for lane, what in mine]
-        return [culprit for of_rank in self.world.gather_objects(found) for culprit in of_rank]
+    def _gathered(self, mine: Iterable[tuple[int, str, Any]]) -> list[BadLane]:
+        """The bad lanes of all ranks, in the order of the lanes; `mine` has number, problem and indices. All ranks."""
+        found = [BadLane(self.world.rank, lane, what, self.original(indices)) for lane, what, indices in mine]
+        return [lane for of_rank in self.world.gather_objects(found) for lane in of_rank]
 
 
 def are_finite(sums: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
     """Whether all numbers are finite; they are multiplied by `factor` in the same pass."""
     numbers = list(sums)
-    # A sum is quicker than a look at each number. If it is finite they all are; if it is not, it may have overflowed.
+    # A sum is quicker than a test of each number. If it is finite they all are; if it is not, it may have overflowed.
     is_plain = factor == 1 and all(number.device.type == "cpu" and not number.is_sparse for number in numbers)
     if is_plain and all(math.isfinite(abs(number.sum().item())) for number in numbers):
         return True
-    return not found_bad(numbers, factor).item()  # waits for the device
+    return not nonfinite_flag(numbers, factor).item()  # waits for the device
 
 
-def found_bad(sums: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
-    """1.0 if a number is not finite, else 0.0, on the device; they are multiplied by `factor`."""
+def nonfinite_flag(sums: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    """1.0 if any number is not finite, else 0.0, on the device; the numbers are multiplied by `factor`."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in sums:
         values = gradient._values() if gradient.is_sparse else gradient
@@ -232,11 +258,11 @@ def found_bad(sums: Iterable[torch.Tensor], factor: float = 1.0) -> torch.Tensor
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers."""
+    """The same memory as integers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(WORDS[real.element_size()])
+    return real.view(INTEGER_TYPES[real.element_size()])
 
 
-def _listed(culprits: Sequence[Culprit]) -> str:
-    more = len(culprits) - LISTED_LANES
-    return "; ".join(map(str, culprits[:LISTED_LANES])) + f"; and {more} more lanes" * (more > 0)
+def _list_lanes(bad: Sequence[BadLane]) -> str:
+    more = len(bad) - LISTED_LANES
+    return "; ".join(map(str, bad[:LISTED_LANES])) + f"; and {more} more lanes" * (more > 0)

@@ -1,4 +1,4 @@
-"""Refuses optimizers of the user's whose learning rate the managed loop cannot set, or whose state it cannot save."""
+"""Refuses user-defined optimizers whose learning rate the managed loop cannot set, or whose state it cannot save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ConfigError
 
-PROBE = 7654321  # as part of an optimizer's state while it is checked
+PROBE = 7654321  # part of an optimizer's state while that is checked
 OWN_LOOP = "or use your own train_fn"
 
 
@@ -60,11 +60,11 @@ def inner_optimizers(outer: Optimizer) -> list[Optimizer]:
 
 
 def _have_scheduler(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether a scheduler was made for one of these optimizers, by what it leaves there and by who refers to them."""
+    """Whether one of these optimizers has a scheduler, by the traces it leaves there and by references to them."""
     for optimizer in optimizers:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             return True
-        # Beside state that optimizer_fn has loaded, it may be of a scheduler of an earlier run.
+        # In state that optimizer_fn has loaded, it may come from a scheduler of an earlier run.
         if not optimizer.state and any("initial_lr" in group for group in optimizer.param_groups):
             return True
     # ReduceLROnPlateau leaves nothing in the optimizer. In Python 3.10 the scheduler's __dict__ refers to it.
@@ -92,7 +92,7 @@ def _restores_state(outer: Optimizer, inner: Sequence[Optimizer]) -> bool:
 
 
 def _saves_state(outer: Optimizer, inner: Optimizer) -> bool:
-    """Whether a number in the state of the inner optimizer is in the outer one's state dict, tried with one of ours."""
+    """Whether the outer optimizer's state dict contains the inner one's state, tested with a number of our own."""
     parameter = inner.param_groups[0]["params"][0]
     state = inner.state.get(parameter)
     inner.state[parameter] = {**(state or {}), "paceline_probe": torch.tensor(PROBE)}

@@ -1,4 +1,8 @@
-"""Optimizers by name, and the learning rate as a pure function of the step."""
+"""Optimizers by name, and the learning rate as a pure function of the step.
+
+An optimizer class may have two methods besides torch's, which are used if they exist: `groups_of(model)`, a static
+method that returns its parameter groups, and `units()`, lists of parameters that `sharding.py` must not separate.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +19,32 @@ from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
 from paceline.errors import ConfigError
 
-KERNELS = ("fused", "foreach", "capturable", "differentiable")  # who gives one of these has chosen
-SEVERAL_LOOKS = "takes several looks at a batch, the managed loop takes one; use your own train_fn"
+OWN_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon}
+KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that choose an implementation
+NEEDS_CLOSURE = "evaluates a batch several times in a step, the managed loop once; use your own train_fn"
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The user's `optimizer_fn(model)`, or the optimizer that the config names, over the trainable parameters."""
     if config.optimizer_fn is not None:
-        return _kept_on_device(_users_own(config, model))
+        return _with_lr_on_device(_from_user(config, model))
     options = dict(config.optimizer.model_extra or {})
     make: Any = optimizers()[config.optimizer.name.lower()]
-    if make is Muon:
-        return _kept_on_device(Muon(Muon.groups_of(model), lr=config.optimizer.lr, **options))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if _can_fuse(make, trainable, model) and not any(key in options for key in KERNELS):
         options["fused"] = True
-    made: torch.optim.Optimizer = make(trainable, lr=config.optimizer.lr, **options)
-    return _kept_on_device(made)
+    params = make.groups_of(model) if hasattr(make, "groups_of") else trainable
+    return _with_lr_on_device(make(params, lr=config.optimizer.lr, **options))
 
 
-def _users_own(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _from_user(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = config.function("optimizer_fn")(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(f"optimizer_fn returned LBFGS, which {SEVERAL_LOOKS}")
-    # DDP has taken down which parameters have gradients.
+    if needs_closure(type(optimizer)):
+        raise ConfigError(f"optimizer_fn returned {type(optimizer).__name__}, which {NEEDS_CLOSURE}")
+    # DDP has recorded which parameters have gradients.
     if changed := trainable ^ {name for name, parameter in model.named_parameters() if parameter.requires_grad}:
         raise ConfigError(f"optimizer_fn changed requires_grad of {min(changed)}; do that in model_fn")
     own = {id(parameter) for parameter in model.parameters()}
@@ -52,10 +55,17 @@ def _users_own(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer of torch.optim, by its name in small letters; `muon` is ours, which takes any parameters."""
+    """Every optimizer of torch.optim and our own, by lower-case name; ours replaces torch's of the same name."""
     found = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     known = {n: v for n, v in found.items() if issubclass(v, torch.optim.Optimizer) and n != "optimizer"}
-    return {**known, "muon": Muon}
+    return {**known, **OWN_OPTIMIZERS}
+
+
+def needs_closure(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    _, *arguments = inspect.signature(optimizer.step).parameters.values()
+    named = [each for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return any(each.default is each.empty for each in named)
 
 
 def _can_fuse(make: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], model: torch.nn.Module) -> bool:
@@ -66,46 +76,46 @@ def _can_fuse(make: type[torch.optim.Optimizer], parameters: Sequence[torch.Tens
     return "fused" in inspect.signature(make).parameters and fits and not has_sparse
 
 
-# --- what a CUDA graph can read -------------------------------------------------------------------------------------
+# --- learning rates that a CUDA graph can read ----------------------------------------------------------------------
 
 
-def _kept_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Fused on a GPU, the rate is a tensor there: a recorded step reads it, and gives the bits of one that is not."""
+def _with_lr_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Keep the learning rate of a fused optimizer in a tensor on the GPU, where a CUDA graph can read it; same bits."""
     if not _is_fused_on_gpu(optimizer):
         return optimizer
     for group in optimizer.param_groups:
         device = group["params"][0].device
-        group["lr"] = _filled(torch.empty((), dtype=torch.float32, device=device), float(group["lr"]))
+        group["lr"] = _fill(torch.empty((), dtype=torch.float32, device=device), float(group["lr"]))
         if "capturable" in group:
             group["capturable"] = True
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:  # torch would leave them unset if the first step were skipped
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # steps of both kinds are meant
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # both kinds of steps occur
     return optimizer
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -> None:
-    """The learning rate of each group for the next step; on a GPU nothing is sent where it has not changed."""
+    """Set the learning rate of each group for the next step; a rate that has not changed is not sent to the GPU."""
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = lr
         elif getattr(group["lr"], "filled_with", None) != lr:
-            _filled(group["lr"], lr)
+            _fill(group["lr"], lr)
 
 
 def lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group; waits for the device only where somebody else has set a tensor."""
+    """The learning rate of each group; waits for the device only where the user's code has set a tensor."""
     return [float(getattr(group["lr"], "filled_with", group["lr"])) for group in optimizer.param_groups]
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step with `found_inf` set to 1 changes nothing, without anybody waiting for the device."""
+    """Whether a step with `found_inf` set to 1 changes nothing, without waiting for the device."""
     if not _is_fused_on_gpu(optimizer):
         return False
     if not isinstance(optimizer, torch.optim.SGD):
         return True
-    # The first step of SGD makes its momentum; skipped, it would leave there whatever the memory held.
+    # The first step of SGD creates its momentum; if that were skipped, the momentum would be uninitialised memory.
     parameters = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in parameters)
 
@@ -116,8 +126,8 @@ def _is_fused_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _filled(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """The tensor with this value, which is remembered beside it: asking the device would wait for it."""
+def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """Fill the tensor with a value and keep that on the host, too: reading it from the device would wait for it."""
     tensor.fill_(value)
     tensor.filled_with = value  # type: ignore[attr-defined]
     return tensor
@@ -127,7 +137,7 @@ def _filled(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def problems_with(name: str, options: dict[str, Any]) -> list[str]:
-    """What is wrong with an optimizer's name and further keys, one sentence each."""
+    """One sentence for each problem with an optimizer's name and further keys."""
     known = optimizers()
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
@@ -140,11 +150,11 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
             problems.append(f"optimizer.{key} is not an argument of {known[name.lower()].__name__}; {hint}")
-    if name.lower() == "lbfgs":
-        return [f"optimizer.name='lbfgs' {SEVERAL_LOOKS}"]
+    if needs_closure(known[name.lower()]):
+        return [f"optimizer.name={name.lower()!r} {NEEDS_CLOSURE}"]
     if not problems:
         make: Any = known[name.lower()]
-        # As it comes, the first group makes torch load its compiler, which takes seconds and has no part in this.
+        # Without this, the first group makes torch load its compiler, which takes seconds and is not needed here.
         unwrapped = {"add_param_group": inspect.unwrap(make.add_param_group)}
         try:
             type(make.__name__, (make,), unwrapped)([torch.zeros(2, 2, requires_grad=True)], **options)
@@ -164,7 +174,7 @@ def lr_at(step: int, base: float, schedule: Schedule, total_steps: int | None) -
         return base * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return base
-    assert total_steps is not None, "a schedule with an end needs to know where that is"
+    assert total_steps is not None, "a schedule with an end needs the number of steps"
     done = (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps)
     down = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
     return base * (schedule.final + (1 - schedule.final) * down)

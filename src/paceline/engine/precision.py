@@ -1,18 +1,16 @@
-"""Number formats of the forward pass, the loss scale that fp16 needs, and how images lie in memory."""
+"""Number formats of the forward pass."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-GROW_AFTER = 2000  # good steps in a row
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolve(precision: str, device: torch.device) -> str:
-    """What `auto` means on a device: bf16 where a GPU has it in hardware, else fp32."""
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """The precision that `auto` stands for: bf16 where a GPU has it in hardware, else fp32."""
     if precision != "auto":
         return precision
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -20,29 +18,6 @@ def resolve(precision: str, device: torch.device) -> str:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which a model runs: fp32 as it is, bf16 and fp16 through torch's autocast."""
-    precision = resolve(precision, device)
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=HALF[precision])
-
-
-@dataclass
-class Scaler:
-    """What the loss is multiplied by, so that small gradients do not vanish in fp16.
-
-    Always a power of two: multiplying and dividing by it rounds nothing.
-    """
-
-    scale: float = 2.0**16
-    good_steps: int = 0  # since the scale last changed
-
-    def grow(self) -> None:
-        """After a good step: try twice the scale now and then."""
-        self.good_steps += 1
-        if self.good_steps == GROW_AFTER:
-            self.scale, self.good_steps = self.scale * 2, 0
-
-    def shrink(self) -> None:
-        """After a step whose gradients were too large for fp16."""
-        self.scale, self.good_steps = self.scale / 2, 0
+    """The context in which a model runs: torch's autocast for bf16 and fp16, none for fp32."""
+    precision = resolve_precision(precision, device)
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=HALF_DTYPES[precision])

@@ -1,7 +1,7 @@
-"""One forward pass on copies of the model and the loss, before the first step: what they change and what they send.
+"""One forward pass on copies of the model and the loss, before the first step, to find out what they change and send.
 
-Lanes are kept apart by copies of what a forward pass changes. Which frozen parameters it moves can only be seen by
-running it; a collective in it, and a loss with state that cannot be copied, are refused here.
+Each lane starts with its own copy of the tensors that a forward pass changes. Which frozen parameters it moves can only
+be found by running it; a collective in it, and a loss with state that cannot be copied, are refused here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.config import Settings
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
-from paceline.engine.buffers import Buffers, Copies, Name
 from paceline.engine.digest import digest_of
+from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
 from paceline.engine.precision import autocast
 from paceline.engine.replica import run_model
 from paceline.errors import ConfigError
@@ -26,23 +26,23 @@ from paceline.observe.failures import user_location
 from paceline.world import World
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of operators
-NEAR = 1e-4  # two values of a loss, where kernels may add in any order
+LOSS_TOLERANCE = 1e-4  # between two values of a loss, where kernels may add in any order
 
 
 class Findings(NamedTuple):
-    """What the forward pass of a rank has shown."""
+    """What a forward pass changes and sends."""
 
-    moving: frozenset[Name] = frozenset()  # frozen parameters
-    collective: str | None = None
-    has_hidden_state: bool = False  # the loss, outside of its buffers
+    moving: frozenset[ParameterKey] = frozenset()  # frozen parameters that it changes
+    collective: str | None = None  # the first one that it calls, with the place in the user's code
+    has_hidden_state: bool = False  # whether the loss has state outside its buffers
 
 
 class CollectiveFound(Exception):
-    """The forward pass calls a collective that cannot work."""
+    """The forward pass calls a collective that is not allowed."""
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first collective that is called inside, and stops there unless it is allowed."""
+    """Records the first collective that is called inside, and raises CollectiveFound unless it is allowed."""
 
     supports_higher_order_operators = True
 
@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.first: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operator comes here."""
+        """Called by torch for every operator."""
         if getattr(func, "namespace", None) in COLLECTIVES:
             self.first = self.first or func.__name__.partition(".")[0].strip("_")
             if not self.is_allowed:
@@ -61,13 +61,13 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def probe_forward(model: torch.nn.Module, settings: Settings, batch: Any, lanes: int, world: World) -> Findings:
-    """What all ranks together have found; a ConfigError if lanes cannot keep it. All ranks."""
-    is_allowed = _may_send(settings, lanes, world)
-    copies = copy_of((model, settings.loss_fn, batch))
+    """The findings of all ranks; raises ConfigError for a model or loss that cannot have lanes. All ranks."""
+    is_allowed = _allows_collectives(settings, lanes, world)
+    copies = copy_or_none((model, settings.loss_fn, batch))
     mine = Findings()
     if all(world.gather_objects(copies is not None)):
         mine = _probe(copies, settings, is_allowed, world.device)
-    found = _united(world.gather_objects(mine))
+    found = _combine(world.gather_objects(mine))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # of the copies
     if found.has_hidden_state:
@@ -80,27 +80,27 @@ def probe_forward(model: torch.nn.Module, settings: Settings, batch: Any, lanes:
     return found
 
 
-def copy_of(value: Any) -> Any:
-    """None if it cannot be copied, or there is no memory for it."""
+def copy_or_none(value: Any) -> Any:
+    """A deep copy, or None if the value cannot be copied or there is no memory for it."""
     try:
         return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - whatever a model holds
+    except Exception:  # noqa: BLE001 - a model may have any attributes
         return None
 
 
 def uneven_warning(collective: str, samples: int | None, settings: Settings, lanes: int) -> str | None:
-    """What may fail in a step that is not full, if the run has one (pure)."""
+    """A warning of collectives that may fail in a step that is not full, if the run has one (pure)."""
     if samples is not None and samples % (settings.batch_size * lanes) == 0:
         return None
     return (
         f"the model or loss_fn calls {collective}: in the last step of an epoch the ranks have batches of different "
-        "sizes, where a collective fails or hangs if its tensors follow the batch; use a number of samples that "
-        f"{settings.batch_size * lanes} divides, or your own train_fn"
+        "sizes, where a collective fails or hangs if its tensors depend on the batch size; use a number of samples "
+        f"that {settings.batch_size * lanes} divides, or your own train_fn"
     )
 
 
-def _may_send(settings: Settings, lanes: int, world: World) -> bool:
-    """Whether a collective in a forward pass meets the same one on all ranks, and the user accepts what it means."""
+def _allows_collectives(settings: Settings, lanes: int, world: World) -> bool:
+    """Whether all ranks call a collective of the forward pass together, and the user has not asked for exact bits."""
     return lanes == 1 or (not settings.exact and lanes == world.size)
 
 
@@ -117,10 +117,10 @@ def _refusal(collective: str, settings: Settings, lanes: int, world: World) -> s
 
 
 def _probe(copies: tuple[Any, Any, Any], settings: Settings, is_allowed: bool, device: torch.device) -> Findings:
-    """What this rank finds. An error is left to the first step, unless other ranks may wait in a collective."""
+    """The findings of this rank. An error is left to the first step, unless other ranks may wait in a collective."""
     model, loss_fn, batch = copies
-    _shift(model)
-    frozen = Buffers(model, loss_fn).frozen()
+    _perturb(model)
+    frozen = ForwardState(model, loss_fn).frozen()
     before = {name: _state_of(parameter) for name, parameter in frozen.items()}
     has_hidden_state, place = False, None
     with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
@@ -140,8 +140,8 @@ def _probe(copies: tuple[Any, Any, Any], settings: Settings, is_allowed: bool, d
 
 
 @torch.no_grad()
-def _shift(model: torch.nn.Module) -> None:
-    """Change each weight a little, by its own factor: a teacher that equals its student would seem not to move."""
+def _perturb(model: torch.nn.Module) -> None:
+    """Change each weight slightly, by its own factor: an average of equal weights would not show that it moves."""
     for place, parameter in enumerate(model.parameters()):
         if parameter.is_floating_point() and parameter.element_size() > 1:
             change = 0.01 * math.sin(place + 1)
@@ -149,38 +149,38 @@ def _shift(model: torch.nn.Module) -> None:
 
 
 def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """Differs once it was written to: its numbers (a write to `.data` counts no version), its version, its address."""
+    """Digest, version and address, which differ after a write; one to `.data` does not increase the version."""
     return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
 
 
 def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, settings: Settings) -> bool:
     """Whether a loss with the same buffers and generators gives another value for the same output and target."""
-    holder = Buffers(torch.nn.Module(), loss_fn)
-    before, values = Copies(), []
-    before.take(holder.live())
+    holder = ForwardState(torch.nn.Module(), loss_fn)
+    before, values = Snapshot(), []
+    before.take(holder.tensors())
     for _ in range(2):
-        before.put_back(holder.live())
+        before.restore(holder.tensors())
         seed_generators(settings.seed, "probe")
-        values.append(loss_fn(_cloned(output), _cloned(target)))
-    first, second = ([number.detach().double() for number in map(torch.as_tensor, _numbers(each))] for each in values)
-    near = 0.0 if settings.exact else NEAR
+        values.append(loss_fn(_clone(output), _clone(target)))
+    first, second = ([number.detach().double() for number in map(torch.as_tensor, _as_list(each))] for each in values)
+    near = 0.0 if settings.exact else LOSS_TOLERANCE
     return not all(
         torch.allclose(*pair, rtol=near, atol=near, equal_nan=True) for pair in zip(first, second, strict=True)
     )
 
 
-def _numbers(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _cloned(tree: Any) -> Any:
-    """A copy, because a loss may write to what it is given; parameters and mappings of a library's own stay."""
+def _clone(tree: Any) -> Any:
+    """A copy, because a loss may write to its arguments; parameters and a library's own mappings are not copied."""
     if isinstance(tree, Mapping) and type(tree) is not dict:
         return tree
     return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())
 
 
-def _united(of_ranks: list[Findings]) -> Findings:
+def _combine(of_ranks: list[Findings]) -> Findings:
     return Findings(
         frozenset().union(*(found.moving for found in of_ranks)),
         next((found.collective for found in of_ranks if found.collective is not None), None),

@@ -1,8 +1,8 @@
-"""How gradients are added up: over the lanes of a rank and across ranks, always in the order of one binary tree.
+"""Sums of gradients over the lanes of a rank and across ranks, always in the order of one binary tree.
 
 Floating-point sums depend on their order. The tree over the lanes of a step is fixed by their number: halves, halves of
-halves, and so on. A rank adds its own lanes up that tree as they come; across ranks every level adds what two ranks
-hold, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
+halves, and so on. A rank sums its own lanes along that tree as they finish. Across ranks, every level adds the sums of
+two ranks, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
 """
 
 import itertools
@@ -13,22 +13,22 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from paceline.engine.precision import HALF
-from paceline.world import PATIENCE, World
+from paceline.engine.precision import HALF_DTYPES
+from paceline.world import COLLECTIVE_TIMEOUT, World
 
 # DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
 
-PARTS = 2  # Gloo sums with one core a tensor; cut in two, two cores do it
-WORTH_CUTTING = 1 << 18  # bytes
-POWER_RANK = 2  # of the matrices that PowerSGD sends
-POWER_AFTER = 100  # steps: the first gradients change most, and all that follows rests on them
+GLOO_PARTS = 2  # Gloo sums a tensor with one core; two halves are summed by two cores
+MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
+POWERSGD_RANK = 2  # of the matrices that PowerSGD sends
+POWERSGD_START_STEP = 100  # not compressed before: the first gradients change most, and later weights depend on them
 
 Gradients = list[torch.Tensor]
 Future = torch.futures.Future[torch.Tensor]
 
 
 def merges_after(lanes: int) -> list[int]:
-    """How many sums complete with each lane of the tree: [0, 1, 0, 2] for four (pure)."""
+    """The number of sums that each lane of the tree completes: [0, 1, 0, 2] for four lanes (pure)."""
     if lanes == 1:
         return [0]
     left = lanes // 2 if lanes % 2 == 0 else lanes - 1
@@ -45,17 +45,17 @@ class LaneSum:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._branches: list[Gradients | None] = []
         self._next = 0
 
     def add(self, lane: int, gradients: Gradients) -> None:
-        """Add a lane's gradients, by its place among this rank's lanes; lanes that are passed over were empty."""
+        """Add a lane's gradients, by its place among this rank's lanes; lanes that are left out were empty."""
         self._skip_to(lane)
         self._push(gradients)
 
     def remaining(self, lane: int) -> list[Gradients]:
-        """The branches to be added to `lane`, which is the last one, in this order."""
+        """The branches to be added to `lane`, which is the last lane, in this order."""
         self._skip_to(lane)
         return [branch for branch in reversed(self._branches) if branch is not None]
 
@@ -67,11 +67,11 @@ class LaneSum:
         self._branches.append(branch)
         for _ in range(self._merges[self._next]):
             right, left = self._branches.pop(), self._branches.pop()
-            self._branches.append(_added(left, right))
+            self._branches.append(_merge(left, right))
         self._next += 1
 
 
-def _added(left: Gradients | None, right: Gradients | None) -> Gradients | None:
+def _merge(left: Gradients | None, right: Gradients | None) -> Gradients | None:
     if left is None or right is None:
         return left if right is None else right
     torch._foreach_add_(left, right)
@@ -81,52 +81,51 @@ def _added(left: Gradients | None, right: Gradients | None) -> Gradients | None:
 class Reduction:
     """Sums tensors across ranks. Every rank must reduce the same tensors in the same order."""
 
-    def __init__(self, world: World, exact: bool, compression: str = "none", parts: int = PARTS) -> None:
-        """All ranks: process groups are made here. With `powersgd` it is DDP's hook that compresses, not this."""
+    def __init__(self, world: World, exact: bool, compression: str = "none", parts: int = GLOO_PARTS) -> None:
+        """All ranks: process groups are created here. With `powersgd`, `BucketHook` compresses, not this class."""
         self.world, self.compression = world, compression if world.size > 1 else "none"
-        # Two ranks make a sum of two terms, which has only one order: torch's own all-reduce does it.
-        climbs = exact and world.size > 2 and _is_power_of_two(world.size)
-        if climbs:
-            self._ladders = [Ladder(world, _pair_groups(world)) for _ in range(parts if world.backend == "gloo" else 1)]
+        self._trees: list[TreeReducer] = []
+        # The sum of two ranks has only one order, so torch's own all-reduce gives the same bits.
+        if exact and world.size > 2 and _is_power_of_two(world.size):
+            parts = parts if world.backend == "gloo" else 1
+            self._trees = [TreeReducer(world, _pair_groups(world)) for _ in range(parts)]
         elif world.backend == "gloo" and world.device.type == "cuda" and world.size > 1:
-            # When the future of Gloo's all-reduce is done, the sums are on their way to the GPU, and only its default
-            # stream waits for them. The thread of a ladder has the stream of the step wait.
-            self._ladders = [Ladder(world, [dist.new_group(timeout=PATIENCE)])]
-        else:
-            self._ladders = []
+            # When the future of Gloo's all-reduce is done, the sums are still being copied to the GPU, and only its
+            # default stream waits for them. The thread of a tree has the stream of the step wait.
+            self._trees = [TreeReducer(world, [dist.new_group(timeout=COLLECTIVE_TIMEOUT)])]
 
     def start(self, tensor: torch.Tensor) -> Future:
-        """Begin to sum a tensor in place. All ranks."""
+        """Start to sum a tensor in place. All ranks."""
         if self.world.size == 1:
-            return _done(tensor)
-        if self.compression in HALF and tensor.dtype == torch.float32:
-            return self._start(tensor.to(HALF[self.compression])).then(lambda half: tensor.copy_(half.value()))
+            return _completed_future(tensor)
+        if self.compression in HALF_DTYPES and tensor.dtype == torch.float32:
+            return self._start(tensor.to(HALF_DTYPES[self.compression])).then(lambda half: tensor.copy_(half.value()))
         return self._start(tensor)
 
     def _start(self, tensor: torch.Tensor) -> Future:
-        if not self._ladders:
+        if not self._trees:
             return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
-        if len(self._ladders) == 1 or tensor.nbytes < WORTH_CUTTING:
-            return self._ladders[0].start(tensor)
-        pieces = tensor.view(-1).tensor_split(len(self._ladders))
-        started = [ladder.start(piece) for ladder, piece in zip(self._ladders, pieces, strict=True)]
+        if len(self._trees) == 1 or tensor.nbytes < MIN_SPLIT_BYTES:
+            return self._trees[0].start(tensor)
+        pieces = tensor.view(-1).tensor_split(len(self._trees))
+        started = [tree.start(piece) for tree, piece in zip(self._trees, pieces, strict=True)]
 
         def whole(futures: torch.futures.Future[list[Future]]) -> torch.Tensor:
             for future in futures.wait():
-                future.wait()  # done; raises what it ended with
+                future.wait()  # is done; raises its error, if any
             return tensor
 
         return torch.futures.collect_all(started).then(whole)
 
 
-class Ladder:
-    """The levels of the tree across ranks: at each, this rank and a partner all-reduce between them.
+class TreeReducer:
+    """Sums along the tree across ranks: at each level, this rank and a partner all-reduce between them.
 
-    A tree of one level, with all ranks in it, is an all-reduce whose end can be waited for on a stream.
+    With one group of all ranks it is an ordinary all-reduce, for whose end a CUDA stream can wait.
     """
 
     def __init__(self, world: World, groups: list[dist.ProcessGroup]) -> None:
-        """`groups` are those of this rank, one for each level."""
+        """`groups` are the process groups of this rank, one for each level."""
         self._device, self._groups = world.device, groups
         self._thread: ThreadPoolExecutor | None = None
         if world.backend == "gloo":
@@ -136,70 +135,71 @@ class Ladder:
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
 
     def start(self, tensor: torch.Tensor) -> Future:
-        """Begin to sum a tensor in place. All ranks."""
+        """Start to sum a tensor in place. All ranks."""
         if self._stream is not None:
-            return self._in_stream(tensor, self._stream)
-        # Gloo may finish two operations of a group in either order. One thread that takes one tensor after the other
-        # keeps the order of the next level the same on all ranks; backward goes on beside it.
+            return self._start_on_stream(tensor, self._stream)
+        # Gloo may finish two operations of a group in either order. One thread that reduces one tensor after the other
+        # keeps the order of the next level the same on all ranks, while backward continues.
         assert self._thread is not None
         future: Future = torch.futures.Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def climb() -> None:
+        def reduce() -> None:
             try:
-                # Where the tensor was made and will be read: a thread has a stream of its own.
+                # The stream where the tensor was written and will be read: a thread has a stream of its own.
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    self._climb(tensor)
+                    self._reduce(tensor)
                     future.set_result(tensor)
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        self._thread.submit(climb)
+        self._thread.submit(reduce)
         return future
 
-    def _in_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Future:
+    def _start_on_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Future:
         # NCCL's operations wait for each other on a stream of their own, so backward's stream never waits.
         future: Future = torch.futures.Future(devices=[self._device])
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._climb(tensor)
+            self._reduce(tensor)
             tensor.record_stream(stream)
             future.set_result(tensor)
         return future
 
-    def _climb(self, tensor: torch.Tensor) -> None:
+    def _reduce(self, tensor: torch.Tensor) -> None:
+        """All ranks."""
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
 
 
 class BucketHook:
-    """What DDP does with a bucket of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
+    """Sums DDP's buckets of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         reduction: Reduction,
-        vote: torch.Tensor | None = None,
+        nan_flag: torch.Tensor | None = None,
         on_last: Callable[[], None] = lambda: None,
     ) -> None:
-        """`vote`, a single number, is added to the sums of every step, as it is when the first bucket is ready.
+        """`nan_flag`, a single number, is added to the first bucket of every step when that is ready.
 
-        `on_last` is called when this rank has handed over everything, and begins to wait.
+        `on_last` is called when this rank has started all reductions and only waits for them.
         """
         self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
-        self._reduction, self._vote, self._on_last = reduction, vote, on_last
-        self._power = PowerSum(reduction.world) if reduction.compression == "powersgd" else None
+        self._reduction, self._nan_flag, self._on_last = reduction, nan_flag, on_last
+        self._power_sgd = PowerSGDSum(reduction.world) if reduction.compression == "powersgd" else None
         self.begin([], is_empty=False)
 
     def begin(self, branches: list[Gradients], *, is_empty: bool) -> None:
-        """Before the last lane's backward: what its gradients are added to, and whether it has no samples."""
+        """Prepare for the last lane's backward: the branches to add, and whether the lane has no samples."""
         self._branches, self._is_empty = branches, is_empty
-        if self._power is not None:
-            self._power.begin()
-        self.reduced = 0  # gradient elements that have gone through since then
+        if self._power_sgd is not None:
+            self._power_sgd.begin()
+        self.reduced = 0  # gradient elements whose reduction has started since then
 
-    def take(self, bucket: dist.GradBucket) -> Future:
-        """Sum one bucket. All ranks, in the same order."""
+    def reduce(self, bucket: dist.GradBucket) -> Future:
+        """Start to sum one bucket. All ranks, in the same order."""
         buffer = bucket.buffer()
         is_first = not self.reduced
         self.reduced += buffer.numel()
@@ -211,45 +211,45 @@ class BucketHook:
             places = [self._place[parameter] for parameter in parameters]
             for branch in self._branches:
                 torch._foreach_add_(gradients, [branch[place] for place in places])
-        if self._vote is not None and is_first:
-            cast(self._vote, buffer)
-        started = self._reduction.start(buffer) if self._power is None else self._power.start(bucket)
+        if self._nan_flag is not None and is_first:
+            add_flag(self._nan_flag, buffer)
+        started = self._reduction.start(buffer) if self._power_sgd is None else self._power_sgd.start(bucket)
         if bucket.is_last():
             self._on_last()
         return started
 
 
-class PowerSum:
-    """Sums buckets across ranks as matrices of low rank; what a rank could not send, it adds to its next gradients."""
+class PowerSGDSum:
+    """Sums buckets across ranks as matrices of low rank; each rank adds the rounding error to its next gradients."""
 
     def __init__(self, world: World) -> None:
-        # Only here: it takes a part of a second to load, and few need it.
+        # Imported only here: it takes a part of a second to load, and few runs need it.
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         self._world, self._hook = world, powerSGD_hook.powerSGD_hook
         self._state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=POWER_AFTER
+            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START_STEP
         )
 
     def begin(self) -> None:
-        """Before a step: what is remembered of a step that was not finite is forgotten, by all ranks alike."""
-        memory = self._state.error_dict
-        if memory and not torch.stack([left.isfinite().all() for left in memory.values()]).all():
-            for kept in (memory, self._state.p_memory_dict, self._state.q_memory_dict):
-                kept.clear()
+        """Before a step: clear the errors of a step that was not finite; all ranks decide the same."""
+        errors = self._state.error_dict
+        if errors and not torch.stack([error.isfinite().all() for error in errors.values()]).all():
+            for memory in (errors, self._state.p_memory_dict, self._state.q_memory_dict):
+                memory.clear()
 
     def start(self, bucket: dist.GradBucket) -> Future:
-        """Begin to sum a bucket. All ranks."""
+        """Start to sum a bucket. All ranks."""
         started: Future = self._hook(self._state, bucket)
         if self._world.backend == "gloo":
-            started.wait()  # the parts of two buckets could meet in another order on another rank
+            started.wait()  # or the operations of two buckets could be in another order on another rank
         return started.then(lambda mean: mean.value().mul_(self._world.size))
 
 
 def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradients:
-    """The gradients in a bucket as they lie there, which is as their parameters lie.
+    """The gradients in a bucket, with the strides of their parameters.
 
-    Those of `bucket.gradients()` take all of them to lie row by row: filters that lie by channels would be shuffled.
+    `bucket.gradients()` takes all of them for contiguous and would shuffle channels-last filters.
     """
     ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
     return [
@@ -258,21 +258,21 @@ def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradient
     ]
 
 
-def cast(vote: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a vote to one element of a gradient."""
+def add_flag(nan_flag: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the flag to one element of a gradient."""
     values = gradient._values() if gradient.is_sparse else gradient
-    values[(slice(1),) * values.ndim].add_(vote)
+    values[(slice(1),) * values.ndim].add_(nan_flag)
 
 
 def reduce_bucket(hook: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook that DDP calls as each bucket becomes ready, while backward goes on."""
-    return hook.take(bucket)
+    """The communication hook that DDP calls for each bucket that is ready, while backward continues."""
+    return hook.reduce(bucket)
 
 
 def reduce_after_backward(
     gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], reduction: Reduction, bucket_bytes: float
 ) -> list[torch.Tensor | None]:
-    """The sums of gradients that only some ranks may have: None where nobody has one. All ranks."""
+    """The sums of gradients that only some ranks may have: None where no rank has one. All ranks."""
     world = reduction.world
     has = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=world.device)
     if world.size > 1:
@@ -286,15 +286,15 @@ def reduce_after_backward(
         parts = [gradients[place] for place in places]
         filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(places, parts, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in filled])
-        # Zeros that stand for nothing may have turned a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
+        # Zeros in place of missing gradients may turn a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
         flat = reduction.start(flat).wait() + 0.0
         for place, part in zip(places, torch.split(flat, [like[place].numel() for place in places]), strict=True):
-            summed[place] = _like(part.view_as(like[place]), like[place])
+            summed[place] = _in_layout_of(part.view_as(like[place]), like[place])
     return summed
 
 
-def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The values in the layout of another tensor: fused optimizers take gradients as they lie in memory."""
+def _in_layout_of(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The values with the strides of another tensor: fused optimizers read gradients in the order of memory."""
     return values if values.stride() == other.stride() else torch.empty_like(other).copy_(values)
 
 
@@ -305,7 +305,7 @@ def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> lis
 
 
 def _use_device(device: torch.device) -> None:
-    """A new thread begins on the first GPU, whichever this rank has."""
+    """Select the GPU of this rank in a new thread, which starts with the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -319,13 +319,13 @@ def _pair_groups(world: World) -> list[dist.ProcessGroup]:
     mine = []
     for level in range(world.size.bit_length() - 1):
         pairs = [(rank, rank | 1 << level) for rank in range(world.size) if not rank & 1 << level]
-        # Every rank makes every group, as torch demands.
-        groups = {pair: dist.new_group(list(pair), timeout=PATIENCE) for pair in pairs}
+        # Every rank creates every group, as torch requires.
+        groups = {pair: dist.new_group(list(pair), timeout=COLLECTIVE_TIMEOUT) for pair in pairs}
         mine += [group for pair, group in groups.items() if world.rank in pair]
     return mine
 
 
-def _done(tensor: torch.Tensor) -> Future:
+def _completed_future(tensor: torch.Tensor) -> Future:
     future: Future = torch.futures.Future()
     future.set_result(tensor)
     return future

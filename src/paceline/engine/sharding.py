@@ -1,7 +1,8 @@
-"""ZeRO-1: a rank keeps the optimizer's state of its own parameters only, and sends the others what became of them.
+"""ZeRO-1: a rank keeps the optimizer's state of its own parameters only, and sends their new values to the others.
 
-The optimizer knows all parameters, so places, groups and learning rates are those of any run; it is only never shown
-the gradients of parameters that other ranks own. Where an update depends on one parameter alone, the bits are the same.
+The optimizer knows all parameters, so indices, groups and learning rates are the same as without sharding; only the
+gradients of parameters that other ranks own are removed. Where an update depends on one parameter alone, the bits are
+the same.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.data.trees import TreePath, map_leaves
-from paceline.engine.muon import Muon
+from paceline.engine.optimizers import needs_closure
 from paceline.errors import ConfigError
 from paceline.run.tensor_files import DTYPES
-from paceline.world import PATIENCE, World
+from paceline.world import COLLECTIVE_TIMEOUT, World
 
 
 class Transfer(NamedTuple):
@@ -36,17 +37,17 @@ class Bucket(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it can be sent as it lies in memory."""
+        """Whether it can be sent without a copy."""
         return len(self.parameters) == 1 and self.parameters[0].is_contiguous()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a flat tensor that belong to the parameters."""
+        """Views of a flat tensor, in the shapes of the parameters."""
         parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
 
-def dealt(sizes: Sequence[int], world_size: int) -> list[int]:
-    """A rank for each size: the largest go first, each to the rank that has least (pure)."""
+def balanced_owners(sizes: Sequence[int], world_size: int) -> list[int]:
+    """A rank for each size: in order of decreasing size, the rank with the smallest sum so far (pure)."""
     loads, ranks = [0] * world_size, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         ranks[place] = loads.index(min(loads))
@@ -57,44 +58,43 @@ def dealt(sizes: Sequence[int], world_size: int) -> list[int]:
 def owners_of(optimizer: torch.optim.Optimizer, world_size: int) -> list[int]:
     """The rank that owns each parameter, in the order of the groups, the same on all ranks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    units = [[parameter] for parameter in parameters]
-    if isinstance(optimizer, Muon):  # the last bits of a matrix depend on how many it is stacked with
-        units = optimizer.stacks()
+    # An optimizer may compute several parameters together, and the last bits may depend on which ones.
+    units = optimizer.units() if hasattr(optimizer, "units") else [[parameter] for parameter in parameters]
     sizes = [sum(parameter.nbytes for parameter in unit if parameter.requires_grad) for unit in units]
-    by_unit = zip(units, dealt(sizes, world_size), strict=True)
+    by_unit = zip(units, balanced_owners(sizes, world_size), strict=True)
     owner = {parameter: rank for unit, rank in by_unit for parameter in unit}
-    return [owner.get(parameter, 0) for parameter in parameters]  # what is empty is in no stack
+    return [owner.get(parameter, 0) for parameter in parameters]  # empty parameters may be in no unit
 
 
 class Sharding:
-    """Which rank keeps the state of which parameter, and what the ranks send each other because of it."""
+    """Assigns the state of each parameter to one rank, and sends parameters and states between ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, bucket_bytes: float) -> None:
         """All ranks."""
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if needs_closure(type(optimizer)):
             raise ConfigError(
-                "shard_optimizer=true cannot be used with LBFGS, which looks at all gradients at once; "
-                "remove shard_optimizer"
+                f"shard_optimizer=true cannot be used with {type(optimizer).__name__}, which needs all gradients at "
+                "once; remove shard_optimizer"
             )
         self.optimizer, self.world = optimizer, world
         self.owners = owners_of(optimizer, world.size)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._others = [p for p, owner in zip(parameters, self.owners, strict=True) if owner != world.rank]
-        for parameter in self._others:  # some optimizers make their state beforehand
+        for parameter in self._others:  # some optimizers create their state before the first step
             optimizer.state.pop(parameter, None)
         self._rounds = rounds_of(parameters, self.owners, bucket_bytes)
-        # On the host: neither a checkpoint nor a hash needs room on a device for what other ranks have.
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        # On the host: a checkpoint or a hash needs no device memory for the state of other ranks.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
 
     @property
     def mine(self) -> set[int]:
-        """The places of this rank's parameters, as in the optimizer's state dict."""
+        """The indices of this rank's parameters in the optimizer's state dict."""
         return {place for place, owner in enumerate(self.owners) if owner == self.world.rank}
 
     # --- a step ------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Update this rank's parameters, and take those of the others from them. All ranks."""
+        """Update this rank's parameters, and receive those of the other ranks. All ranks."""
         for parameter in self._others:
             parameter.grad = None
         self.optimizer.step()
@@ -102,7 +102,7 @@ class Sharding:
 
     @torch.no_grad()
     def _share(self) -> None:
-        """Have what every owner has made of its parameters. All ranks."""
+        """Broadcast the parameters of every owner. All ranks."""
         for buckets in self._rounds:
             sent = [self._broadcast(bucket) for bucket in buckets]
             for bucket, (work, flat) in zip(buckets, sent, strict=True):
@@ -111,12 +111,12 @@ class Sharding:
                     torch._foreach_copy_(bucket.parameters, bucket.views(flat))
 
     def _broadcast(self, bucket: Bucket) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to send a bucket from its owner to the others. All ranks."""
+        """Start to broadcast a bucket from its owner. All ranks."""
         first = bucket.parameters[0]
         flat = first.view(-1) if bucket.is_flat else first.new_empty(sum(p.numel() for p in bucket.parameters))
         if bucket.owner == self.world.rank and not bucket.is_flat:
             torch._foreach_copy_(bucket.views(flat), bucket.parameters)
-        # As bytes, because backends do not know all formats.
+        # As bytes, because backends do not support all dtypes.
         work = dist.broadcast(flat.view(torch.uint8), src=bucket.owner, async_op=True)
         assert work is not None
         return work, flat
@@ -124,20 +124,20 @@ class Sharding:
     # --- the whole state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, with all parameters; tensors that only others have are on the device "meta". All ranks."""
+        """The state dict of all parameters; tensors that only other ranks have are on the device "meta". All ranks."""
         mine = self.optimizer.state_dict()
-        parts = self.world.gather_objects(map_leaves(mine["state"], _without_contents, is_plain=True))
+        parts = self.world.gather_objects(map_leaves(mine["state"], _on_meta, is_plain=True))
         parts[self.world.rank] = mine["state"]
         by_place = enumerate(self.owners)
         return {**mine, "state": {place: parts[owner][place] for place, owner in by_place if place in parts[owner]}}
 
     def owners_in(self, names: Iterable[str]) -> dict[str, int]:
-        """Who has a tensor, by its path in the state dict; the tensors that all have are left out."""
+        """The owner of each tensor, by its path in the state dict; tensors that all ranks have are left out."""
         paths = {name: name.split(".") for name in names}
         return {name: self.owners[int(path[1])] for name, path in paths.items() if path[0] == "state"}
 
-    def pass_on(self, moves: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send and fill tensors in memory of the host. All ranks, with the same moves; in any thread, one at a time."""
+    def transfer(self, moves: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send and receive tensors in host memory. All ranks, with the same moves; in any thread, one at a time."""
         work = []
         for tag, (name, source, target) in enumerate(moves):
             if source == self.world.rank:
@@ -148,8 +148,8 @@ class Sharding:
             if each is not None:
                 each.wait()
 
-    def brought(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0 the tensors of the whole state, one at a time, in name order. All ranks, to the end."""
+    def gathered_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the whole state on rank 0, one by one in name order. All ranks must exhaust it."""
         state = self.state_dict()["state"]
         named = {f"{place}.{key}": (value, place) for place, kept in state.items() for key, value in kept.items()}
         for name in sorted(name for name, (value, _) in named.items() if isinstance(value, torch.Tensor)):
@@ -157,13 +157,13 @@ class Sharding:
             owner = self.owners[place]
             if owner and self.world.rank in (owner, 0):
                 value = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value.cpu().contiguous()
-                self.pass_on([Transfer(name, owner, 0)], {name: value})
+                self.transfer([Transfer(name, owner, 0)], {name: value})
             if self.world.is_main:
                 yield name, value
 
 
 def rounds_of(parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_bytes: float) -> list[list[Bucket]]:
-    """Buckets in rounds with one of each owner: only a round needs memory at a time (pure)."""
+    """Buckets in rounds with one bucket of each owner, so that memory is needed for one round at a time (pure)."""
     by_owner: dict[int, list[Bucket]] = {}
     last: dict[tuple[int, torch.dtype], tuple[Bucket, int]] = {}  # and its bytes
     for parameter, owner in zip(parameters, owners, strict=True):
@@ -179,8 +179,8 @@ def rounds_of(parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_
     return [[bucket for bucket in buckets if bucket is not None] for buckets in rounds]
 
 
-def _without_contents(_: TreePath, leaf: Any) -> Any:
-    """A tensor of this shape on the device "meta", where a file can hold it: others are sent with their contents."""
+def _on_meta(_: TreePath, leaf: Any) -> Any:
+    """The tensor on the device "meta" if its dtype can be stored in a file, else with its contents on the CPU."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     is_in_file = leaf.dtype in DTYPES

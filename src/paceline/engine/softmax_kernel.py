@@ -1,6 +1,6 @@
-"""Softmax, loss and gradient of a chunk of logits in one kernel: read twice, written once, in their own place.
+"""Softmax, loss and gradient of a chunk of logits in one kernel: read twice, written once, in place.
 
-Importing it needs Triton. One program has one row, and nothing is added up across programs: the bits stay the same.
+Importing it needs Triton. One program computes one row, and nothing is summed across programs: the bits stay the same.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import triton.language as tl
 BLOCK, WARPS = 8192, 16
 
 
-def settle_by_kernel(
+def softmax_by_kernel(
     logits: torch.Tensor, target: torch.Tensor, losses: torch.Tensor, classes: int, ignore_index: int, wanted: bool
 ) -> None:
-    """As `fused_loss.settle_by_torch`, for fp32, bf16 and fp16; the rows must lie one behind the other."""
+    """The same as `fused_loss.softmax_by_torch`, for fp32, bf16 and fp16; `logits` must be contiguous."""
     tokens, columns = logits.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        _settle[(tokens,)](
+        _softmax_kernel[(tokens,)](
             logits, target.contiguous(), losses, columns, classes, ignore_index,
             BLOCK=block, WANTED=wanted, num_warps=WARPS if block == BLOCK else 4,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _settle(logits, targets, losses, columns, classes, ignore_index, BLOCK: tl.constexpr, WANTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _softmax_kernel(logits, targets, losses, columns, classes, ignore_index, BLOCK: tl.constexpr, WANTED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     target = tl.load(targets + row)
     counts = target != ignore_index
     is_known = (target >= 0) & (target < classes)
-    # Before the reductions below, which all threads wait for: after them the row is overwritten.
+    # Read before the reductions below, for which all threads wait: after them the row is overwritten.
     label = tl.load(logits + target, mask=is_known, other=float("nan")).to(tl.float32)
 
-    # Masks go by `columns`, which is aligned, so that loads are wide; `classes` may be odd.
+    # Masks use `columns`, which is aligned, so that loads are wide; `classes` may be odd.
     highest, total = -3.4e38, 0.0  # not −inf, from which −inf could not be subtracted
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)

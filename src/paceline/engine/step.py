@@ -1,4 +1,8 @@
-"""One optimizer step: the gradients of this rank's lanes, the update, and what leaves a bad step out."""
+"""One optimizer step: inputs, lanes, sums over lanes and ranks, the check for finite numbers, the update, the result.
+
+`Stepper.take` is the step as the loop calls it, `Stepper.work` is its work on the device, which may be recorded as CUDA
+graphs, and `Stepper._update` follows the last lane.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +17,37 @@ from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
-from paceline.engine.clock import FORWARD, OPTIMIZER, DeviceClock, PhaseClock
+from paceline.engine.clock import FORWARD, OPTIMIZER, OTHER, DeviceClock, PhaseClock
 from paceline.engine.cuda_graph import StepGraph
 from paceline.engine.digest import sha256_of_each, sha256_of_optimizer
 from paceline.engine.ema import Ema
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on
-from paceline.engine.nonfinite import Guard, found_bad
+from paceline.engine.nonfinite import Guard, nonfinite_flag
 from paceline.engine.optimizers import can_skip, lrs_of, set_lr
 from paceline.engine.probe import probe_forward, uneven_warning
-from paceline.engine.replica import Replica, Single
+from paceline.engine.replica import PlainModel, Replica
 from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
 from paceline.world import World
 
 Number = torch.Tensor | float
-Segment = Callable[[Lane], AbstractContextManager[None]]
+Segment = Callable[[Lane], AbstractContextManager[None]]  # what surrounds the work of one lane
 
-NO_NORM = -1.0  # of gradients whose norm was not computed
+NO_NORM = -1.0  # stands for the norm of gradients where it was not computed
 
 
 class StepResult(NamedTuple):
-    """The numbers of one step on its device, as one row, so that they travel to the host together.
+    """The numbers of one step on its device, in one tensor, so that one copy brings them to the host.
 
-    The rows of several steps or ranks, stacked in front, have the same names.
+    The rows of several steps or ranks can be stacked in front; the properties then have these dimensions, too.
     """
 
     row: torch.Tensor
 
     @classmethod
     def of(cls, lane_losses: Sequence[torch.Tensor], grad_norm: Number, is_skipped: Number) -> StepResult:
-        """The result of the lanes of one rank: for each lane the sum of its loss and the count, one after the other."""
+        """The result of the lanes of one rank; `lane_losses` has the sum and the count of each lane in turn."""
         device = lane_losses[0].device
         return cls(torch.stack([*lane_losses, number_on(grad_norm, device), number_on(is_skipped, device)]))
 
@@ -54,7 +58,7 @@ class StepResult(NamedTuple):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The norm of the gradients before they were clipped, NO_NORM where nothing is clipped; equal on all ranks."""
+        """The norm of the gradients before clipping, NO_NORM where nothing is clipped; equal on all ranks."""
         return self.row[..., -2]
 
     @property
@@ -64,11 +68,11 @@ class StepResult(NamedTuple):
 
 
 class Stepper:
-    """Takes the lanes of a step through forward, backward, reduction and update; as CUDA graphs where that works."""
+    """Takes the lanes of a step through forward, backward, reduction and update; as CUDA graphs where possible."""
 
     def __init__(
         self,
-        replica: Replica | Single,
+        replica: Replica | PlainModel,
         optimizer: torch.optim.Optimizer,
         settings: Settings,
         feed: Feed,
@@ -76,29 +80,19 @@ class Stepper:
         lr_factor: Callable[[int], float],
         lanes_per_rank: int,
         world: World,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         through_ddp: bool | None = None,
     ) -> None:
-        """`say` takes a warning. A single rank has nothing to reduce and does without DDP, unless asked. All ranks."""
+        """A single rank has nothing to reduce and does not use DDP, unless `through_ddp` is true. All ranks."""
         self.replica, self.optimizer, self.settings, self.feed, self.world = replica, optimizer, settings, feed, world
-        self.lr_factor, self.lanes_per_rank = lr_factor, lanes_per_rank
+        self.lr_factor, self.lanes_per_rank, self.warn = lr_factor, lanes_per_rank, warn
         if settings.step_mode == "graph" and world.device.type != "cuda":
             raise ConfigError("step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto")
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
         self.base_lrs = lrs_of(optimizer)
-        self.lr = self.base_lrs[0]  # of the first group, as of the last step
+        self.lr = self.base_lrs[0]  # of the first group, in the last step
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
-        self.guard: Guard | None = None
-        if settings.nan != "off" or settings.precision == "fp16":
-            is_deferred = settings.nan == "skip" and settings.precision != "fp16" and can_skip(optimizer)
-            self.guard = Guard(
-                replica.forward_state,
-                settings,
-                world,
-                on_bad=say,
-                original=feed.original_indices,
-                is_deferred=is_deferred,
-            )
+        self.guard = self._make_guard()
         self.sharding: Sharding | None = None
         if settings.shard_optimizer and world.size > 1:
             self.sharding = Sharding(optimizer, world, bucket_bytes=settings.bucket_mb * 2**20)
@@ -108,66 +102,62 @@ class Stepper:
             through_ddp=world.size > 1 if through_ddp is None else through_ddp,
         )  # fmt: skip
         self.parameters = self.backward.parameters
-        self.graph: StepGraph | None = None
-        if settings.step_mode != "eager" and isinstance(self.clock, DeviceClock):
-            is_in_ddp = self.backward.hook is not None
-            full_step = settings.batch_size * lanes_per_rank * world.size
-            self.graph = StepGraph(
-                self.work, replica.module, settings, world, self.clock,
-                full_step=full_step, has_one_form=feed.rows is not None, obstacle=self._obstacle(), is_in_ddp=is_in_ddp,
-                say=say,
-            )  # fmt: skip
-        self.say, self._is_probed = say, False
+        self.graph = self._make_graph()
+        self._is_probed = False
 
-    def counters(self) -> dict[str, float]:
-        """What steps depend on beside weights, optimizer and averages, as plain numbers."""
-        return self.guard.counters() if self.guard is not None else {}
+    def _make_guard(self) -> Guard | None:
+        """The check for numbers that are not finite, unless it is off and not needed for fp16."""
+        settings = self.settings
+        if settings.nan == "off" and settings.precision != "fp16":
+            return None
+        return Guard(
+            self.replica.forward_state,
+            settings,
+            self.world,
+            on_bad=self.warn,
+            original=self.feed.original_indices,
+            is_deferred=settings.nan == "skip" and settings.precision != "fp16" and can_skip(self.optimizer),
+        )
 
-    def set_counters(self, counters: Mapping[str, float]) -> None:
-        """Go on from what `counters` gave."""
-        if self.guard is not None:
-            self.guard.set_counters(counters)
+    def _make_graph(self) -> StepGraph | None:
+        """The step as CUDA graphs, on a GPU, unless the config asks for another mode. All ranks."""
+        if self.settings.step_mode == "eager" or not isinstance(self.clock, DeviceClock):
+            return None
+        return StepGraph(
+            self.work, self.replica.module, self.settings, self.world, self.clock,
+            full_step=self.settings.batch_size * self.lanes_per_rank * self.world.size,
+            has_one_form=self.feed.rows is not None, obstacle=self._graph_obstacle(),
+            is_in_ddp=self.backward.hook is not None, warn=self.warn,
+        )  # fmt: skip
 
-    def optimizer_sha256(self) -> str | None:
-        """The fingerprint of the optimizer's state, on rank 0. All ranks."""
-        if self.sharding is not None:
-            return sha256_of_each(self.sharding.brought())
-        return sha256_of_optimizer(self.optimizer) if self.world.is_main else None
+    # --- the step ----------------------------------------------------------------------------------------------
 
-    def take(self, turn: StepInputs) -> StepResult:
-        """One update, unless the step is not finite: then nothing changes. All ranks.
+    def take(self, inputs: StepInputs) -> StepResult:
+        """One update. A step whose numbers are not finite changes nothing. All ranks.
 
-        A step that the host has skipped has counts of 0 in its result.
+        The counts in the result are 0 if the host has skipped the step.
         """
-        factor = self.lr_factor(turn.step)
+        factor = self.lr_factor(inputs.step)
         set_lr(self.optimizer, [base * factor for base in self.base_lrs])
         self.lr = self.base_lrs[0] * factor
-        inputs = [self.feed.inputs(lane, turn.epoch) for lane in turn.lanes]
+        of_lanes = [self.feed.inputs(lane, inputs.epoch) for lane in inputs.lanes]
         if not self._is_probed:
-            self._probe(inputs[0])
+            self._probe(of_lanes[0])
         self.clock.enter(FORWARD)
-        replayed = self.graph.take(turn.lanes, inputs) if self.graph is not None else None
-        return StepResult(replayed if replayed is not None else self.work(turn.lanes, inputs, self._eagerly))
-
-    def _probe(self, inputs: LaneInputs) -> None:
-        """Find out, before the first step, what a forward pass changes and sends. All ranks."""
-        self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
-        seed_generators(self.settings.seed, "probe")
-        found = probe_forward(self.replica.module, self.settings, self.feed.batch(inputs), lanes, self.world)
-        self.replica.adopt(found.moving)
-        if found.collective is not None and lanes > 1 and not self.settings.sync_batchnorm:
-            warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.settings, lanes)
-            if warning is not None:
-                self.say(warning)
+        row = self.graph.take(inputs.lanes, of_lanes) if self.graph is not None else None
+        if row is None:
+            row = self.work(inputs.lanes, of_lanes, self._eagerly)
+        self.clock.enter(OTHER)
+        return StepResult(row)
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
-        """All that a step does on the device: a segment for each lane, the update in the last one's. All ranks."""
+        """The work of a step on the device: a segment for each lane; the last one includes the update. All ranks."""
         self.backward.begin(lanes)
-        for lane, brought in zip(lanes, inputs, strict=True):
+        for lane, of_lane in zip(lanes, inputs, strict=True):
             with segment(lane):
                 if self.guard is not None and lane is lanes[0]:
                     self.guard.begin()
-                self.backward.ride(lane, brought)
+                self.backward.run_lane(lane, of_lane)
                 if lane is lanes[-1]:
                     row = self._update(lanes, inputs)
         return row
@@ -178,16 +168,17 @@ class Stepper:
         yield
 
     def _update(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
-        totals = self.backward.finish()
+        """Complete the sums, check them and update the weights; return the row of the result. All ranks."""
+        losses = self.backward.finish()
         self.clock.enter(OPTIMIZER)
         is_bad: torch.Tensor | None = None
-        # Before clipping, whose norm would spread one NaN over everything.
+        # Before clipping, whose norm would spread one NaN over all gradients.
         if self.guard is not None and self.guard.is_deferred:
-            is_bad = found_bad(self.backward.sums())
+            is_bad = nonfinite_flag(self.backward.sums())
         elif self.guard is not None and not self.guard.allows(self.backward.sums()):
-            self._skip(lanes, inputs, torch.stack(tuple(totals)))
-            return StepResult.of([number_on(0, self.world.device)] * len(totals), NO_NORM, 0).row
-        norm: torch.Tensor | float = NO_NORM  # without clipping it would cost a pass over the gradients
+            self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
+            return StepResult.of([number_on(0, self.world.device)] * len(losses), NO_NORM, 0).row
+        norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.settings.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
         if is_bad is not None:
@@ -197,19 +188,32 @@ class Stepper:
             self.ema.update(is_bad)
         if self.guard is not None and is_bad is not None:
             self.guard.undo_if(is_bad)
-        return StepResult.of(totals, norm, is_bad if is_bad is not None else 0).row
+        return StepResult.of(losses, norm, is_bad if is_bad is not None else 0).row
 
-    def _skip(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], totals: torch.Tensor) -> None:
-        assert self.guard is not None
-        brought = {lane.lane: one for lane, one in zip(lanes, inputs, strict=True)}
+    def _skip(self, guard: Guard, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], losses: torch.Tensor) -> None:
+        """Undo the step and find the lanes whose numbers are not finite. All ranks."""
+        inputs_of = {lane.lane: of_lane for lane, of_lane in zip(lanes, inputs, strict=True)}
 
-        def ride_again(lane: Lane) -> list[torch.Tensor]:
+        def rerun(lane: Lane) -> list[torch.Tensor]:
             with self._eagerly(lane):
-                return self.backward.alone(lane, brought[lane.lane])
+                return self.backward.lane_gradients(lane, inputs_of[lane.lane])
 
-        self.guard.skip(lanes[0].step, lanes, totals.view(-1, 2), ride_again)
+        guard.skip(lanes[0].step, lanes, losses.view(-1, 2), rerun)
 
-    def _obstacle(self) -> str | None:
+    # --- before the first step ---------------------------------------------------------------------------------
+
+    def _probe(self, inputs: LaneInputs) -> None:
+        """Find out, before the first step, what a forward pass changes and sends. All ranks."""
+        self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
+        seed_generators(self.settings.seed, "probe")
+        found = probe_forward(self.replica.module, self.settings, self.feed.batch(inputs), lanes, self.world)
+        self.replica.add_moving(found.moving)
+        if found.collective is not None and lanes > 1 and not self.settings.sync_batchnorm:
+            warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.settings, lanes)
+            if warning is not None:
+                self.warn(warning)
+
+    def _graph_obstacle(self) -> str | None:
         """Why a step of this run cannot be a CUDA graph, if that is known beforehand."""
         name = type(self.optimizer).__name__
         if self.sharding is not None:
@@ -229,3 +233,20 @@ class Stepper:
         if not all(isinstance(group["lr"], torch.Tensor) for group in self.optimizer.param_groups):
             return f"{name}, as it is set, takes its learning rate from the host; use fused: true"
         return None
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """The numbers on which steps depend, besides weights, optimizer and averages, for a checkpoint."""
+        return self.guard.counters() if self.guard is not None else {}
+
+    def set_counters(self, counters: Mapping[str, float]) -> None:
+        """Set the numbers that `counters` returned."""
+        if self.guard is not None:
+            self.guard.set_counters(counters)
+
+    def optimizer_sha256(self) -> str | None:
+        """The fingerprint of the optimizer's state, on rank 0. All ranks."""
+        if self.sharding is not None:
+            return sha256_of_each(self.sharding.gathered_state())
+        return sha256_of_optimizer(self.optimizer) if self.world.is_main else None

@@ -19,7 +19,7 @@ from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
 from paceline.engine.optimizers import lr_at, make_optimizer
-from paceline.engine.precision import resolve
+from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
@@ -59,7 +59,7 @@ def build_settings(config: Config, world: World, *, channels_last: bool) -> Sett
     return Settings.of(
         config,
         lanes=config.lanes or world.size,
-        precision=resolve(config.precision, world.device),
+        precision=resolve_precision(config.precision, world.device),
         channels_last=channels_last,
         loss_fn=place_loss(config.loss_fn, world.device),
     )
@@ -89,7 +89,7 @@ def build_step(
         lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
         lanes_per_rank=settings.lanes // world.size,
         world=world,
-        say=context.warn,
+        warn=context.warn,
     )
     if validation_feed is None:
         return stepper, plan, None
@@ -100,7 +100,7 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     """How many steps the run has, and when it logs and compares; warns of settings that are probably not meant."""
     config = context.config
     total, epochs = length_of(config, training, lanes)
-    for text in surprises(config, total):
+    for text in suspicious_settings(config, total):
         context.warn(text)
     return LoopPlan(
         total_steps=total,
@@ -127,7 +127,7 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
     return config.max_steps, config.num_epochs
 
 
-def surprises(config: Config, total_steps: int | None) -> list[str]:
+def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
     """Warnings about settings that are allowed, but probably not meant, in a run of this length (pure)."""
     if total_steps is None:
         return []

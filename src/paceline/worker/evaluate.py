@@ -21,10 +21,10 @@ from paceline.data.evaluation import EvalBatch
 from paceline.data.feed import Feed, to_device
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
-from paceline.engine.buffers import Buffers, Copies, Name
+from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
 from paceline.engine.losses import make_metrics, sum_and_count
 from paceline.engine.precision import autocast
-from paceline.engine.probe import CollectiveFound, Collectives, copy_of
+from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
 from paceline.engine.replica import run_model
 from paceline.errors import ConfigError, DataError
 from paceline.world import World
@@ -36,7 +36,7 @@ OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a 
 class Evaluator:
     """Measures a model on a data set whose batches are dealt to the ranks."""
 
-    def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[Name] | None = None) -> None:
+    def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[ParameterKey] | None = None) -> None:
         """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
         self.feed, self.settings, self.world, self.moving = feed, settings, world, moving
         self.batches, self.sampler = feed.evaluation_batches()
@@ -61,11 +61,11 @@ class Evaluator:
                 rows.append(self._row(*outcome)[None])
             if self.stateful:
                 self._update_stateful(outcome)
-        sums = torch.stack(_dealt_back(self.world.gather_rows(torch.cat(rows)))).sum(0).tolist()
+        sums = torch.stack(_interleave(self.world.gather_rows(torch.cat(rows)))).sum(0).tolist()
         means = {
             name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
         }
-        return means | {name: _computed(name, metric) for name, metric in self.stateful.items()}
+        return means | {name: _compute(name, metric) for name, metric in self.stateful.items()}
 
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Evaluator:
                 )
             if outcome is not None:
                 mine.append(_rows_of(outcome[0], outcome[2]).cpu())
-        parts = _dealt_back(self.world.gather_objects(mine))
+        parts = _interleave(self.world.gather_objects(mine))
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise DataError(
                 f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}: batches "
@@ -91,7 +91,7 @@ class Evaluator:
         """Every sample's own loss, in the order of the data set, on the CPU of all ranks. All ranks."""
         outcomes = self._outcomes(model, on_round)
         mine = [self._each_loss(*outcome).cpu() for outcome in outcomes if outcome is not None]
-        return torch.cat(_dealt_back(self.world.gather_objects(mine)))
+        return torch.cat(_interleave(self.world.gather_objects(mine)))
 
     @torch.no_grad()
     def try_losses(self, model: torch.nn.Module) -> None:
@@ -119,7 +119,7 @@ class Evaluator:
         On a copy of the model: what a forward leaves there, such as a cache, would not be the same on all ranks.
         """
         dealt = next(iter(self.batches), None)
-        trial = copy_of(model)
+        trial = copy_or_none(model)
         if dealt is None or trial is None:
             return
         try:
@@ -134,7 +134,7 @@ class Evaluator:
                 metric.reset()
                 metric.update(*to_device((output, target), torch.device("cpu")))
                 try:
-                    _computed(name, metric)
+                    _compute(name, metric)
                 except ConfigError:
                     raise
                 except Exception:  # noqa: BLE001 - it may want more samples than these
@@ -157,20 +157,20 @@ class Evaluator:
         """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
         was_training = model.training
         model.eval()
-        buffers, before = Buffers(model, self.settings.loss_fn, self.moving), Copies()
-        before.take(buffers.live())
+        buffers, before = ForwardState(model, self.settings.loss_fn, self.moving), Snapshot()
+        before.take(buffers.tensors())
 
         def outcome_of(dealt: EvalBatch) -> tuple[Any, Any, int]:
             seed_generators(self.settings.seed, "evaluation", dealt.batch)
-            before.put_back(buffers.live())
+            before.restore(buffers.tensors())
             with self._stance(), autocast(self.settings.precision, self.world.device):
                 output, target = run_model(model, self.feed.evaluation_batch(dealt))
-            return _in_full(output), target, len(dealt.indices)
+            return _in_fp32(output), target, len(dealt.indices)
 
         try:
             yield outcome_of
         finally:
-            before.put_back(buffers.live())
+            before.restore(buffers.tensors())
             model.train(was_training)
 
     def _stance(self) -> AbstractContextManager[Any]:
@@ -210,7 +210,7 @@ class Evaluator:
                     metric.update(*batch)
 
 
-def _computed(name: str, metric: Any) -> float:
+def _compute(name: str, metric: Any) -> float:
     value = metric.compute()
     try:
         return float(value)
@@ -241,19 +241,19 @@ def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
     return output
 
 
-def _in_full(output: Any) -> Any:
+def _in_fp32(output: Any) -> Any:
     """Outputs of autocast in 32 bits: sums and thresholds over 8 bits of precision would be wrong."""
     if isinstance(output, MutableMapping):  # also that of transformers, which stays what it is
         full = copy.copy(output)
         for key, value in output.items():
-            full[key] = _in_full(value)
+            full[key] = _in_fp32(value)
         return full
     if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
         return output  # a loss computes the last layer by itself, in the format that it is given
     return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 
-def _dealt_back(of_ranks: list[Any]) -> list[Any]:
+def _interleave(of_ranks: list[Any]) -> list[Any]:
     """What was dealt to the ranks in turn, as one list in the first order."""
     rounds = max(map(len, of_ranks))
     return [of_rank[turn] for turn in range(rounds) for of_rank in of_ranks if turn < len(of_rank)]

@@ -14,7 +14,7 @@ from paceline.callbacks import Callback, Run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.data.lanes import StepInputs
-from paceline.engine.clock import DATA, OTHER
+from paceline.engine.clock import DATA
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
 from paceline.observe.bottleneck import StragglerDetector
@@ -144,7 +144,6 @@ class Loop:
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
         self.exchange.begin(self._stop_reason(), self.saver.is_time, self.saver.is_busy, self.run_view.save_requested)
         result = self.stepper.take(inputs)
-        self.stepper.clock.enter(OTHER)
         state.step = self.progress.step = inputs.step + 1
         state.samples += inputs.lanes[0].step_samples
         state.stream_position = inputs.stream_position

@@ -50,7 +50,7 @@ from paceline.worker.build import (
 from paceline.worker.context import Context, open_context
 from paceline.worker.loop import Loop
 from paceline.worker.own_loop import compare_ranks, run_own_loop
-from paceline.worker.restore import find_checkpoint, report_checkpoint, restore, take_up
+from paceline.worker.restore import begin_attempt, find_checkpoint, report_checkpoint, restore
 from paceline.worker.result import write_patiently, write_result
 from paceline.worker.state import TrainState
 from paceline.world import World, join, world_size
@@ -152,7 +152,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
     check_space(folder, stepper, world)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)
-    take_up(checkpoint, config, folder, world, context.events)
+    begin_attempt(checkpoint, config, folder, world, context.events)
     del checkpoint, model
 
     reason = loop.run()
@@ -160,9 +160,9 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     progress.phase = "writing the result"
     loop.finish(reason)
     if reason:
-        leave_stop(context, loop, reason, is_saved)
+        write_stop(context, loop, reason, is_saved)
     else:
-        leave_result(context, loop, identity["config"])
+        finish_run(context, loop, identity["config"])
     context.events.close()
 
 
@@ -201,7 +201,7 @@ def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
     world.decide(check)
 
 
-def leave_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> None:
+def write_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> None:
     """Write where and why the run stopped, for people and for the launcher."""
     facts = {"step": loop.state.step, "reason": loop.reason_text(reason), "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
@@ -209,7 +209,7 @@ def leave_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> Non
         write_json(context.folder.stopped, facts)
 
 
-def leave_result(context: Context, loop: Loop, identity: dict[str, object]) -> None:
+def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> None:
     """Write the weights and the result of a complete run. All ranks."""
     state, stepper, world = loop.state, loop.stepper, context.world
     lanes, epochs = stepper.settings.lanes, len(state.history)

@@ -15,14 +15,14 @@ from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream
 from paceline.data.stream_loader import StreamLoader
 from paceline.engine.digest import find_difference
-from paceline.engine.replica import Replica, Single
+from paceline.engine.replica import PlainModel, Replica
 from paceline.errors import ReplicasDiffer
 from paceline.worker.context import Context
 from paceline.worker.result import write_patiently
 from paceline.world import is_joined
 
 
-def run_own_loop(context: Context, replica: Replica | Single, training: Any, validation: Any | None) -> Any:
+def run_own_loop(context: Context, replica: Replica | PlainModel, training: Any, validation: Any | None) -> Any:
     """Call the user's `train_fn` and return what it returns. All ranks."""
     config, world, events, progress = context.config, context.world, context.events, context.progress
     progress.phase = "building the loaders"
@@ -72,7 +72,7 @@ def run_own_loop(context: Context, replica: Replica | Single, training: Any, val
     # Without workers, augmentation draws from this process's generators: they must differ between ranks.
     seed_generators(config.seed, "rank", world.rank)
     progress.phase = "training"
-    model = replica.module if isinstance(replica, Single) else replica
+    model = replica.module if isinstance(replica, PlainModel) else replica
     return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)
 
 

@@ -12,7 +12,7 @@ from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream, make_datasets, original_indices
-from paceline.engine.replica import is_channels_last, make_model, place
+from paceline.engine.replica import is_channels_last, make_model, place_model
 from paceline.errors import DataError
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
@@ -68,7 +68,7 @@ def _apply(
     feed, _ = make_feeds(dataset, None, config, world)
     settings = build_settings(config, world, channels_last=is_channels_last(config, model, feed, world))
     feed.is_channels_last = settings.channels_last
-    model = place(model, settings, world.device)
+    model = place_model(model, settings, world.device)
     method: Any = getattr(Evaluator(feed, settings, world), what)
     value = method(model, lambda done, total: events.write_sometimes("evaluating", batch=done, batches=total))
     events.write("run_finished")

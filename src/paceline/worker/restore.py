@@ -76,7 +76,9 @@ def restore(past: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callba
     return TrainState.from_dict(counters["loop"])
 
 
-def take_up(past: LoadedCheckpoint | None, config: Config, folder: RunFolder, world: World, events: Events) -> None:
+def begin_attempt(
+    past: LoadedCheckpoint | None, config: Config, folder: RunFolder, world: World, events: Events
+) -> None:
     """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
     world.gather_objects(None)  # or rank 0 could begin while another one refuses
 

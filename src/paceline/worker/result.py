@@ -17,8 +17,8 @@ from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.system.disk import is_of_full_disk
 
-PATIENCE_S = 600.0
-LOOK_S = 1.0
+GIVE_UP_AFTER_S = 600.0
+RETRY_S = 1.0
 
 
 def write_result(
@@ -41,7 +41,7 @@ def write_result(
 
 def write_patiently(write: Callable[[], None], progress: Progress) -> None:
     """Write something that must not be lost. Wait while the disk is full, or the run folder is not in its place."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + GIVE_UP_AFTER_S
     while True:
         try:
             write()
@@ -51,6 +51,6 @@ def write_patiently(write: Callable[[], None], progress: Progress) -> None:
                 raise
             progress.phase = "waiting for the run folder" if is_gone else "waiting for room on the disk"
             progress.batch = (progress.batch or 0) + 1  # this rank lives
-            time.sleep(LOOK_S)
+            time.sleep(RETRY_S)
         else:
             return

@@ -24,11 +24,14 @@ from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
 SHORTEST_S, LONGEST_S = 0.1, 1.0  # between two log points, unless the config sets log.every_steps
-SHARE = 0.004  # of the time, for what the ranks send each other at log points
+GATHER_SHARE = 0.004  # of the time, for what the ranks send each other at log points
 INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]  # in steps
-DENSITY = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
+WINDOWS = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
 SAMPLE_S = 1.0  # of training between two steps of a GPU whose phases are timed
-LAG, LAG_SHARE = 2, 20  # steps, or a part of the interval, that a GPU works on while a log point travels to the host
+LAG_STEPS, LAG_SHARE = (
+    2,
+    20,
+)  # steps, or a part of the interval, that a GPU works on while a log point travels to the host
 
 
 class PendingStep(NamedTuple):
@@ -98,7 +101,7 @@ class StepLog:
         """Whether a log point was sent so many steps ago that waiting for it costs nothing."""
         if self._sent is None or not self._sent.is_log_point:
             return False
-        return step > self._sent.steps[-1].step + max(LAG, self._interval // LAG_SHARE)
+        return step > self._sent.steps[-1].step + max(LAG_STEPS, self._interval // LAG_SHARE)
 
     def send(self, *, is_log_point: bool = False) -> None:
         """Begin to copy the rows to the host, without waiting. All ranks."""
@@ -234,7 +237,7 @@ def record_interval(step: int) -> int:
 
     It does not depend on the length of the run, which may be unknown, or be changed when the run is resumed.
     """
-    return INTERVALS[bisect_left(INTERVALS, step / DENSITY)]
+    return INTERVALS[bisect_left(INTERVALS, step / WINDOWS)]
 
 
 def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:
@@ -242,6 +245,6 @@ def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:
 
     A short run is logged in detail, a long one about once a second, so that logging costs next to nothing.
     """
-    pause = min(max(elapsed_s / 50, SHORTEST_S, cost_s / SHARE), LONGEST_S)
+    pause = min(max(elapsed_s / 50, SHORTEST_S, cost_s / GATHER_SHARE), LONGEST_S)
     wanted = pause / max(step_s, 1e-6)
     return next(each for each in INTERVALS if each >= wanted)

@@ -14,9 +14,9 @@ from torch import nn
 from paceline.checkpoint import files
 from paceline.checkpoint.files import load
 from paceline.checkpoint.state import CheckpointState, capture, restore_loss, restore_optimizer, restore_weights
-from paceline.engine.buffers import Buffers
 from paceline.engine.digest import sha256_of, sha256_of_optimizer
 from paceline.engine.ema import Ema
+from paceline.engine.forward_state import ForwardState
 from paceline.errors import ConfigError
 
 from .cases import MODELS, OPTIMIZERS, Tied, WithExtraState, channels_last, normed, train, write
@@ -191,7 +191,7 @@ class RunningLoss(nn.Module):
 
 def state_with(loss: Any, folder: Path) -> CheckpointState:
     model = nn.Linear(2, 2)
-    buffers = Buffers(model, loss).of_loss()
+    buffers = ForwardState(model, loss).of_loss()
     write(capture(model, torch.optim.SGD(model.parameters()), None, {}, None, buffers), folder)
     return load(folder)
 

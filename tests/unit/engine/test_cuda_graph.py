@@ -18,10 +18,10 @@ from paceline.data.feed import LaneInputs
 from paceline.data.lanes import Lane
 from paceline.engine.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, DeviceClock
 from paceline.engine.cuda_graph import (
-    MOST_FORMS,
+    MAX_FORMS,
+    RECORD_AT,
     WARM_UP,
     WARM_UP_IN_DDP,
-    WORTH_IT,
     CannotRecord,
     HostState,
     Recording,
@@ -257,7 +257,7 @@ class Fake(StepGraph):
         super().__init__(
             lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
             full_step=BATCH * LANES * ranks, has_one_form=ranks > 1 if has_one_form is None else has_one_form,
-            obstacle=obstacle, is_in_ddp=is_in_ddp, say=self.said.append,
+            obstacle=obstacle, is_in_ddp=is_in_ddp, warn=self.said.append,
         )  # fmt: skip
 
     def _record(
@@ -311,16 +311,16 @@ def test_a_step_that_is_short_on_another_rank_is_short_here(make_config: MakeCon
 def test_batches_of_another_form_are_recorded_when_they_have_come_several_times(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     assert [graph.ride() for _ in range(WARM_UP + 1)][-1]
-    assert [graph.ride(width=5) for _ in range(WORTH_IT + 1)] == [False] * (WORTH_IT - 1) + [True] * 2
+    assert [graph.ride(width=5) for _ in range(RECORD_AT + 1)] == [False] * (RECORD_AT - 1) + [True] * 2
     assert graph.ride()
     assert graph.done == ["record", "replay", "record", "replay", "replay", "replay"]
 
 
 def test_there_is_an_end_to_recordings(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
-    for _ in range(WARM_UP + WORTH_IT):
-        steps = [graph.ride(width=width) for width in range(1, MOST_FORMS + 6)]
-    assert sum(steps) == MOST_FORMS
+    for _ in range(WARM_UP + RECORD_AT):
+        steps = [graph.ride(width=width) for width in range(1, MAX_FORMS + 6)]
+    assert sum(steps) == MAX_FORMS
 
 
 def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_told_once(make_config: MakeConfig) -> None:
@@ -328,10 +328,10 @@ def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_told_once(mak
     for _ in range(WARM_UP + 1):
         graph.ride()
     graph.reason = "no room"
-    assert not any(graph.ride(width=width) for width in (5, 6) for _ in range(WORTH_IT + 2))
+    assert not any(graph.ride(width=width) for width in (5, 6) for _ in range(RECORD_AT + 2))
     assert graph.ride()
     assert graph.done.count("record") == 3
-    assert graph.said == ["steps with batches of some shapes are not CUDA graphs but go kernel by kernel: no room"]
+    assert graph.said == ["steps with batches of some shapes are not CUDA graphs but run kernel by kernel: no room"]
 
 
 def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(make_config: MakeConfig) -> None:
@@ -340,7 +340,7 @@ def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(make_config:
     graph = Fake(make_config(batch_size=BATCH), ranks=2, has_one_form=False, exchanged=lambda mine: [max(mine, other)])
     full = BATCH * LANES * 2
     assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 2)][-2:] == [True, True]
-    assert not any(graph.ride(step_samples=full, width=5) for _ in range(WORTH_IT + 1))
+    assert not any(graph.ride(step_samples=full, width=5) for _ in range(RECORD_AT + 1))
     assert graph.ride(step_samples=full)
     other = 1  # the other rank has another form
     assert not graph.ride(step_samples=full)
@@ -353,12 +353,12 @@ def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
     graph = Fake(make_config(batch_size=BATCH))
     monkeypatch.setattr(DeviceClock, "is_sampling", True)
     assert [graph.ride() for _ in range(WARM_UP)] == [False] * WARM_UP
-    monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
+    monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     graph.ride()
     graph._looks_to_wait = 1
     for _ in range(3):
         graph.ride()
-    assert [graph.ride(width=5) for _ in range(WORTH_IT)][-1]  # of which there is none with marks
+    assert [graph.ride(width=5) for _ in range(RECORD_AT)][-1]  # of which there is none with marks
     monkeypatch.setattr(DeviceClock, "is_sampling", False)
     graph.ride()
     assert graph.done == [
@@ -370,7 +370,7 @@ def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
 def test_a_recording_with_marks_that_fails_is_not_tried_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
+    monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + 1):
         graph.ride()
@@ -386,12 +386,12 @@ def test_a_recording_that_fails_is_told_once_and_not_tried_again(make_config: Ma
     graph.reason = "the model is shy"
     assert not any(graph.ride() for _ in range(WARM_UP + 4))
     assert graph.done == ["record"]
-    assert graph.said == ["steps are not CUDA graphs but go kernel by kernel: the model is shy"]
+    assert graph.said == ["steps are not CUDA graphs but run kernel by kernel: the model is shy"]
 
 
 def test_an_obstacle_is_told_at_once_and_nothing_is_tried(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH), obstacle="gloo sends gradients through the host")
-    assert graph.said == ["steps are not CUDA graphs but go kernel by kernel: gloo sends gradients through the host"]
+    assert graph.said == ["steps are not CUDA graphs but run kernel by kernel: gloo sends gradients through the host"]
     assert not any(graph.ride() for _ in range(WARM_UP + 2))
     assert graph.done == []
     assert len(graph.said) == 1
@@ -482,12 +482,12 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
 ) -> None:
     device, said = Device(), list[str]()
     device.install(monkeypatch)
-    monkeypatch.setattr("paceline.engine.cuda_graph.CHEAP", 0)
+    monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     clock = DeviceClock(is_alone=True)
     work, world = Work(clock, device), world_of(device="cuda:0")
     graph = StepGraph(
         work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
-        full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, say=said.append,
+        full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, warn=said.append,
     )  # fmt: skip
 
     def ride(width: int, value: float = 0.0) -> bool:
@@ -506,10 +506,10 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     assert device.state == "state'"
 
     work.shy = 4  # fails, and leaves the memory that it was recorded in to others
-    assert not any(ride(4) for _ in range(WORTH_IT + 1))
+    assert not any(ride(4) for _ in range(RECORD_AT + 1))
     [told] = said
-    assert "shapes are not CUDA graphs but go kernel by kernel: operation not permitted" in told
-    assert [ride(5) for _ in range(WORTH_IT)][-1]
+    assert "shapes are not CUDA graphs but run kernel by kernel: operation not permitted" in told
+    assert [ride(5) for _ in range(RECORD_AT)][-1]
     assert device.log[-LANES - 1] == "record in pool 1"
     other = device.state
     assert other != "state'"

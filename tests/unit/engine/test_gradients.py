@@ -14,13 +14,13 @@ from paceline import Sum
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.lanes import Lane
-from paceline.engine.buffers import Buffers
 from paceline.engine.clock import PhaseClock
+from paceline.engine.forward_state import ForwardState
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on
 from paceline.engine.nonfinite import Guard
 from paceline.engine.reduce import LaneSum
-from paceline.engine.replica import Single
+from paceline.engine.replica import PlainModel
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.world import World
@@ -58,7 +58,14 @@ def backward_of(
     feed = Feed([], config, world)
     clock = PhaseClock()
     return Backward(
-        Single(model, loss_fn), config, feed, None, lanes_per_rank=lanes, world=world, clock=clock, through_ddp=False
+        PlainModel(model, loss_fn),
+        config,
+        feed,
+        None,
+        lanes_per_rank=lanes,
+        world=world,
+        clock=clock,
+        through_ddp=False,
     )
 
 
@@ -67,7 +74,7 @@ def ridden(backward: Backward, lanes: list[Lane]) -> list[torch.Tensor]:
         parameter.grad = None
     backward.begin(lanes)
     for lane in lanes:
-        backward.ride(lane, backward.feed.inputs(lane, 0))
+        backward.run_lane(lane, backward.feed.inputs(lane, 0))
     return backward.finish()
 
 
@@ -144,7 +151,7 @@ def test_one_lane_alone_is_added_to_nothing() -> None:
     model, taken = net(), lanes_of(data(2))
     backward = backward_of(model, 2)
     ridden(backward, taken)
-    alone = backward.alone(taken[1], backward.feed.inputs(taken[1], 0))
+    alone = backward.lane_gradients(taken[1], backward.feed.inputs(taken[1], 0))
     [x, y] = taken[1].data
     plain = torch.autograd.grad(nn.functional.cross_entropy(model(x), y) / 2, list(model.parameters()))
     for left, right in zip(alone, plain, strict=True):
@@ -203,7 +210,7 @@ class Following(nn.Module):
 def test_frozen_parameters_that_move_follow_the_first_lane_and_others_must_not_move() -> None:
     model, batches = Following(), data(2)
     backward = backward_of(model, 2)
-    backward.replica.forward_state.adopt({("", "near")})
+    backward.replica.forward_state.add_moving({("", "near")})
     ridden(backward, lanes_of(batches))
     torch.testing.assert_close(model.near.data, 0.1 * batches[0][0].mean(0))
     with pytest.raises(ConfigError, match=r"far is frozen and was changed in step 1, .*; make it a buffer"):
@@ -346,7 +353,7 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
 
 def voter() -> Guard:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy})
-    return Guard(Buffers(net()), config, replace(HERE, size=2), on_bad=print, original=list)
+    return Guard(ForwardState(net()), config, replace(HERE, size=2), on_bad=print, original=list)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -355,10 +362,10 @@ def test_a_vote_stays_minus_zero_for_losses_of_any_sign(losses: list[float], dty
     guard = voter()
     guard.begin()
     for loss in losses:
-        guard.see(torch.tensor(loss, dtype=dtype, requires_grad=True))
-    assert guard.vote == 0
-    assert guard.vote.signbit()
-    assert guard.vote.dtype == torch.float32
+        guard.check_loss(torch.tensor(loss, dtype=dtype, requires_grad=True))
+    assert guard.nan_flag == 0
+    assert guard.nan_flag.signbit()
+    assert guard.nan_flag.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -369,19 +376,19 @@ def test_a_vote_is_no_number_once_a_loss_was_not_finite_until_the_next_step(
     guard = voter()
     guard.begin()
     for loss in losses:
-        guard.see(torch.tensor(loss, dtype=dtype))
-    assert guard.vote.isnan()
+        guard.check_loss(torch.tensor(loss, dtype=dtype))
+    assert guard.nan_flag.isnan()
     guard.begin()
-    assert guard.vote.signbit()
-    assert guard.vote == 0
+    assert guard.nan_flag.signbit()
+    assert guard.nan_flag == 0
 
 
 def test_a_loss_in_float64_that_float32_cannot_hold_is_no_objection() -> None:
     guard = voter()
     guard.begin()
-    guard.see(torch.tensor(1e300, dtype=torch.float64))
-    assert guard.vote.signbit()
-    assert guard.vote == 0
+    guard.check_loss(torch.tensor(1e300, dtype=torch.float64))
+    assert guard.nan_flag.signbit()
+    assert guard.nan_flag == 0
 
 
 def test_graphs_need_a_gpu() -> None:
@@ -389,6 +396,6 @@ def test_graphs_need_a_gpu() -> None:
     model = net()
     with pytest.raises(ConfigError, match=r"step_mode=graph needs a GPU, but the ranks run on the CPU"):
         Stepper(
-            Single(model), torch.optim.SGD(model.parameters()), config, Feed([], config, HERE),
-            lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, say=print,
+            PlainModel(model), torch.optim.SGD(model.parameters()), config, Feed([], config, HERE),
+            lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, warn=print,
         )  # fmt: skip

@@ -14,10 +14,9 @@ from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.lanes import Lane, StepInputs
 from paceline.engine.digest import sha256_of_optimizer
-from paceline.engine.nonfinite import are_finite
-from paceline.engine.precision import GROW_AFTER, Scaler
-from paceline.engine.reduce import cast
-from paceline.engine.replica import Single
+from paceline.engine.nonfinite import GROW_AFTER, LossScale, are_finite
+from paceline.engine.reduce import add_flag
+from paceline.engine.replica import PlainModel
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, NotFinite
 from support.worlds import world_of
@@ -58,8 +57,8 @@ class Run:
         self.model, self.lanes, self.said = model, lanes, list[str]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.stepper = Stepper(
-            Single(model), optimizer, config, Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step),
-            lanes_per_rank=lanes, world=HERE, say=self.said.append,
+            PlainModel(model), optimizer, config, Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step),
+            lanes_per_rank=lanes, world=HERE, warn=self.said.append,
         )  # fmt: skip
 
     def take(self, step: int, *batches: Batch) -> torch.Tensor:
@@ -197,11 +196,11 @@ def test_a_vote_for_the_step_changes_no_bit_of_the_gradients() -> None:
     guard = Run(normed()).stepper.guard
     gradient = torch.tensor([-0.0])
     guard.begin()
-    guard.see(torch.tensor(3.0))
-    cast(guard.vote, gradient)
+    guard.check_loss(torch.tensor(3.0))
+    add_flag(guard.nan_flag, gradient)
     assert gradient.signbit()
-    guard.see(torch.tensor(torch.inf))
-    cast(guard.vote, gradient)
+    guard.check_loss(torch.tensor(torch.inf))
+    add_flag(guard.nan_flag, gradient)
     assert gradient.isnan()
 
 
@@ -324,11 +323,11 @@ def test_fp16_that_never_fits_ends_with_advice(nan: str) -> None:
 
 
 def test_the_scale_doubles_after_good_steps_and_goes_into_checkpoints() -> None:
-    scaler = Scaler(good_steps=GROW_AFTER - 2)
+    scaler = LossScale(good_steps=GROW_AFTER - 2)
     scaler.grow()
-    assert scaler == Scaler(2.0**16, GROW_AFTER - 1)
+    assert scaler == LossScale(2.0**16, GROW_AFTER - 1)
     scaler.grow()
-    assert scaler == Scaler(2.0**17, 0)
+    assert scaler == LossScale(2.0**17, 0)
     run = Run(normed(), precision="fp16")
     run.stepper.set_counters({"skipped_in_a_row": 1, "scale": 8.0, "good_steps": 5})
     assert run.stepper.counters() == {"skipped_in_a_row": 1, "scale": 8.0, "good_steps": 5}

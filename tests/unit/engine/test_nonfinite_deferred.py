@@ -15,11 +15,11 @@ from torch import nn
 from paceline.config import build
 from paceline.data.feed import Feed
 from paceline.data.lanes import Lane, StepInputs
-from paceline.engine.buffers import Buffers
 from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.ema import Ema
-from paceline.engine.nonfinite import FinishedStep, Guard, found_bad
-from paceline.engine.replica import Single
+from paceline.engine.forward_state import ForwardState
+from paceline.engine.nonfinite import FinishedStep, Guard, nonfinite_flag
+from paceline.engine.replica import PlainModel
 from paceline.engine.step import NO_NORM, Stepper, StepResult
 from paceline.errors import NotFinite
 from support.worlds import world_of
@@ -107,9 +107,9 @@ class Run:
         config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, **keys})
         self.model, self.said = model if model is not None else Counting(), list[str]()
         self.stepper = Stepper(
-            Single(self.model), make(self.model.parameters(), lr=0.01, fused=True), config,
+            PlainModel(self.model), make(self.model.parameters(), lr=0.01, fused=True), config,
             Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step), lanes_per_rank=lanes, world=HERE,
-            say=self.said.append,
+            warn=self.said.append,
         )  # fmt: skip
         guard = self.stepper.guard
         assert guard is not None
@@ -274,10 +274,10 @@ def test_an_average_takes_a_step_in_or_leaves_it_out() -> None:
 
 def test_what_is_not_finite_is_found_on_the_device() -> None:
     good = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(1, dtype=torch.bfloat16)]
-    assert found_bad(good).tolist() == 0.0
-    assert found_bad([*good, torch.tensor([1, torch.nan], dtype=torch.float64)]).tolist() == 1.0
-    assert found_bad([torch.tensor(-torch.inf), *good]).tolist() == 1.0
-    assert found_bad([]).tolist() == 0.0
+    assert nonfinite_flag(good).tolist() == 0.0
+    assert nonfinite_flag([*good, torch.tensor([1, torch.nan], dtype=torch.float64)]).tolist() == 1.0
+    assert nonfinite_flag([torch.tensor(-torch.inf), *good]).tolist() == 1.0
+    assert nonfinite_flag([]).tolist() == 0.0
 
 
 @pytest.mark.parametrize("is_bad", [0.0, 1.0])
@@ -300,7 +300,7 @@ def reviewing(**keys: Any) -> tuple[Guard, list[str]]:
     said: list[str] = []
     config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
     guard = Guard(
-        Buffers(nn.Linear(1, 1)), config, HERE, on_bad=said.append,
+        ForwardState(nn.Linear(1, 1)), config, HERE, on_bad=said.append,
         original=lambda indices: [1000 + i for i in indices], is_deferred=True,
     )  # fmt: skip
     return guard, said
@@ -364,8 +364,8 @@ def test_only_steps_that_may_be_skipped_in_full_precision_are_left_to_the_device
     config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
     model = Counting()
     stepper = Stepper(
-        Single(model), torch.optim.AdamW(model.parameters(), fused=True), config, Feed([], config, HERE),
-        lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, say=print,
+        PlainModel(model), torch.optim.AdamW(model.parameters(), fused=True), config, Feed([], config, HERE),
+        lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, warn=print,
     )  # fmt: skip
     assert stepper.guard is not None
     assert stepper.guard.is_deferred == is_deferred

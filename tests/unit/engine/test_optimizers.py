@@ -102,7 +102,10 @@ def frozen_later(model: torch.nn.Linear) -> torch.optim.Optimizer:
     ("optimizer_fn", "said"),
     [
         (lambda model: [], "optimizer_fn returned a list; it must return an Optimizer"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), "optimizer_fn returned LBFGS, which takes .* train_fn"),
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            "optimizer_fn returned LBFGS, which evaluates .* train_fn",
+        ),
         (frozen_later, "optimizer_fn changed requires_grad of bias; do that in model_fn"),
         (lambda model: torch.optim.SGD([torch.zeros(1)], lr=0.1), "of other parameters; use those of the model"),
     ],
@@ -234,7 +237,7 @@ def test_on_a_gpu_the_rate_is_a_tensor_and_momentum_is_there_from_the_start(
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("lbfgs", {}, "takes several looks at a batch"),
+        ("lbfgs", {}, "evaluates a batch several times"),
         ("adamw", {"weight_decay": -1}, "Invalid weight_decay value: -1"),
         ("sgd", {"fused": True, "foreach": True}, "cannot be `True` together"),
         ("muon", {"rest": "adamw"}, "rest='adamw' is not a section"),

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from paceline.data.trees import to_channels_last
-from paceline.engine.precision import autocast, resolve
+from paceline.engine.precision import autocast, resolve_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_precision_that_is_named_stays(precision: str) -> None:
-    assert resolve(precision, CPU) == resolve(precision, GPU) == precision
+    assert resolve_precision(precision, CPU) == resolve_precision(precision, GPU) == precision
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp32")])
 def test_auto_is_bf16_where_the_gpu_has_it(has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
-    assert resolve("auto", GPU) == expected
-    assert resolve("auto", CPU) == "fp32"
+    assert resolve_precision("auto", GPU) == expected
+    assert resolve_precision("auto", CPU) == "fp32"
 
 
 def test_auto_on_a_cpu_leaves_numbers_as_they_are() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.config import Config
 from paceline.engine import replica
 from paceline.engine.digest import digests_of, sha256_of
-from paceline.engine.replica import Single, make_model, place, replicate, takes_channels
+from paceline.engine.replica import PlainModel, accepts_channels_last, make_model, place_model, replicate
 from paceline.errors import ConfigError
 from paceline.world import use_tf32
 from support.worlds import world_of
@@ -27,14 +27,14 @@ def filters() -> nn.Module:
 
 
 def test_filters_lie_by_channels_with_the_strides_that_their_gradients_have(make_config: MakeConfig) -> None:
-    model = place(filters(), make_config(channels_last=True), CPU)
+    model = place_model(filters(), make_config(channels_last=True), CPU)
     for module in model:
         expected = torch.empty(module.weight.shape, memory_format=torch.channels_last)
         assert module.weight.stride() == expected.stride()
 
 
 def test_no_fingerprint_depends_on_the_layout(make_config: MakeConfig) -> None:
-    rows, channels = filters(), place(filters(), make_config(channels_last=True), CPU)
+    rows, channels = filters(), place_model(filters(), make_config(channels_last=True), CPU)
     assert rows[0].weight.stride() != channels[0].weight.stride()
     assert sha256_of(rows.state_dict()) == sha256_of(channels.state_dict())
     assert torch.equal(digests_of(rows), digests_of(channels))
@@ -43,7 +43,7 @@ def test_no_fingerprint_depends_on_the_layout(make_config: MakeConfig) -> None:
 def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_settings: MakeConfig) -> None:
     model = filters()
     before = [parameter.stride() for parameter in model.parameters()]
-    assert [parameter.stride() for parameter in place(model, make_settings(), CPU).parameters()] == before
+    assert [parameter.stride() for parameter in place_model(model, make_settings(), CPU).parameters()] == before
 
 
 class Mapped(nn.Module):
@@ -141,9 +141,9 @@ class New(Old):
 def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_left_world_of() -> None:
     batch, old = (torch.randn(2, 3, 8, 8), torch.zeros(2)), Old()
     before = sha256_of(old.state_dict())
-    assert not takes_channels(old, batch)
-    assert takes_channels(New(), batch)
-    assert takes_channels(nn.Linear(3, 3), batch)  # fails in any layout: that is for the first step to say
+    assert not accepts_channels_last(old, batch)
+    assert accepts_channels_last(New(), batch)
+    assert accepts_channels_last(nn.Linear(3, 3), batch)  # fails in any layout: that is for the first step to say
     assert (old.calls, old.training, sha256_of(old.state_dict())) == (0, True, before)
     assert old.filters[0].weight.is_contiguous()
 
@@ -157,7 +157,7 @@ def test_shared_statistics_need_a_gpu(make_config: MakeConfig) -> None:
 def test_matrices_of_low_rank_need_filters_that_lie_row_by_row(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
+    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: PlainModel(model))
     config = make_config(compression="powersgd", exact=False, channels_last=True)
     with pytest.raises(ConfigError, match=r"compression=powersgd cannot .*; set channels_last: false"):
         replicate(filters(), config, world_of(size=2))
@@ -199,7 +199,7 @@ class Complex(nn.Module):
 def test_gradients_that_cannot_be_added_up_across_ranks_are_refused(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, model: Any, words: str
 ) -> None:
-    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: Single(model))
+    monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: PlainModel(model))
     with pytest.raises(ConfigError, match=words):
         replicate(model(), make_config(), world_of(size=2))
     replicate(model(), make_config(), world_of(size=1))

@@ -25,7 +25,7 @@ from paceline.checkpoint.state import CheckpointState, capture, restore_optimize
 from paceline.engine import sharding
 from paceline.engine.digest import sha256_of, sha256_of_each, sha256_of_optimizer
 from paceline.engine.muon import Muon
-from paceline.engine.sharding import Sharding, dealt, owners_of, rounds_of
+from paceline.engine.sharding import Sharding, balanced_owners, owners_of, rounds_of
 from paceline.errors import ConfigError
 from paceline.run import tensor_files
 
@@ -45,7 +45,7 @@ def _one_thread() -> Iterator[None]:
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
 def test_loads_differ_by_no_more_than_the_largest_part(sizes: list[int], world_size: int) -> None:
-    ranks = dealt(sizes, world_size)
+    ranks = balanced_owners(sizes, world_size)
     loads = [sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == r) for r in range(world_size)]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -245,7 +245,7 @@ def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_no
         train(mine, sharding.step, range(3))
         save(mine, its_optimizer, tmp_path / "sharded", sharding)
         held = {p for p, of_it in its_optimizer.state.items() if of_it}
-        digest = sha256_of_each(sharding.brought())
+        digest = sha256_of_each(sharding.gathered_state())
         train(mine, sharding.step, range(3, 5))
         return {"weights": sha256_of(mine.state_dict()), "kept": digest, "held": len(held)}
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.worker.build import surprises
+from paceline.worker.build import suspicious_settings
 
 
 def test_what_is_hardly_meant_is_told(make_config: Any) -> None:
-    [told] = surprises(make_config(max_steps=1000), 5)
+    [told] = suspicious_settings(make_config(max_steps=1000), 5)
     assert told == "max_steps=1000 is not reached: num_epochs=1 ends the run after 5 steps; raise num_epochs"
-    [told] = surprises(make_config(ema=0.999), 100)
+    [told] = suspicious_settings(make_config(ema=0.999), 100)
     assert told.startswith("ema=0.999 is slow for 100 steps: 90% of the average will be the weights at the beginning")
     assert told.endswith("use ema: 0.9")
-    assert surprises(make_config(ema=0.99999), 50_000)[0].endswith("use ema: 0.9998")
+    assert suspicious_settings(make_config(ema=0.99999), 50_000)[0].endswith("use ema: 0.9998")
     for usual in ({"max_steps": 5}, {"ema": 0.9}, {"ema": 0.999}):
-        assert surprises(make_config(**usual), 5 if "max_steps" in usual else 10_000) == []
-    assert surprises(make_config(max_steps=1000, ema=0.999), None) == []
-    assert surprises(make_config(ema=0.999), 20) == []  # a trial
+        assert suspicious_settings(make_config(**usual), 5 if "max_steps" in usual else 10_000) == []
+    assert suspicious_settings(make_config(max_steps=1000, ema=0.999), None) == []
+    assert suspicious_settings(make_config(ema=0.999), 20) == []  # a trial

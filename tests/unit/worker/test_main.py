@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engine.buffers import Buffers
+from paceline.engine.forward_state import ForwardState
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.worker.main import check_space
@@ -26,7 +26,7 @@ def stepper(*, has_stepped: bool) -> Any:
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
     return SimpleNamespace(
-        replica=SimpleNamespace(module=model, forward_state=Buffers(model)),
+        replica=SimpleNamespace(module=model, forward_state=ForwardState(model)),
         optimizer=optimizer,
         ema=None,
         sharding=None,

@@ -37,7 +37,7 @@ def test_the_wait_has_an_end(clock: list[float]) -> None:
 
     with pytest.raises(OSError, match="weights"):
         write_patiently(write, Progress())
-    assert clock[0] >= result.PATIENCE_S
+    assert clock[0] >= result.GIVE_UP_AFTER_S
 
 
 def test_other_errors_are_not_waited_for(clock: list[float]) -> None:

@@ -18,7 +18,7 @@ from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import NO_NORM, StepResult
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.worker.state import LoopPlan, TrainState
-from paceline.worker.step_log import LAG, StepLog, is_recorded, log_interval, record_interval
+from paceline.worker.step_log import LAG_STEPS, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
 from support.worlds import fake_world, world_of
 
@@ -354,7 +354,7 @@ def test_only_a_log_point_is_overdue_and_only_after_some_steps() -> None:
     assert not record.is_overdue(100)  # nobody waits for these
     record.add(turn(1), row(1), lr_of(1))
     record.send(is_log_point=True)
-    assert [record.is_overdue(step) for step in range(2, 3 + LAG)] == [False] * LAG + [True]
+    assert [record.is_overdue(step) for step in range(2, 3 + LAG_STEPS)] == [False] * LAG_STEPS + [True]
     record.settle()
     assert not record.is_overdue(100)
     record.settle()

@@ -21,7 +21,7 @@ from paceline.launch.cluster.members import Members
 from paceline.launch.cluster.messages import Over
 from paceline.launch.cluster.ranks import ClusterRanks
 from paceline.launch.machines import Rendezvous, capacity, fitting, serve_store, variables_of
-from paceline.world import PATIENCE
+from paceline.world import COLLECTIVE_TIMEOUT
 
 GATHER_S = 900.0  # for the least number of hosts to join
 LAST_CALL_S = 3.0  # after the last host of `nodes: 1:4` that joined
@@ -96,7 +96,7 @@ class Coordinator:
         listed = ", ".join(f"{n} on {name}" for name, n in zip(self._members.names, counts, strict=True))
         self.log(
             f"ranks: {listed}; a hang is reported after {self.config.hang_timeout_s:.0f} s, Gloo and NCCL would wait "
-            f"for {PATIENCE.days} days"
+            f"for {COLLECTIVE_TIMEOUT.days} days"
         )
         store, common = serve_store(self.host)
         places = [(local_rank, count) for count in counts for local_rank in range(count)]

@@ -24,7 +24,7 @@ from paceline.data.rows import as_row_dataset
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import is_stream
 from paceline.engine.clock import DATA, OTHER, PHASES, REDUCTION, PhaseClock
-from paceline.engine.precision import resolve
+from paceline.engine.precision import resolve_precision
 from paceline.engine.step import Stepper
 from paceline.launch.environment import ranks_here
 from paceline.observe.events import Events
@@ -206,7 +206,7 @@ def setting_of(stepper: Stepper, world: World) -> StepSettings:
         ranks_here=min(ranks_here(), world.size),
         backend=world.backend,
         precision=config.precision,
-        has_bf16=resolve("auto", world.device) == "bf16",
+        has_bf16=resolve_precision("auto", world.device) == "bf16",
         step_mode=config.step_mode,
         is_replayed=stepper.graph is not None and not stepper.graph.is_given_up,
         has_rows=stepper.feed.rows is not None,

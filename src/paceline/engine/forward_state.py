@@ -1,0 +1,153 @@
+"""The tensors, besides gradients, that a forward pass may change, and copies of them to restore.
+
+These are the buffers of the model and of the loss, and the frozen parameters that move, such as those of a teacher that
+follows the trained weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+SCANS = 8  # calls that search the modules again: some make their buffers in the first forward passes
+BufferKey = tuple[str, str, bool]  # the path of the module, the name there, and whether it is saved with the weights
+LOSS_PREFIX = "loss_fn:"  # before the path of a module of the loss
+ParameterKey = tuple[str, str]  # the path of the module, and the name of the parameter there
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class ForwardState:
+    """The tensors that a forward pass may change, each once. Sparse ones, which are only read, are left out."""
+
+    def __init__(self, model: torch.nn.Module, loss: Any = None, moving: set[ParameterKey] | None = None) -> None:
+        """`loss` is included if it is a module; `moving` names frozen parameters, and may grow (`add_moving`)."""
+        self._roots = [("", model)]
+        if isinstance(loss, torch.nn.Module):
+            self._roots.append((LOSS_PREFIX, loss))
+        self.moving = moving if moving is not None else set()
+        self._tables: list[tuple[BufferKey, Any]] = []  # the dict of its module; TorchScript has a type of its own
+        self._scans = 0
+
+    def add_moving(self, moving: Iterable[ParameterKey]) -> None:
+        """Include these frozen parameters."""
+        self.moving.update(moving)
+        self._scans = 0
+
+    def tensors(self) -> dict[BufferKey, torch.Tensor]:
+        """The tensors as they are now. Only the first calls search all modules."""
+        if self._scans < SCANS:
+            self._scans += 1
+            self._tables = list(self._scan())
+        found, seen = {}, set()
+        for key, table in self._tables:
+            buffer = table[key[1]] if key[1] in table else None  # noqa: SIM401 - TorchScript's have no `get`
+            if buffer is not None and id(buffer) not in seen and _is_changeable(buffer):
+                seen.add(id(buffer))
+                found[key] = buffer
+        return found
+
+    def beyond_model(self) -> list[torch.Tensor]:
+        """The tensors that are not buffers of the model."""
+        return [each for (path, *_), each in self.tensors().items() if path.startswith(LOSS_PREFIX) or _is_weight(each)]
+
+    def of_loss(self) -> dict[str, torch.Tensor]:
+        """The tensors of the loss that are saved, by their names in the loss."""
+        return {
+            f"{path.removeprefix(LOSS_PREFIX)}.{name}".lstrip("."): each
+            for (path, name, is_saved), each in self.tensors().items()
+            if is_saved and path.startswith(LOSS_PREFIX)
+        }
+
+    def parameters(self) -> dict[ParameterKey, torch.nn.Parameter]:
+        """The parameters of model and loss, each once."""
+        found: dict[int, tuple[ParameterKey, torch.nn.Parameter]] = {}
+        for path, module in self._modules():
+            for name in module._parameters.keys():  # noqa: SIM118
+                if (parameter := module._parameters[name]) is not None:
+                    found.setdefault(id(parameter), ((path, name), parameter))
+        return dict(found.values())
+
+    def frozen(self) -> dict[ParameterKey, torch.nn.Parameter]:
+        """The frozen parameters of model and loss, each once, whether they move or not."""
+        return {
+            key: parameter
+            for key, parameter in self.parameters().items()
+            if not parameter.requires_grad
+            and type(parameter.data) is torch.Tensor
+            and parameter.layout is torch.strided
+        }
+
+    def _scan(self) -> Iterable[tuple[BufferKey, Any]]:
+        for path, module in self._modules():
+            table, not_saved = module._buffers, getattr(module, "_non_persistent_buffers_set", ())
+            for name in table.keys():  # noqa: SIM118
+                yield (path, name, name not in not_saved), table
+            for name in module._parameters.keys():  # noqa: SIM118
+                if (path, name) in self.moving:
+                    yield (path, name, True), module._parameters
+
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for prefix, root in self._roots:
+            for path, module in root.named_modules():
+                yield prefix + path, module
+
+
+class Snapshot:
+    """Copies of the tensors of a `ForwardState`, in memory that is allocated once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[BufferKey, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[BufferKey, torch.Tensor]) -> None:
+        """Copy the present values."""
+        if tensors.keys() == self._copies.keys() and not self._changed(tensors):
+            _copy((self._copies[key], tensor) for key, tensor in tensors.items())
+        else:
+            self._copies = {key: tensor.clone() for key, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[BufferKey, torch.Tensor]) -> None:
+        """Set the tensors to the copied values and shapes. Tensors that are new since then are not changed."""
+        _copy(self.same_shape(tensors))
+        for tensor, copied in self.reshaped(tensors):
+            tensor.resize_(copied.shape).copy_(copied)
+
+    def same_shape(self, tensors: Mapping[BufferKey, torch.Tensor]) -> Pairs:
+        """The tensors that have the shape and dtype of their copies, each with its copy."""
+        changed = self._changed(tensors)
+        return [(tensors[key], copied) for key, copied in self._copies.items() if key in tensors and key not in changed]
+
+    def reshaped(self, tensors: Mapping[BufferKey, torch.Tensor]) -> Pairs:
+        """The tensors of another shape or dtype, each with its copy. Those that are not saved are caches that grow."""
+        return [(tensors[key], self._copies[key]) for key in self._changed(tensors) if key[2]]
+
+    def _changed(self, tensors: Mapping[BufferKey, torch.Tensor]) -> list[BufferKey]:
+        both = (key for key in self._copies if key in tensors)
+        return [key for key in both if _form(tensors[key]) != _form(self._copies[key])]
+
+
+def _is_changeable(tensor: torch.Tensor) -> bool:
+    is_trained = _is_weight(tensor) and tensor.requires_grad  # was frozen before
+    return tensor.layout is torch.strided and not is_trained
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in pairs:
+        targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in by_dtype.values():  # one kernel for many tensors, if they have one dtype
+        torch._foreach_copy_(targets, sources)
