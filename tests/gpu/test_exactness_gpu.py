@@ -125,7 +125,7 @@ def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None
         from paceline.engine.reduce import TreeReducer
 
         # A single rank has no levels; give it two of its own, to run what several GPUs would run.
-        tree = TreeReducer(world_of(device=device, backend="nccl"), [dist.new_group([0]), dist.new_group([0])])
+        tree = TreeReducer(world_of(device=device), [dist.new_group([0]), dist.new_group([0])])
         tensor = torch.randn(1 << 20, device=device)
         expected = tensor.clone()
         for _ in range(20):
