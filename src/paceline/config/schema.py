@@ -27,6 +27,7 @@ EXECUTION_KEYS = {
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
     "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip
+DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
 
@@ -68,9 +69,9 @@ class Optimizer(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_of_muon(cls, values: Any) -> Any:
-        is_muon = isinstance(values, dict) and str(values.get("name")).lower() == "muon"
-        return {"lr": 0.02, **values} if is_muon else values
+    def _default_lr(cls, values: Any) -> Any:
+        lr = DEFAULT_LRS.get(str(values.get("name")).lower()) if isinstance(values, dict) else None
+        return values if lr is None else {"lr": lr, **values}
 
 
 class Schedule(_Section):
