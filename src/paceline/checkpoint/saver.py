@@ -89,10 +89,14 @@ class Saver:
         """Whether this rank is still writing or publishing."""
         return self._pending is not None and not self._pending.work.done()
 
-    def is_due(self, step: int, *, is_time: bool, is_asked: bool) -> bool:
-        """Whether to save now; the same on all ranks. A request during another save is kept for later."""
+    def request(self, step: int, *, is_time: bool, is_asked: bool) -> None:
+        """Note that this step is to be saved, by `every_steps` or for one of the reasons; the same on all ranks."""
         every = self._options.every_steps
         self._is_requested = self._is_requested or is_asked or is_time or (every is not None and step % every == 0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to save now; a request during another save is kept until that one is published."""
         return self._is_requested and self._pending is None
 
     # --- one save, from start to publication -------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The command line: registers the commands, runs one of them, and is the only place that ends the process.
+"""The command line: registers the commands, runs one of them, and is the only place that
+ends the process of a command.
 
 A command is a function in a module of this package and a line of `COMMANDS`; other packages add theirs by entry points
 (`extensions.py`). Commands import torch and most of Paceline inside their functions, so that help is shown fast.

@@ -1,7 +1,8 @@
 """Starts the ranks of a run and watches them: local processes, torchrun, Slurm, Ray, several hosts.
 
 Owns the processes of a run, their restarts, and the environment that they are started from. Promises that no process
-outlives its run, and that the first failure is the one that is reported. Must not know models or data.
+outlives its run, and that the first failure is the one that is reported. Must not know what
+the ranks compute.
 
 A launcher is a function `start(config, task) -> Outcome`. Other packages add launchers by entry points of the group
 `paceline.launchers`.

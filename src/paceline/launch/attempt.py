@@ -91,7 +91,7 @@ def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tupl
             group.poll(POLL_S)
             if launch.watcher.conflict is not None:  # no event is written: the path leads to another folder
                 raise Interrupted(launch.watcher.conflict)
-            if stalls.is_hang():
+            if stalls.check():
                 stalls.report(group)
                 break
             if request is None:

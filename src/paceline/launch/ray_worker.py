@@ -73,7 +73,7 @@ def watch(started: LocalRanks, folder: RunFolder, rank: int, stalls: StallDetect
     read_at, ranks = 0.0, stalls.ranks
     while started.pids:
         started.poll(POLL_S)
-        if stalls.is_hang():
+        if stalls.check():
             stalls.report(started, rank)
         if time.monotonic() - read_at > FOLDER_S:
             read_at = time.monotonic()

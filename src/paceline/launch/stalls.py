@@ -23,8 +23,8 @@ class StallDetector:
         self._beats: dict[int, int] = {}
         self._silent_s, self._looked_at = 0.0, time.monotonic()
 
-    def is_hang(self) -> bool:
-        """Whether the ranks have been silent for too long; reads their heartbeats once a second."""
+    def check(self) -> bool:
+        """Read the heartbeats, at most once a second; whether the ranks have been silent for too long."""
         gap_s = time.monotonic() - self._looked_at
         if not self.timeout_s or gap_s < BEAT_S:
             return False

@@ -164,7 +164,8 @@ class Loop:
         self._report_checkpoint()
         if reason:
             raise StopAgreed(reason)
-        if self.saver.is_due(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked)):
+        self.saver.request(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked))
+        if self.saver.is_due:
             self.run_view.save_requested = False
             self.saver.start(state.step, self._state(), self._metrics_of_step())
             self.stepper.clock.discard_sample()

@@ -125,9 +125,14 @@ def test_weights_that_change_during_a_save_are_not_in_the_file(run: Run, monkeyp
     assert weights["weight"].tolist() == [[3, 3]]
 
 
+def is_due_at(saver: Saver, step: int, *, is_time: bool = False, is_asked: bool = False) -> bool:
+    saver.request(step, is_time=is_time, is_asked=is_asked)
+    return saver.is_due
+
+
 def test_a_step_that_is_due_during_a_save_is_saved_after_it(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(every_steps=2)
-    is_due = lambda step: run.saver.is_due(step, is_time=False, is_asked=False)  # noqa: E731
+    is_due = lambda step: is_due_at(run.saver, step)  # noqa: E731
     assert [is_due(step) for step in (1, 2)] == [False, True]
     with slow_disk(run, monkeypatch):
         run.saver.start(2, run.state(), {})
@@ -144,13 +149,13 @@ def test_a_step_that_is_due_during_a_save_is_saved_after_it(make_run: MakeRun, m
 @pytest.mark.parametrize("why", ["is_time", "is_asked"])
 def test_a_request_during_a_save_is_kept_for_later(why: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     no = {"is_time": False, "is_asked": False}
-    assert not run.saver.is_due(1, **no)
+    assert not is_due_at(run.saver, 1, **no)
     with slow_disk(run, monkeypatch):
         run.saver.start(1, run.state(), {})
-        assert not run.saver.is_due(2, **{**no, why: True})
-    assert run.saver.is_due(3, **no)
+        assert not is_due_at(run.saver, 2, **{**no, why: True})
+    assert is_due_at(run.saver, 3, **no)
     run.save(3)
-    assert not run.saver.is_due(4, **no)
+    assert not is_due_at(run.saver, 4, **no)
 
 
 def wait_for_writer(saver: Saver) -> None:

@@ -33,7 +33,7 @@ def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[StallDetector, int], bo
         found = False
         for _ in range(seconds):
             now[0] += gap_s
-            found = detector.is_hang()
+            found = detector.check()
         return found
 
     return pass_s
