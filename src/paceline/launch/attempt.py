@@ -25,7 +25,7 @@ from paceline.run.lifecycle import clear_last_attempt
 from paceline.system.signals import StopRequest, listening
 
 GRACE_S = 5  # between SIGTERM and SIGKILL, for the other ranks after a failure
-ECHO_S = 1.0  # from the failure of a rank to the failures that it causes in others, on a busy machine
+SECONDARY_FAILURE_S = 1.0  # from the failure of a rank to the failures that it causes in others, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tupl
             if sender.send(request.for_ranks or (signal.SIGTERM if is_growing else 0)) and request.signal:
                 screen.note(request.announcement)
         # The failure of one rank makes others fail, and their exit codes arrive in any order.
-        quiet_at = time.monotonic() + ECHO_S
-        while group.pids and time.monotonic() < quiet_at:
+        deadline = time.monotonic() + SECONDARY_FAILURE_S
+        while group.pids and time.monotonic() < deadline:
             group.poll(POLL_S)
         return dict.fromkeys(group.pids, 0) | group.codes, is_growing and request is not None and not request.signal
     finally:
-        # Ranks that take SIGTERM as a request would only wait for the rank that has failed.
+        # Ranks that take SIGTERM as a request to save would wait for the rank that has failed.
         group.end(signal.SIGTERM if request is None else signal.SIGKILL, GRACE_S)

@@ -15,7 +15,7 @@ from paceline.launch.attempt import Launch, run_attempt
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
-from paceline.launch.setup import is_managed, settled, staged
+from paceline.launch.setup import is_managed, staged, with_lanes_and_threads
 from paceline.observe import hangs
 from paceline.run import job
 from paceline.run.job import Task
@@ -41,20 +41,22 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
     request = StopRequest()
     with listening(request, NOTHING_RAN):
         began = time.time()
-        past = resume.find_restore_point(config)
+        restore_point = resume.find_restore_point(config)
         _gather(machines, request, "before it began")
-        ranks = machines.ranks_for(past.lanes(config))
+        ranks = machines.ranks_for(restore_point.lanes(config))
         # What would fail in every rank fails here, before a folder is created or a process started.
         pick_backend(config.backend, pick_device(config.device, 0), machines.ranks_per_machine(ranks))
-        config = settled(config, past, ranks, machines.lanes_for(ranks), machines.ranks_per_machine)
+        config = with_lanes_and_threads(
+            config, restore_point, ranks, machines.lanes_for(ranks), machines.ranks_per_machine
+        )
         packed = job.pack(config, task)
-        with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as watcher:
+        with open_run(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
             with staged(packed, folder, config):
                 if request.signal:
                     raise request.stopped("before it began")
                 # The managed loop is asked to save and stop; any other task is ended by a signal at once.
-                for_task = request if is_managed(config, task) else None
-                _run_attempts(Launch(config, machines, folder, watcher, began, for_task))
+                stop_request = request if is_managed(config, task) else None
+                _run_attempts(Launch(config, machines, folder, watcher, began, stop_request))
             return collect(folder)
 
 
@@ -66,18 +68,18 @@ def _run_attempts(launch: Launch) -> None:
     while True:
         _gather(launch.machines, request, f"while no rank was running; resume with --resume {quote(str(folder.path))}")
         ranks = launch.machines.ranks_for(launch.config.lanes)
-        first, is_growing = run_attempt(launch, ranks, report)
+        failure, is_growing = run_attempt(launch, ranks, report)
         if is_growing:
             report = "there is capacity for more ranks; starting again with them"
             continue
-        if first is None:
+        if failure is None:
             break
         launch.watcher.check()
-        first = hangs.explain(first, folder, ranks)
+        failure = hangs.explain(failure, folder, ranks)
         is_stopping = request is not None and request.signal != 0
-        if is_stopping or not restarts.allow_in(folder, first):
-            raise final_error(first, folder)
-        report = restart_report(first, folder, restarts.count)
+        if is_stopping or not restarts.allow_in(folder, failure):
+            raise final_error(failure, folder)
+        report = restart_report(failure, folder, restarts.count)
     if not folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {folder.log(0)}")
 

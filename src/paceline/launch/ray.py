@@ -33,7 +33,7 @@ from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.launch.ray_worker import WorkerOptions
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import final_error, limit_of
-from paceline.launch.setup import is_managed, settled, staged
+from paceline.launch.setup import is_managed, staged, with_lanes_and_threads
 from paceline.observe import hangs
 from paceline.observe.screen.follower import Follower
 from paceline.run import job
@@ -69,17 +69,17 @@ def start(config: Config, task: Task) -> Outcome:
     request = StopRequest()
     with listening(request, "nothing was running"):
         began = time.time()
-        past = resume.find_restore_point(config)
+        restore_point = resume.find_restore_point(config)
         with connected(config.device) as resources:
-            ranks = fitting(*capacity_among(config, resources.gpus, resources.cpus), past.lanes(config))
-            config = settled(config, past, ranks, ranks, resources.ranks_per_node)
+            ranks = fitting(*capacity_among(config, resources.gpus, resources.cpus), restore_point.lanes(config))
+            config = with_lanes_and_threads(config, restore_point, ranks, ranks, resources.ranks_per_node)
             packed = job.pack(config, task)
-            with open_run(config, past.run_dir) as folder, FolderWatcher(folder, config) as watcher:
+            with open_run(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
                 with staged(packed, folder, config), _temporary_files(folder):
                     if request.signal:
                         raise request.stopped("before it began")
-                    for_task = request if is_managed(config, task) else None
-                    _run(RayRun(config, folder, watcher, ranks, resources, for_task), began)
+                    stop_request = request if is_managed(config, task) else None
+                    _run(RayRun(config, folder, watcher, ranks, resources, stop_request), began)
                 return collect(folder)
 
 

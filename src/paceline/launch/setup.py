@@ -11,7 +11,7 @@ from paceline.data import batches
 from paceline.errors import ConfigError, RankFailed
 from paceline.observe.events import Events
 from paceline.observe.sinks.supervisor import running_sinks
-from paceline.observe.tail import NO_FILE, identity_of
+from paceline.observe.tail import NO_FILE, file_identity
 from paceline.run import job
 from paceline.run.job import Job, Task
 from paceline.run.layout import RunFolder
@@ -26,13 +26,13 @@ def is_managed(config: Config, task: Task) -> bool:
     return task == TRAIN and config.train_fn is None
 
 
-def settled(
-    config: Config, past: RestorePoint, ranks: int, new_lanes: int, ranks_per_machine: Callable[[int], int]
+def with_lanes_and_threads(
+    config: Config, restore_point: RestorePoint, ranks: int, new_lanes: int, ranks_per_machine: Callable[[int], int]
 ) -> Config:
     """The config with the threads and lanes of all attempts; `new_lanes` are for a run that is not resumed."""
-    lanes = past.lanes(config)
+    lanes = restore_point.lanes(config)
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
-    threads = past.threads(config) or chosen_threads(ranks_per_machine(lanes or ranks))
+    threads = restore_point.threads(config) or chosen_threads(ranks_per_machine(lanes or ranks))
     config = config.model_copy(update={"threads": threads})
     if config.train_fn is None:
         config = config.model_copy(update={"lanes": lanes or new_lanes})
@@ -70,11 +70,11 @@ def _stored(packed: Job, folder: RunFolder) -> Iterator[None]:
 @contextmanager
 def failure_reported(folder: RunFolder) -> Iterator[None]:
     """Write an event if the run fails inside; not if it is refused before it changes the folder of an earlier run."""
-    before = identity_of(folder.events)
+    before = file_identity(folder.events)
     try:
         yield
     except (ConfigError, RankFailed) as error:
-        if identity_of(folder.events) != before or before == NO_FILE:
+        if file_identity(folder.events) != before or before == NO_FILE:
             with closing(Events(folder.events)) as events:
                 events.write("run_failed", text=str(error))
         raise

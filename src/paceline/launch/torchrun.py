@@ -78,12 +78,12 @@ def _awaited_outcome(folder: RunFolder) -> Outcome:
 
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
     """Create the run folder or find that of the run to resume, and lock it until `held` is closed. Rank 0 only."""
-    past = resume.find_restore_point(config)
-    lanes = past.lanes(config)
-    threads = past.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
+    restore_point = resume.find_restore_point(config)
+    lanes = restore_point.lanes(config)
+    threads = restore_point.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
     settled = {"threads": threads, "lanes": lanes or world_size if config.train_fn is None else None}
     config = config.model_copy(update=settled)
-    folder = held.enter_context(open_run(config, past.run_dir))
+    folder = held.enter_context(open_run(config, restore_point.run_dir))
     held.enter_context(FolderWatcher(folder, config))
     clear_last_attempt(folder)
     return folder.path, settled

@@ -14,7 +14,7 @@ class Tail:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._inode, self._position = identity_of(path) if from_end else NO_FILE
+        self._inode, self._position = file_identity(path) if from_end else NO_FILE
         self.is_replaced = False  # whether the last lines are the first ones of another file at the same path
 
     def lines(self, *, to_end: bool = False) -> Iterator[str]:
@@ -38,7 +38,7 @@ class Tail:
             yield from (line.rpartition("\r")[2] for line in complete.decode(errors="replace").split("\n"))
 
 
-def identity_of(path: Path) -> tuple[int, int]:
+def file_identity(path: Path) -> tuple[int, int]:
     """The inode and the size of a file; NO_FILE if it does not exist."""
     try:
         return _identity(path.stat())

@@ -15,7 +15,7 @@ from paceline.observe.rank_log import FAILED, RECOVERED, WARNING
 from paceline.observe.screen.console import Screen
 from paceline.observe.sinks.sink import SinkFeeder
 from paceline.observe.sinks.tensorboard import TensorBoardSink
-from paceline.observe.tail import NO_FILE, Tail, identity_of
+from paceline.observe.tail import NO_FILE, Tail, file_identity
 from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
 from paceline.run.summary import result_text, resume_hint
@@ -38,7 +38,7 @@ class Follower:
         self.screen = Screen()
         self._tensorboard = SinkFeeder(folder.events, TensorBoardSink(folder.path)) if tensorboard else None
         self._events, self._parser = Tail(folder.events, from_end=from_now), Parser()
-        self._before = identity_of(folder.events) if from_now else NO_FILE
+        self._before = file_identity(folder.events) if from_now else NO_FILE
         self._logs = [Tail(folder.log(rank), from_end=from_now) for rank in range(ranks)]
         # A rewound file is read again from its start: events before this time are skipped. Their times are rounded.
         self._since = round(time.time(), 3) if from_now else 0.0
@@ -96,7 +96,7 @@ class Follower:
 
     def _feed_tensorboard(self) -> None:
         """Write for TensorBoard; nothing until there are new events, since the run may still be refused."""
-        if self._tensorboard is not None and identity_of(self._folder.events) != self._before:
+        if self._tensorboard is not None and file_identity(self._folder.events) != self._before:
             try:
                 self._tensorboard.deliver()
             except OSError:  # the disk is full: the file is written again later
