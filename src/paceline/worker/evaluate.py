@@ -126,9 +126,7 @@ class Evaluator:
             with self._evaluating(trial) as outcome_of, Collectives(is_allowed=False):
                 output, target, samples = outcome_of(batch)
                 self._row(output, target, samples)
-        except (
-            CollectiveFound
-        ):  # batch sizes may differ between ranks here; the probe before the first step reports it
+        except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example about a batch without some of the classes

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,7 +107,8 @@ class Loop:
         self.progress.phase = "saving"
         self.run_view.save_requested = False
         is_saved = self.saver.save_now(self.state.step, self._state, self._metrics_of_step())
-        self._call_on_checkpoint(self.saver.newly_published())
+        if (path := self.saver.newly_published()) is not None:
+            self._call("on_checkpoint", path)
         return is_saved
 
     def reason_text(self, reason: int) -> str:
@@ -162,7 +162,8 @@ class Loop:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not is_busy:
             self.saver.advance()
-        self._call_on_checkpoint(self.saver.newly_published())
+        if (path := self.saver.newly_published()) is not None:
+            self._call("on_checkpoint", path)
         if reason:
             raise StopAgreed(reason)
         if self.saver.is_due(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked)):
@@ -249,11 +250,6 @@ class Loop:
         self.exchange.begin(self.run_view.save_requested)
         [is_requested] = self.exchange.end()
         return bool(is_requested)
-
-    def _call_on_checkpoint(self, path: Path | None) -> None:
-        """Call `on_checkpoint` if a checkpoint was published. All ranks."""
-        if path is not None:
-            self._call("on_checkpoint", path)
 
     def finish(self, reason: int) -> None:
         """Call `on_stop`, after the loop. All ranks."""
