@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 def measure(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[dict[str, Any]]:
     """Measure on every rank; rank 0 returns the rows. All ranks."""
-    from paceline.engine.reduce import BucketHook, Reduction, reduce_bucket
+    from paceline.engine.reduce import BucketHook, Reduction
     from paceline.world import World
 
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device, dist.get_backend())
@@ -54,7 +54,7 @@ def measure(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epo
         for name, reduction in reductions.items():
             stack = nn.parallel.DistributedDataParallel(Stack(mb), gradient_as_bucket_view=True)
             hook = BucketHook(list(stack.module.parameters()), reduction)
-            stack.register_comm_hook(hook, reduce_bucket)
+            stack.register_comm_hook(hook, BucketHook.reduce)
             steps[name] = _step(stack, hook)
         rounds = 20 if mb < 100 else 10
         for kind, variants in (("bare collective", bare), ("training step", steps)):

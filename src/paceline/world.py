@@ -1,4 +1,4 @@
-"""The world of a run: ranks, device, backend, the process group, and decisions that all ranks agree on."""
+"""The process group of a run: ranks, device, backend, and decisions that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paceline.config import Config
 from paceline.errors import ConfigError
 
 T = TypeVar("T")
-# Of every process group: the hang watch tells more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
+# Of every process group: our watchdog reports more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
 COLLECTIVE_TIMEOUT = timedelta(days=20)
-# Torch's own monitor of NCCL ends a process whose interpreter is stuck; the hang watch does so too, and reports where.
-# The monitor also dumps a trace when the store says that a rank has failed. torchrun's store keeps that key over a
+# Torch's own monitor of NCCL ends a process whose interpreter is stuck; our watchdog does so too, and reports where.
+# The monitor also dumps a trace when the store has the key of a failed rank. torchrun's store keeps that key over a
 # restart, so a run that has recovered would wait for the end of the dump when it exits.
 NCCL_MONITOR = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
@@ -90,9 +90,9 @@ class World:
 
 
 class Exchange:
-    """A few whole numbers that the ranks exchange while each of them goes on: the largest of each, on all ranks.
+    """The maximum over ranks of a few integers, computed while the ranks continue to work.
 
-    It has a process group of its own, on the CPU, so it neither waits for the device nor meets other collectives.
+    It has a process group of its own, on the CPU, so it neither waits for the device nor for other collectives.
     """
 
     def __init__(self, world: World) -> None:
@@ -144,11 +144,11 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     )
     world = World(rank=rank, local_rank=local_rank, size=size, device=device, backend=backend, warnings=notes)
     yield world
-    # Reached only without an error: after one, a neighbour may be waiting in a collective, and the process ends.
-    if not dist.is_initialized():  # the user's own loop has left, as it may
+    # Reached only without an error: after one, another rank may be waiting in a collective, and the process ends.
+    if not dist.is_initialized():  # the user's own loop may have destroyed the group
         return
-    world.gather_equal(torch.zeros(1, device=device))  # nobody leaves while another still waits for its last message
-    gc.collect()  # DDP lies in reference cycles and would keep the group
+    world.gather_equal(torch.zeros(1, device=device))  # no rank leaves while another waits for its last message
+    gc.collect()  # DDP is part of reference cycles and would keep the group
     dist.destroy_process_group()
 
 
@@ -163,14 +163,14 @@ def _env_store(rank: int, size: int) -> dist.Store:
 
 
 def _unused_store(rank: int, size: int) -> dist.Store:
-    """A part of the store that nobody has used: not an earlier run of this program, not an earlier life under torchrun.
+    """A part of the store that no earlier run of this process and no earlier attempt under torchrun has used.
 
-    What lies there, such as the address of a rank that is gone, would be taken for ours.
+    Keys of an earlier one, such as the address of a rank that has ended, would be mistaken for new ones.
     """
     # A store of the agent outlives the ranks. Otherwise it is a new one, and agents of several hosts count differently.
     is_old = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_old else "0"
-    return dist.PrefixStore(f"paceline-{life}-{next(_joins)}", _env_store(rank, size))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_old else "0"
+    return dist.PrefixStore(f"paceline-{attempt}-{next(_joins)}", _env_store(rank, size))
 
 
 def _lower_debug_level() -> tuple[str, ...]:
@@ -187,23 +187,23 @@ def _lower_debug_level() -> tuple[str, ...]:
 
 
 def _configure_torch(config: Config, device: torch.device) -> None:
-    """How this process computes, for every task alike: its threads, its device, repeatable kernels."""
+    """Set the threads, the device and deterministic kernels of this process, for every task."""
     use_threads(config)
     if device.type == "cuda":
         is_exact = config.exact and config.train_fn is None
-        if is_exact:  # cuBLAS reads this when the first context is made
+        if is_exact:  # cuBLAS reads this when the first context is created
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(is_exact)  # with warn_only, attention would quietly stay as it is
+        torch.use_deterministic_algorithms(is_exact)  # with warn_only, attention would not be deterministic
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         use_tf32(config.tf32)
         torch.cuda.set_device(device)
 
 
 def use_tf32(wanted: bool) -> None:
-    """Products and convolutions of 32 bits on tensor cores, or not."""
+    """Allow or forbid TF32 in matrix products and convolutions of fp32."""
     # Not by `fp32_precision`: once it is set, torch.compile raises where it reads the older settings (up to 2.13).
-    # Some versions warn of these.
+    # Some versions warn that these are old.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
         torch.set_float32_matmul_precision("high" if wanted else "highest")
@@ -211,18 +211,18 @@ def use_tf32(wanted: bool) -> None:
 
 
 def use_threads(config: Config) -> None:
-    """The threads of an operator, if they are settled."""
+    """Set the number of threads of an operator, if the config has it."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
 
 def world_size() -> int:
-    """How many ranks the environment speaks of, before they have met."""
+    """The number of ranks in the environment, before they have joined."""
     return int(_env_variable("WORLD_SIZE"))
 
 
 def is_joined() -> bool:
-    """Whether this process is a rank of a run already."""
+    """Whether this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -248,7 +248,7 @@ def pick_backend(wanted: str, device: torch.device, local_world_size: int) -> st
 
 def _env_variable(name: str) -> str:
     value = os.environ.get(name)
-    if value is None and name == "LOCAL_RANK":  # a script started by hand, one rank per machine
+    if value is None and name == "LOCAL_RANK":  # a script that was started manually, one rank per machine
         return "0"
     if value is None:
         raise ConfigError(f"{name} is not set; start the ranks with paceline, torchrun, or set RANK and WORLD_SIZE")

@@ -131,7 +131,7 @@ def test_a_lane_without_samples_is_the_same_error_at_any_number_of_ranks() -> No
 
 
 def test_a_schedule_with_an_end_needs_max_steps() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.name=cosine must know where the run ends.*set max_steps"):
+    with pytest.raises(ConfigError, match=r"schedule\.name=cosine needs the number of steps.*set max_steps"):
         trainer(schedule={"name": "cosine"}, procs=1).start()
 
 

@@ -60,7 +60,7 @@ class Saver:
         sharding: Sharding | None = None,
     ) -> None:
         self._store, self._options, self._identity = store, options, identity
-        self._world, self._events = world, events
+        self._world, self._events, self._is_main = world, events, world.is_main
         self._buffers = HostBuffers(sharding)
         self._writer = ThreadPoolExecutor(1, "paceline-save")
         self._pending: PendingSave | None = None
@@ -81,8 +81,7 @@ class Saver:
     def is_time(self) -> bool:
         """Whether a checkpoint is due by `every_minutes`. Only rank 0's clock counts."""
         minutes = self._options.every_minutes
-        is_due = minutes is not None and time.monotonic() - self._last_time >= 60 * minutes
-        return self._world.is_main and is_due
+        return self._is_main and minutes is not None and time.monotonic() - self._last_time >= 60 * minutes
 
     @property
     def is_busy(self) -> bool:

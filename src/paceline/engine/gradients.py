@@ -24,7 +24,6 @@ from paceline.engine.reduce import (
     Reduction,
     add_flag,
     reduce_after_backward,
-    reduce_bucket,
 )
 from paceline.engine.replica import PlainModel, Replica, run_model
 from paceline.errors import ConfigError, UnusedParameters
@@ -73,7 +72,7 @@ class Backward:
             nan_flag = guard.nan_flag if self._uses_flag and guard else None
             self.hook = BucketHook(self.parameters, self.reduction, nan_flag, lambda: clock.enter(REDUCTION))
             replica.on_buffers = self._on_buffers
-            replica.register_comm_hook(self.hook, reduce_bucket)
+            replica.register_comm_hook(self.hook, BucketHook.reduce)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
         self._loss_of = _loss_of
         if settings.step_mode == "compile" and self.hook is None:

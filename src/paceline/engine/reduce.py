@@ -51,17 +51,15 @@ class LaneSum:
 
     def add(self, lane: int, gradients: Gradients) -> None:
         """Add a lane's gradients, by its place among this rank's lanes; lanes that are left out were empty."""
-        self._skip_to(lane)
+        while self._next < lane:
+            self._push(None)
         self._push(gradients)
 
     def remaining(self, lane: int) -> list[Gradients]:
         """The branches to be added to `lane`, which is the last lane, in this order."""
-        self._skip_to(lane)
-        return [branch for branch in reversed(self._branches) if branch is not None]
-
-    def _skip_to(self, lane: int) -> None:
         while self._next < lane:
             self._push(None)
+        return [branch for branch in reversed(self._branches) if branch is not None]
 
     def _push(self, branch: Gradients | None) -> None:
         self._branches.append(branch)
@@ -199,7 +197,7 @@ class BucketHook:
         self.reduced = 0  # gradient elements whose reduction has started since then
 
     def reduce(self, bucket: dist.GradBucket) -> Future:
-        """Start to sum one bucket. All ranks, in the same order."""
+        """Start to sum one bucket: the hook that DDP calls while backward continues. All ranks, in the same order."""
         buffer = bucket.buffer()
         is_first = not self.reduced
         self.reduced += buffer.numel()
@@ -262,11 +260,6 @@ def add_flag(nan_flag: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add the flag to one element of a gradient."""
     values = gradient._values() if gradient.is_sparse else gradient
     values[(slice(1),) * values.ndim].add_(nan_flag)
-
-
-def reduce_bucket(hook: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook that DDP calls for each bucket that is ready, while backward continues."""
-    return hook.reduce(bucket)
 
 
 def reduce_after_backward(

@@ -1,4 +1,4 @@
-"""Builds what a run trains with: data, model, settings, step, inputs, loop. In the order in which a rank does so."""
+"""Builds the parts of a run: data, model, settings, step, inputs, loop; in the order in which a rank does so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
-from paceline.observe.progress import Progress
 from paceline.system.signals import Stop
 from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
@@ -31,8 +30,8 @@ from paceline.worker.loop import Loop
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
-SLOW_AVERAGE = 0.5  # share of the initial weights in the average of the weights at the end, from which a run is warned
-SHORT_RUN = 20  # steps: runs as short as this one are trials, and are not warned
+SLOW_AVERAGE = 0.5  # share of the initial weights in the final average, above which there is a warning
+SHORT_RUN_STEPS = 20  # runs of at most this length are trials, without this warning
 
 
 def use_own_stream(world: World) -> None:
@@ -41,21 +40,21 @@ def use_own_stream(world: World) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
 
 
-def build_data(config: Config, progress: Progress) -> tuple[Any, Any | None]:
+def build_data(context: Context) -> tuple[Any, Any | None]:
     """The training and the validation data."""
-    progress.phase = "building the data set"
-    seed_generators(config.seed, "data set")
-    return make_datasets(config)
+    context.progress.phase = "building the data set"
+    seed_generators(context.config.seed, "data set")
+    return make_datasets(context.config)
 
 
-def build_model(config: Config, progress: Progress) -> torch.nn.Module:
+def build_model(context: Context) -> torch.nn.Module:
     """The user's model, on the CPU."""
-    progress.phase = "building the model"
-    return make_model(config)
+    context.progress.phase = "building the model"
+    return make_model(context.config)
 
 
 def build_settings(config: Config, world: World, *, channels_last: bool) -> Settings:
-    """The config with its lanes and its precision decided, the layout as given, and the loss on the device."""
+    """The resolved settings: the config with lanes, precision and layout decided, and the loss on the device."""
     return Settings.of(
         config,
         lanes=config.lanes or world.size,
@@ -97,7 +96,7 @@ def build_step(
 
 
 def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
-    """How many steps the run has, and when it logs and compares; warns of settings that are probably not meant."""
+    """The length of the run and its intervals of logging and comparing; warns of suspicious settings."""
     config = context.config
     total, epochs = length_of(config, training, lanes)
     for text in suspicious_settings(config, total):
@@ -113,7 +112,7 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
 
 
 def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int]:
-    """The number of steps, None if it is not known beforehand, and of epochs."""
+    """The number of steps, or None if it is not known in advance, and the number of epochs."""
     size = size_of(training)
     if size is not None:
         per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
@@ -121,14 +120,14 @@ def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, in
         return total, -(-total // per_epoch)
     if config.max_steps is None and config.schedule.name != "constant":
         raise ConfigError(
-            f"schedule.name={config.schedule.name} must know where the run ends, which an iterable data set does not "
-            "tell; set max_steps, or use schedule.name: constant"
+            f"schedule.name={config.schedule.name} needs the number of steps, which is not known for an iterable data "
+            "set; set max_steps, or use schedule.name: constant"
         )
     return config.max_steps, config.num_epochs
 
 
 def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
-    """Warnings about settings that are allowed, but probably not meant, in a run of this length (pure)."""
+    """Warnings about settings that are allowed, but probably not intended in a run of this length (pure)."""
     if total_steps is None:
         return []
     found = []
@@ -137,7 +136,7 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
             f"max_steps={config.max_steps} is not reached: num_epochs={config.num_epochs} ends the run after "
             f"{total_steps} steps; raise num_epochs"
         )
-    if config.ema is not None and total_steps > SHORT_RUN and config.ema**total_steps > SLOW_AVERAGE:
+    if config.ema is not None and total_steps > SHORT_RUN_STEPS and config.ema**total_steps > SLOW_AVERAGE:
         found.append(
             f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
             f"the weights at the beginning; use ema: {1 - float(f'{10 / total_steps:.1g}'):g}"
@@ -146,7 +145,7 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
 
 
 def build_callbacks(config: Config) -> list[Callback]:
-    """The callbacks of the config and those that its keys stand for."""
+    """The callbacks of the config, and the one for `checkpoint.best`."""
     best = config.checkpoint.best
     return [*([BestCheckpoint(best.metric, best.mode)] if best is not None else []), *config.callbacks]
 
@@ -155,7 +154,7 @@ def build_loop(
     context: Context, stepper: Stepper, evaluator: Evaluator | None, plan: LoopPlan, saver: Saver, stop: Stop,
     state: TrainState, callbacks: list[Callback],
 ) -> Loop:  # fmt: skip
-    """The managed loop over the inputs of all steps to come. All ranks."""
+    """The managed loop over the inputs of all remaining steps. All ranks."""
     inputs = build_inputs(context, stepper, plan, state)
     if evaluator is not None:
         context.progress.phase = "trying the evaluation"
@@ -166,7 +165,7 @@ def build_loop(
 def build_inputs(
     context: Context, stepper: Stepper, plan: LoopPlan, state: TrainState
 ) -> Callable[[torch.Tensor | None], Iterable[StepInputs]]:
-    """The inputs of this rank for each step from the present one; a function of the samples' losses. All ranks."""
+    """A function of the samples' losses that returns this rank's inputs of each remaining step. All ranks."""
     settings, feed, world, progress = stepper.settings, stepper.feed, context.world, context.progress
     training, lanes = feed.dataset, settings.lanes
     if settings.curriculum is not None:
@@ -184,7 +183,7 @@ def build_inputs(
     assert total is not None
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
-        """Without losses that rank the samples, no further than the first epoch."""
+        """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
         paced, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
             end = min(per_epoch, total)

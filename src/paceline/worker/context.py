@@ -1,4 +1,4 @@
-"""`Context`: what every part of a rank's work needs, instead of five parameters each."""
+"""`Context`: config, run folder, process group and reporting of one rank, in one object."""
 
 from __future__ import annotations
 

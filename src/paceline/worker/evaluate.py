@@ -1,7 +1,7 @@
 """Evaluation and prediction: each sample counted exactly once, and the same numbers at any number of ranks.
 
-The batches of a data set are dealt to the ranks in turn. What a batch gives is put back into the order of the batches
-before anything is added up, so no sum knows how many ranks there were.
+The batches of a data set are assigned to the ranks in turn. Their results are sorted into the order of the batches
+before anything is summed, so no sum depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a 
 
 
 class Evaluator:
-    """Measures a model on a data set whose batches are dealt to the ranks."""
+    """Measures a model on a data set whose batches are divided among the ranks."""
 
     def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[ParameterKey] | None = None) -> None:
         """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
@@ -46,7 +46,7 @@ class Evaluator:
         for name, metric in self.stateful.items():
             if not hasattr(metric, "reset") or not hasattr(metric, "update"):
                 raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
-            # Every rank gives it every batch, so nothing is left for it to synchronise.
+            # It gets every batch on every rank, so it has nothing to synchronise.
             metric.distributed_available_fn = lambda: False
         self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
 
@@ -81,30 +81,30 @@ class Evaluator:
         parts = _interleave(self.world.gather_objects(mine))
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise DataError(
-                f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}: batches "
-                "that are as long as their longest sample give such, pad all of them alike"
+                f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}; if each "
+                "batch is padded to its longest sample, pad all batches to one length"
             )
         return torch.cat(parts)
 
     @torch.no_grad()
     def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
-        """Every sample's own loss, in the order of the data set, on the CPU of all ranks. All ranks."""
+        """The loss of each sample alone, in the order of the data set, on the CPU of all ranks. All ranks."""
         outcomes = self._outcomes(model, on_round)
         mine = [self._each_loss(*outcome).cpu() for outcome in outcomes if outcome is not None]
         return torch.cat(_interleave(self.world.gather_objects(mine)))
 
     @torch.no_grad()
     def try_losses(self, model: torch.nn.Module) -> None:
-        """Refuse what `losses` could not measure: now, on one batch, and not after an epoch."""
+        """Try `losses` on one batch, so that an error occurs before the first epoch and not after it."""
         outcomes = self._outcomes(model, lambda done, total: None)
         outcome = next(outcomes)
         if outcome is not None:
             each = self._each_loss(*outcome)
             total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
-        outcomes.close()  # only now: what the loss keeps is put back
+        outcomes.close()  # after the loss was called: this restores its buffers
         if outcome is None:
             return
-        # However a loss weighs its samples, if theirs are all equal it is that, too.
+        # If all samples have the same loss, so has the batch, however the loss weighs them.
         is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
         if not is_mean and torch.allclose(each, each[0], rtol=0, atol=0, equal_nan=True):
             raise DataError(
@@ -114,22 +114,22 @@ class Evaluator:
 
     @torch.no_grad()
     def try_measures(self, model: torch.nn.Module) -> None:
-        """Measure this rank's first batch: what cannot be measured is said now, and not after an epoch.
+        """Measure this rank's first batch, so that an error occurs before the first epoch and not after it.
 
-        On a copy of the model: what a forward leaves there, such as a cache, would not be the same on all ranks.
+        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks.
         """
-        dealt = next(iter(self.batches), None)
+        batch = next(iter(self.batches), None)
         trial = copy_or_none(model)
-        if dealt is None or trial is None:
+        if batch is None or trial is None:
             return
         try:
-            with self._at_rest(trial) as outcome_of, Collectives(is_allowed=False):
-                output, target, samples = outcome_of(dealt)
+            with self._evaluating(trial) as outcome_of, Collectives(is_allowed=False):
+                output, target, samples = outcome_of(batch)
                 self._row(output, target, samples)
-        except CollectiveFound:  # ranks may have batches of other sizes here; the first step's own trial reports it
+        except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of one batch that has not all classes, for example
+            warnings.simplefilter("ignore")  # for example about a batch without some of the classes
             for name, metric in self.stateful.items():
                 metric.reset()
                 metric.update(*to_device((output, target), torch.device("cpu")))
@@ -137,35 +137,35 @@ class Evaluator:
                     _compute(name, metric)
                 except ConfigError:
                     raise
-                except Exception:  # noqa: BLE001 - it may want more samples than these
+                except Exception:  # noqa: BLE001 - it may need more samples than these
                     pass
                 metric.reset()
 
     def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
-        """Output, target and size of each of this rank's batches; None for its turn in a last round without one."""
+        """Output, target and size of each of this rank's batches; None if it has no batch in the last round."""
         rounds = self.sampler.rounds
-        with self._at_rest(model) as outcome_of:
-            for done, dealt in enumerate(self.batches):
-                yield outcome_of(dealt)
+        with self._evaluating(model) as outcome_of:
+            for done, batch in enumerate(self.batches):
+                yield outcome_of(batch)
                 on_round(done + 1, rounds)
             if len(self.sampler) < rounds:
                 yield None
                 on_round(rounds, rounds)
 
     @contextmanager
-    def _at_rest(self, model: torch.nn.Module) -> Iterator[Callable[[EvalBatch], tuple[Any, Any, int]]]:
-        """The model in evaluation mode, as a function of a batch. Nothing is learnt here, whatever the model counts."""
+    def _evaluating(self, model: torch.nn.Module) -> Iterator[Callable[[EvalBatch], tuple[Any, Any, int]]]:
+        """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
         was_training = model.training
         model.eval()
         buffers, before = ForwardState(model, self.settings.loss_fn, self.moving), Snapshot()
         before.take(buffers.tensors())
 
-        def outcome_of(dealt: EvalBatch) -> tuple[Any, Any, int]:
-            seed_generators(self.settings.seed, "evaluation", dealt.batch)
+        def outcome_of(batch: EvalBatch) -> tuple[Any, Any, int]:
+            seed_generators(self.settings.seed, "evaluation", batch.batch)
             before.restore(buffers.tensors())
-            with self._stance(), autocast(self.settings.precision, self.world.device):
-                output, target = run_model(model, self.feed.evaluation_batch(dealt))
-            return _in_fp32(output), target, len(dealt.indices)
+            with self._compiler_stance(), autocast(self.settings.precision, self.world.device):
+                output, target = run_model(model, self.feed.evaluation_batch(batch))
+            return _in_fp32(output), target, len(batch.indices)
 
         try:
             yield outcome_of
@@ -173,8 +173,8 @@ class Evaluator:
             before.restore(buffers.tensors())
             model.train(was_training)
 
-    def _stance(self) -> AbstractContextManager[Any]:
-        """Compiled code is for training: its batches have one size."""
+    def _compiler_stance(self) -> AbstractContextManager[Any]:
+        """A context that turns torch.compile off: code is compiled for the batches of training, which have one size."""
         return torch.compiler.set_stance("force_eager") if self.settings.step_mode == "compile" else nullcontext()
 
     def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
@@ -193,7 +193,7 @@ class Evaluator:
         return row
 
     def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:
-        """The loss of each sample as if it were the only one; NaN where it counts nothing."""
+        """The loss of each sample alone; NaN where its count is 0."""
         losses = []
         for place in range(samples):
             row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in (output, target)]
@@ -202,7 +202,7 @@ class Evaluator:
         return torch.stack(losses)
 
     def _update_stateful(self, outcome: tuple[Any, Any, int] | None) -> None:
-        """Metrics with a state of their own, as of torchmetrics, take all batches in order on every rank. All ranks."""
+        """Update metrics that have state, such as those of torchmetrics, with all batches in order. All ranks."""
         mine = None if outcome is None else to_device(outcome[:2], torch.device("cpu"))
         for batch in self.world.gather_objects(mine):
             if batch is not None:
@@ -220,7 +220,7 @@ def _compute(name: str, metric: Any) -> float:
 
 
 def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
-    """What one sample has in a batch, as a batch of one."""
+    """The row of one sample, as a batch of one."""
     if tensor.ndim == 0 or len(tensor) != samples:
         raise DataError(
             f"curriculum.by=loss needs outputs and targets with a row for each of {samples} samples, not a tensor of "
@@ -230,30 +230,30 @@ def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
 
 
 def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
-    """A model's output with one row for each sample; `squeeze` takes that of a single one away."""
+    """A model's output with one row for each sample; a model may have squeezed a batch of one."""
     if samples == 1 and (output.ndim == 0 or len(output) != 1):
         return output[None]
     if output.ndim == 0 or len(output) != samples:
         raise DataError(
             f"predict needs one row of output for each sample; {samples} samples gave an output of the shape "
-            f"{tuple(output.shape)}: look at collate_fn, and at what the model returns"
+            f"{tuple(output.shape)}; check collate_fn and the output of the model"
         )
     return output
 
 
 def _in_fp32(output: Any) -> Any:
-    """Outputs of autocast in 32 bits: sums and thresholds over 8 bits of precision would be wrong."""
-    if isinstance(output, MutableMapping):  # also that of transformers, which stays what it is
+    """Outputs of autocast in fp32: sums and thresholds with 8 bits of precision would be wrong."""
+    if isinstance(output, MutableMapping):  # also the output classes of transformers, whose type is kept
         full = copy.copy(output)
         for key, value in output.items():
             full[key] = _in_fp32(value)
         return full
     if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
-        return output  # a loss computes the last layer by itself, in the format that it is given
+        return output  # the loss computes the last layer, in the dtype of its arguments
     return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 
 def _interleave(of_ranks: list[Any]) -> list[Any]:
-    """What was dealt to the ranks in turn, as one list in the first order."""
+    """The results of all ranks in the order of the batches, which were assigned to the ranks in turn."""
     rounds = max(map(len, of_ranks))
-    return [of_rank[turn] for turn in range(rounds) for of_rank in of_ranks if turn < len(of_rank)]
+    return [of_rank[place] for place in range(rounds) for of_rank in of_ranks if place < len(of_rank)]

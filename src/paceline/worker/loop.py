@@ -1,4 +1,4 @@
-"""The managed loop: what happens in which order. How a step, an evaluation or a save works is written elsewhere."""
+"""The managed loop: the order of steps, logging, evaluations and saves. Their implementation is in other modules."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Loop:
             evaluate
             callbacks: on_evaluate
         publish the checkpoint that was written  callbacks: on_checkpoint
-        stop, if a rank wants to
+        stop, if a rank asks for it
         start a checkpoint, if one is due
     callbacks: on_stop
     """
 
     context: Context
     stepper: Stepper
-    inputs: Callable[[torch.Tensor | None], Iterable[StepInputs]]  # of the steps from here, as far as losses are known
+    inputs: Callable[[torch.Tensor | None], Iterable[StepInputs]]  # of the remaining steps, see build_inputs
     evaluator: Evaluator | None
     plan: LoopPlan
     saver: Saver
@@ -71,11 +71,11 @@ class Loop:
         self.on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
 
     def run(self) -> int:
-        """Train. Returns 0, or the reason why it was stopped. All ranks."""
+        """Train, and return 0 or the number of the reason to stop. All ranks."""
         self.exchange = self.world.exchange()
         guard = self.stepper.guard
         review = guard.review if guard is not None and guard.is_deferred else lambda steps: None
-        # It has no reference to this loop: workers of DataLoaders do not end if they are left to the garbage collector.
+        # The log gets no reference to this loop: in a cycle, DataLoader workers would wait for the garbage collector.
         stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
         self.log = StepLog(self.world, self.state, self.plan, self.events, self.stepper.clock, stragglers, review)
         self.progress.step, self.progress.samples = self.state.step, self.state.samples
@@ -103,11 +103,12 @@ class Loop:
         return 0
 
     def save(self) -> bool:
-        """Save the present state and wait for it; whether it is on the disk. All ranks."""
+        """Save the present state and wait for it; return whether it is on the disk. All ranks."""
         self.progress.phase = "saving"
         self.run_view.save_requested = False
         is_saved = self.saver.save_now(self.state.step, self._state, self._metrics_of_step())
-        self._report_checkpoint()
+        if (path := self.saver.newly_published()) is not None:
+            self._call("on_checkpoint", path)
         return is_saved
 
     def reason_text(self, reason: int) -> str:
@@ -117,7 +118,7 @@ class Loop:
         return describe(reason)
 
     def _all_inputs(self) -> Iterator[StepInputs]:
-        """The inputs of all steps to come. Where the samples' losses are needed, they are measured first. All ranks."""
+        """The inputs of all remaining steps; measures the samples' losses if the order depends on them. All ranks."""
         yield from self.inputs(self.state.sample_losses)
         is_over = self.plan.total_steps is not None and self.state.step >= self.plan.total_steps
         if self.plan.ranks_by_loss and self.state.sample_losses is None and not is_over:
@@ -136,7 +137,7 @@ class Loop:
         return losses
 
     def _take(self, inputs: StepInputs) -> None:
-        """One step, and whatever is due after it. All ranks."""
+        """One step, and the saves, logs and evaluations that are due after it. All ranks."""
         state = self.state
         if state.is_epoch_cut_short:  # this step continues that epoch
             state.history.pop()
@@ -161,7 +162,8 @@ class Loop:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not is_busy:
             self.saver.advance()
-        self._report_checkpoint()
+        if (path := self.saver.newly_published()) is not None:
+            self._call("on_checkpoint", path)
         if reason:
             raise StopAgreed(reason)
         self.saver.request(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked))
@@ -174,24 +176,18 @@ class Loop:
         return self.stop.reason or (BY_CALLBACK if self.run_view.stop_requested is not None else 0)
 
     def _log(self, inputs: StepInputs, result: StepResult) -> None:
-        """Keep the result of a step; at a log point report it: at once, or on a GPU when it has arrived. All ranks."""
-        log, step = self.log, self.state.step
-        log.add(inputs, result, self.stepper.lr)
-        if log.is_due(step) or inputs.ends_epoch:
-            log.send(is_log_point=True)
-            if self.world.device.type != "cuda" or inputs.ends_epoch:
-                log.settle()
-        elif log.is_overdue(step):
-            log.settle()
+        """Log the result of a step, and the digests of the weights if they are wanted. All ranks."""
+        self.log.add(inputs, result, self.stepper.lr)
+        self.log.advance(self.state.step, ends_epoch=inputs.ends_epoch)
         if self.plan.log_digests and is_recorded(inputs, self.plan.log_every_steps):
-            self.events.write("digests", step=step, digests=digests_of(self.module).tolist())
+            self.events.write("digests", step=self.state.step, digests=digests_of(self.module).tolist())
 
     def _compare_replicas(self, inputs: StepInputs) -> None:
         """Stop the run if the weights of the ranks differ. All ranks."""
         step = self.state.step
         if step % self.plan.check_replicas_every == 0 or step == 1 or inputs.ends_run:
             check_frozen(self.frozen, self.world)
-            if self.stepper.replica.forward_state.moving:  # differs between lanes; rank 0's values are the run's
+            if self.stepper.replica.forward_state.moving:  # differs between lanes; rank 0's values are kept
                 self.stepper.replica.share_buffers()
             check_replicas(self.module, self.world, step)
 
@@ -249,39 +245,33 @@ class Loop:
             callback.on_step(self.run_view, self.log.last if callback.needs_step_metrics else {})
 
     def _is_save_requested(self) -> bool:
-        """Whether a callback of any rank has asked for a checkpoint of this step. All ranks."""
+        """Whether a callback of any rank has requested a checkpoint of this step. All ranks."""
         if not self.callbacks:
             return False
         self.exchange.begin(self.run_view.save_requested)
         [is_requested] = self.exchange.end()
         return bool(is_requested)
 
-    def _report_checkpoint(self) -> None:
-        """Tell the callbacks of a checkpoint that was published since the last call. All ranks."""
-        path = self.saver.newly_published()
-        if path is not None:
-            self._call("on_checkpoint", path)
-
     def finish(self, reason: int) -> None:
-        """After the loop: callbacks. All ranks."""
+        """Call `on_stop`, after the loop. All ranks."""
         self._call("on_stop", self.reason_text(reason) if reason else None)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def _metrics_of_step(self) -> dict[str, float]:
-        """What a checkpoint records of its quality: the last row of the history, if it belongs to this step."""
+        """The metrics for a checkpoint: the last row of the history, if it belongs to this step."""
         row = self.state.history[-1] if self.state.history else {}
         is_of_now = row.get("step") == self.state.step
         return {name: value for name, value in row.items() if isinstance(value, float)} if is_of_now else {}
 
     def _state(self) -> CheckpointState:
-        """The state to save, the same on all ranks. All ranks."""
+        """The state to save, after the events and buffers of this step are complete. All ranks."""
         self.log.collect()
         self.stepper.replica.share_buffers()
         return self._capture()
 
     def _capture(self) -> CheckpointState:
-        """All ranks."""
+        """The state of model, optimizer, loop and callbacks. All ranks."""
         stepper = self.stepper
         counters = {
             "loop": asdict(self.state),

@@ -1,6 +1,6 @@
-"""One rank of a run, in order: read it to know the system.
+"""One rank of a run, from start to end in the order in which things happen. Read this file to learn the system.
 
-A rank knows only what its job holds, so the user's script is never imported again.
+A rank knows only the contents of its job, so the user's script is never imported again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from paceline.world import World, join, world_size
 
 
 def main() -> None:
-    """One rank of a local run: load the job, join the process group, do the task; write a failure for the launcher."""
+    """Run one rank: load the job, join the process group, run the task; write a failure file for the launcher."""
     job_path, began, parent = Path(sys.argv[1]), float(sys.argv[3]), int(sys.argv[4])
     store = Path(sys.argv[2]) if sys.argv[2] else None  # without it, the ranks join at MASTER_ADDR
     die_with_parent(parent)
@@ -68,13 +68,13 @@ def main() -> None:
         config, task = job.load(job_path)
         with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
             task(config, folder, world, progress)
-    except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: whatever ends a rank is reported
+    except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: anything that ends a rank is reported
         captured = failures.capture(error, rank=rank, progress=progress, folder=folder)
         failures.write(captured, folder, spare=store.parent if store else None)
         print(failed_line(rank), file=sys.stderr)
         traceback.print_exc()
         _end(1)  # without exit handlers, which could wait for other ranks that wait for this one
-    # What Python does at its end: wait for threads, then run the exit handlers of libraries.
+    # As Python does at exit: wait for threads, then run the exit handlers of libraries.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _end(DONE)
@@ -90,22 +90,22 @@ def _end(code: int) -> NoReturn:
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
     """Build everything and train, in the user's own loop or in the managed one. All ranks."""
     if config.train_fn is not None:
-        train_in_own_loop(config, folder, world, progress)
+        train_in_own_loop(open_context(config, folder, world, progress))
         return
     stop = Stop(deadline=progress.began + config.time_limit if config.time_limit is not None else None)
     with stop.listening():
         train_managed(config, folder, world, progress, stop)
 
 
-def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Give the model and the loaders to `train_fn`; rank 0 writes the result. All ranks."""
-    context = open_context(config, folder, world, progress)
+def train_in_own_loop(context: Context) -> None:
+    """Call `train_fn` with the model and the loaders; rank 0 writes the result. All ranks."""
+    config, world, progress = context.config, context.world, context.progress
     if config.resume == "auto":
         context.warn("Paceline keeps no checkpoints for train_fn: it starts from the beginning")
     if world.is_main:
-        reopen(folder, config)
-    training, validation = build_data(config, progress)
-    model = build_model(config, progress)
+        reopen(context.folder, config)
+    training, validation = build_data(context)
+    model = build_model(context)
     fit_scalers(model, training, config.seed, progress)
     progress.phase = "building the replica"
     replica = replicate(model, build_settings(config, world, channels_last=config.channels_last is True), world)
@@ -116,7 +116,7 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     compare_ranks(context, replica.module, trained)
     progress.phase = "writing the result"
     write = partial(
-        write_result, folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
+        write_result, context.folder, replica.module, None, value, optimizer_sha256=None, metrics={}, history=[],
         step=progress.step or 0, epoch=(progress.epoch or 0) + 1, world_size=world.size, lanes=world.size,
         seconds=round(seconds, 3), samples=progress.samples,
     )  # fmt: skip
@@ -134,13 +134,13 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     # Until all checks have passed, the folder of an earlier attempt is not changed.
     context = open_context(config, folder, world, progress, is_held=folder.events.exists())
     warn_of_other_bits(context)
-    training, validation = build_data(config, progress)
-    model = build_model(config, progress)
+    training, validation = build_data(context)
+    model = build_model(context)
     lanes = config.lanes or world.size
     identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
     if checkpoint is not None:
         progress.phase = "restoring the checkpoint"
-        report_checkpoint(checkpoint, identity, world, context.events)
+        report_checkpoint(context, checkpoint, identity)
         restore_weights(checkpoint.state, model, checkpoint.path)
     else:
         fit_scalers(model, training, config.seed, progress)
@@ -150,9 +150,9 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         progress.phase = "restoring the checkpoint"
         state = restore(checkpoint, stepper, callbacks)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
-    check_space(folder, stepper, world)
+    check_space(context, stepper)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)
-    begin_attempt(checkpoint, config, folder, world, context.events)
+    begin_attempt(context, checkpoint)
     del checkpoint, model
 
     reason = loop.run()
@@ -171,8 +171,8 @@ def warn_of_other_bits(context: Context) -> None:
     config, size = context.config, context.world.size
     if config.exact and size & (size - 1):
         context.warn(
-            f"{size} ranks add up in an order of their own: the weights agree with other numbers of ranks "
-            "to rounding, not to the last bit; a power of two keeps the bits"
+            f"{size} ranks sum gradients in another order: the weights agree with other numbers of ranks "
+            "to rounding, not to the last bit; use a power of two for the same bits"
         )
     if config.exact and config.step_mode == "compile":
         context.warn(
@@ -181,12 +181,13 @@ def warn_of_other_bits(context: Context) -> None:
         )
 
 
-def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
-    """Refuse to begin where the disk has no space for two checkpoints. All ranks."""
+def check_space(context: Context, stepper: Stepper) -> None:
+    """Refuse to start a run if the disk has no space for two checkpoints. All ranks."""
+    folder = context.folder
     loss = stepper.replica.forward_state.of_loss()
     state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
     size = state.nbytes
-    if not stepper.optimizer.state:  # it is made by the first step: two numbers for each weight in most optimizers
+    if not stepper.optimizer.state:  # created by the first step: two numbers for each weight in most optimizers
         size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
 
     def check() -> None:
@@ -198,11 +199,11 @@ def check_space(folder: RunFolder, stepper: Stepper, world: World) -> None:
                 "free some space, or choose another folder with --run-dir"
             )
 
-    world.decide(check)
+    context.world.decide(check)
 
 
 def write_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> None:
-    """Write where and why the run stopped, for people and for the launcher."""
+    """Write an event and a file about where and why the run stopped."""
     facts = {"step": loop.state.step, "reason": loop.reason_text(reason), "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
@@ -228,7 +229,7 @@ def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> Non
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:
-    """Print warnings as one line each, in a form that the launcher recognises in the logs."""
+    """A replacement of `warnings.showwarning` that prints lines which the launcher recognises in the logs."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int,

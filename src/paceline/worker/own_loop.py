@@ -1,4 +1,4 @@
-"""The user's own loop: the model in DDP and two loaders, handed to `train_fn`."""
+"""The user's own loop: calls `train_fn` with the model in DDP and two loaders, and compares the ranks afterwards."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def compare_ranks(context: Context, model: torch.nn.Module, trained: Collection[
 
 
 def _of_split(config: Config) -> str:
-    """Where the validation data comes from, if nobody gave it."""
+    """The origin of the validation data, if it is a part of the training data."""
     is_given = config.val_df is not None or config.val_dataset_fn is not None
     return "" if is_given else f" (val_fraction={config.val_fraction}; 0 leaves it out)"

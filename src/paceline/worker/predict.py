@@ -1,4 +1,4 @@
-"""What the ranks do with a trained model: evaluate it, or predict with it. Each is a task, as training is."""
+"""Tasks of the ranks with a trained model: evaluate it, or predict with it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from paceline.checkpoint.weights import load_weights
 from paceline.config import Config
 from paceline.data.feed import make_feeds
-from paceline.data.seeding import seed_generators
-from paceline.data.sources import is_stream, make_datasets, original_indices
+from paceline.data.sources import is_stream, original_indices
 from paceline.engine.replica import is_channels_last, make_model, place_model
 from paceline.errors import DataError
 from paceline.observe.events import Events
@@ -19,7 +18,8 @@ from paceline.observe.progress import Progress
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Predictions, write_value
-from paceline.worker.build import build_settings
+from paceline.worker.build import build_data, build_settings
+from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
 from paceline.world import World
 
@@ -27,8 +27,9 @@ from paceline.world import World
 def evaluate(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
 ) -> None:
-    """Leave the mean of the loss and of each metric as the job's value, and in a file. All ranks."""
-    _, metrics = _apply("measure", config, folder, world, progress, weights, is_whole)
+    """Write the mean of the loss and of each metric as the job's value, and into a file. All ranks."""
+    context = _context(config, folder, world, progress)
+    _, metrics = _apply("measure", context, weights, is_whole)
     if world.is_main:
         write_json(folder.metrics, {"metrics": metrics, "weights": str(weights)})
         write_value(folder, metrics)
@@ -37,22 +38,24 @@ def evaluate(
 def predict(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
 ) -> None:
-    """Leave the model's outputs, in the order of the data set, as the job's value. All ranks."""
-    dataset, outputs = _apply("predict", config, folder, world, progress, weights, is_whole)
+    """Write the model's outputs, in the order of the data set, as the job's value. All ranks."""
+    context = _context(config, folder, world, progress)
+    dataset, outputs = _apply("predict", context, weights, is_whole)
     if world.is_main:
         indices = np.asarray(original_indices(dataset, range(len(dataset))))
         write_value(folder, Predictions(indices, outputs))
 
 
-def _apply(
-    what: str, config: Config, folder: RunFolder, world: World, progress: Progress, weights: Path, is_whole: bool
-) -> tuple[Any, Any]:
-    """The data set that was used, and what the evaluator's method `what` makes of it. All ranks."""
-    events = Events(folder.events if world.is_main else None)
-    progress.phase = "building the data set"
-    seed_generators(config.seed, "data set")
-    training, validation = make_datasets(config)
-    # Data given for the purpose is used whole; otherwise it is what the run held out.
+def _context(config: Config, folder: RunFolder, world: World, progress: Progress) -> Context:
+    """A context without the event `run_started`."""
+    return Context(config, folder, world, Events(folder.events if world.is_main else None), progress)
+
+
+def _apply(what: str, context: Context, weights: Path, is_whole: bool) -> tuple[Any, Any]:
+    """Return the data set and the result of the evaluator's method `what` on it. All ranks."""
+    config, world, events, progress = context.config, context.world, context.events, context.progress
+    training, validation = build_data(context)
+    # Data that was passed for this purpose is used as a whole; otherwise the run's own validation data.
     dataset = training if is_whole else validation
     if dataset is None:
         raise DataError("the run has no validation data; give the data to use")

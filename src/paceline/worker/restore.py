@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: found, checked against the config, and put back into model and optimizer."""
+"""The checkpoint from which a run resumes: found, checked against the config, and restored into model and optimizer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from paceline.checkpoint.state import CheckpointState, restore_loss, restore_opt
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
 from paceline.engine.step import Stepper
-from paceline.observe.events import Events, rewind
+from paceline.observe.events import rewind
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import reopen
+from paceline.worker.context import Context
 from paceline.worker.state import TrainState
 from paceline.world import World
 
 
 @dataclass
 class LoadedCheckpoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint from which a run resumes."""
 
     path: Path
     manifest: Manifest
@@ -33,7 +34,7 @@ class LoadedCheckpoint:
 
 
 def find_checkpoint(config: Config, folder: RunFolder, world: World, progress: Progress) -> LoadedCheckpoint | None:
-    """The newest valid checkpoint of the run, or the one that `resume` names, read. Changes nothing. All ranks."""
+    """Read the newest valid checkpoint of the run, or the one that `resume` names; change no file. All ranks."""
     progress.phase = "reading the checkpoint"
 
     def choose() -> tuple[Path, Manifest, list[tuple[Path, str]]] | None:
@@ -48,49 +49,49 @@ def find_checkpoint(config: Config, folder: RunFolder, world: World, progress: P
     return LoadedCheckpoint(*chosen, load(chosen[0])) if chosen is not None else None
 
 
-def report_checkpoint(past: LoadedCheckpoint, identity: dict[str, Any], world: World, events: Events) -> None:
+def report_checkpoint(context: Context, checkpoint: LoadedCheckpoint, identity: dict[str, Any]) -> None:
     """Check that the checkpoint belongs to this config, and write an event about it. All ranks."""
-    changes = world.decide(lambda: check_compatible(past.manifest.identity, identity, past.path))
-    events.write("resumed", step=past.manifest.step, checkpoint=str(past.path), changes=changes)
+    path, manifest = checkpoint.path, checkpoint.manifest
+    changes = context.world.decide(lambda: check_compatible(manifest.identity, identity, path))
+    context.events.write("resumed", step=manifest.step, checkpoint=str(path), changes=changes)
 
 
-def restore(past: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]) -> TrainState:
-    """Restore the optimizer, the averages, the counters and the callbacks; the state of the loop."""
-    config = stepper.settings
+def restore(checkpoint: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]) -> TrainState:
+    """Restore the optimizer, the averages, the counters and the callbacks; return the state of the loop."""
+    settings, state = stepper.settings, checkpoint.state
     groups = [{**group} for group in stepper.optimizer.param_groups]
-    places = stepper.sharding.mine if stepper.sharding is not None else None
-    restore_optimizer(past.state, stepper.optimizer, past.path, places)
-    if config.optimizer_fn is None:  # what the config says of the optimizer may have changed; the config is right
-        for group, here in zip(stepper.optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in here.items() if key not in ("params", "lr")})
+    indices = stepper.sharding.mine if stepper.sharding is not None else None
+    restore_optimizer(state, stepper.optimizer, checkpoint.path, indices)
+    if settings.optimizer_fn is None:  # the config may set other options of the optimizer now, and takes precedence
+        for group, configured in zip(stepper.optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in configured.items() if key not in ("params", "lr")})
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
-            average.copy_(past.state.groups["ema"][name])
-    restore_loss(past.state, config.loss_fn, past.path)
-    counters = past.state.values["counters"]
+            average.copy_(state.groups["ema"][name])
+    restore_loss(state, settings.loss_fn, checkpoint.path)
+    counters = state.values["counters"]
     stepper.set_counters(counters["stepper"])
     saved = counters.get("callbacks", [])
-    if len(saved) == len(callbacks):  # another number: the callbacks were changed, and begin as they are
+    if len(saved) == len(callbacks):  # otherwise the list of callbacks has changed, and they start without state
         for callback, content in zip(callbacks, saved, strict=True):
             callback.load_state_dict(content)
     return TrainState.from_dict(counters["loop"])
 
 
-def begin_attempt(
-    past: LoadedCheckpoint | None, config: Config, folder: RunFolder, world: World, events: Events
-) -> None:
+def begin_attempt(context: Context, checkpoint: LoadedCheckpoint | None) -> None:
     """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
-    world.gather_objects(None)  # or rank 0 could begin while another one refuses
+    folder, events = context.folder, context.events
+    context.world.gather_objects(None)  # or rank 0 could begin while another one refuses
 
     def begin() -> None:
         store = Store(folder.checkpoints)
         store.remove_leftovers()
-        reopen(folder, config)
+        reopen(folder, context.config)
         if events.is_held:
-            rewind(folder.events, past.manifest.step if past is not None else -1)
+            rewind(folder.events, checkpoint.manifest.step if checkpoint is not None else -1)
             events.release()
-        for path, reason in past.damaged if past is not None else []:
-            text = f"checkpoint {path.name} cannot be used: {reason}; it is now {store.set_aside(path).name}"
-            events.write("warning", text=text)
+        for path, reason in checkpoint.damaged if checkpoint is not None else []:
+            renamed = store.set_aside(path)
+            context.warn(f"checkpoint {path.name} cannot be used: {reason}; it is now {renamed.name}")
 
-    world.decide(begin)
+    context.world.decide(begin)

@@ -1,4 +1,4 @@
-"""The end of a run: its weights and `result.json` are written, also when the disk is full for a while."""
+"""The end of a run: writes its weights and `result.json`, and waits if the disk is full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_result(
     value: Any,
     **facts: Any,
 ) -> None:
-    """Leave the weights, what `train_fn` returned and `result.json`, in this order. Rank 0 only."""
+    """Write the weights, the value that `train_fn` returned and `result.json`, in this order. Rank 0 only."""
     facts["weights_sha256"], facts["ema_sha256"] = save_weights(model, folder.weights), None
     if ema is not None:
         with ema.applied():
@@ -40,17 +40,17 @@ def write_result(
 
 
 def write_patiently(write: Callable[[], None], progress: Progress) -> None:
-    """Write something that must not be lost. Wait while the disk is full, or the run folder is not in its place."""
+    """Write something that must not be lost. Retry while the disk is full or the run folder is missing."""
     deadline = time.monotonic() + GIVE_UP_AFTER_S
     while True:
         try:
             write()
         except Exception as error:
-            is_gone = isinstance(error, FileNotFoundError)  # the launcher puts it back
-            if not (is_gone or is_of_full_disk(str(error))) or time.monotonic() > deadline:
+            is_missing = isinstance(error, FileNotFoundError)  # the launcher restores the folder
+            if not (is_missing or is_of_full_disk(str(error))) or time.monotonic() > deadline:
                 raise
-            progress.phase = "waiting for the run folder" if is_gone else "waiting for room on the disk"
-            progress.batch = (progress.batch or 0) + 1  # this rank lives
+            progress.phase = "waiting for the run folder" if is_missing else "waiting for free space on the disk"
+            progress.batch = (progress.batch or 0) + 1  # a sign of progress for the watchdog
             time.sleep(RETRY_S)
         else:
             return

@@ -1,4 +1,4 @@
-"""All that the managed loop carries from step to step, and what it knows of the run's length."""
+"""The state of the managed loop between steps, and the plan of the run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EARLIER_NAMES = {
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """How long the run is, and what the loop does at which steps."""
+    """The length of the run, and the intervals of what the loop does."""
 
     total_steps: int | None  # None where an iterable data set decides
     epochs: int  # begun by the end of the run
     log_every_steps: int | None  # None: `step` events by the step number, `pace` events by the clock
     check_replicas_every: int
     log_digests: bool
-    ranks_by_loss: bool = False  # the samples, after the first epoch
+    ranks_by_loss: bool = False  # whether samples are ordered by their losses, after the first epoch
 
 
 @dataclass
 class LossSums:
-    """Losses so far: since the last `step` event, and in this epoch."""
+    """Sums of the losses and their counts: since the last `step` event, and in this epoch."""
 
     window: float = 0.0
     window_count: float = 0.0
@@ -58,11 +58,11 @@ class TrainState:
     is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` has cut short
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
-    sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, where they are ranked by them
+    sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainState:
-        """The state that `asdict` was given; also of checkpoints of earlier versions."""
+        """The state from the result of `asdict`; also from checkpoints of earlier versions."""
         content = {**content}
         for name, earlier in EARLIER_NAMES.items():
             if earlier in content:

@@ -1,6 +1,6 @@
-"""The losses of steps: on the device until a log point or a checkpoint, then `step` and `pace` events.
+"""The losses of steps: on the device until a log point or a checkpoint, then in `step` and `pace` events.
 
-The clock chooses the log points. Which steps are recorded, and the numbers of each, are functions of the run alone.
+Log points depend on measured times. Which steps have a `step` event, and its numbers, depend on the run alone.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
 SHORTEST_S, LONGEST_S = 0.1, 1.0  # between two log points, unless the config sets log.every_steps
-GATHER_SHARE = 0.004  # of the time, for what the ranks send each other at log points
+GATHER_SHARE = 0.004  # of the time, for the communication of the ranks at log points
 INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]  # in steps
 WINDOWS = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
 SAMPLE_S = 1.0  # of training between two steps of a GPU whose phases are timed
-LAG_STEPS, LAG_SHARE = (
-    2,
-    20,
-)  # steps, or a part of the interval, that a GPU works on while a log point travels to the host
+LAG_STEPS, LAG_SHARE = 2, 20  # a GPU runs 2 steps, or 1 / 20 of the interval, before its log point is read
 
 
 class PendingStep(NamedTuple):
-    """What the host keeps of a step until its numbers have arrived."""
+    """What the host knows of a step before its numbers have arrived from the device."""
 
     step: int  # from 0
     epoch: int
     lr: float
-    time: float  # at which the device was given the step
+    time: float  # at which the step was queued on the device
     is_recorded: bool  # in a `step` event
     lanes: list[tuple[int, Any]]  # of this rank, with their indices
 
 
 class PendingRows(NamedTuple):
-    """The numbers of several steps on their way to the host."""
+    """The numbers of several steps, while they are copied to the host."""
 
-    numbers: torch.Tensor  # of each rank: the rows of its steps, then facts about the rank
+    numbers: torch.Tensor  # a row for each rank: the rows of its steps, then times and memory of the rank
     arrived: torch.cuda.Event | None
     steps: list[PendingStep]
     is_log_point: bool
@@ -98,17 +95,26 @@ class StepLog:
         return self._plan.log_every_steps or self._every
 
     def is_overdue(self, step: int) -> bool:
-        """Whether a log point was sent so many steps ago that waiting for it costs nothing."""
+        """Whether a log point was sent long enough ago that its rows have arrived."""
         if self._sent is None or not self._sent.is_log_point:
             return False
         return step > self._sent.steps[-1].step + max(LAG_STEPS, self._interval // LAG_SHARE)
+
+    def advance(self, step: int, *, ends_epoch: bool) -> None:
+        """At a log point send the rows, and write their events: at once, or on a GPU some steps later. All ranks."""
+        if self.is_due(step) or ends_epoch:
+            self.send(is_log_point=True)
+            if self._world.device.type != "cuda" or ends_epoch:
+                self.settle()
+        elif self.is_overdue(step):
+            self.settle()
 
     def send(self, *, is_log_point: bool = False) -> None:
         """Begin to copy the rows to the host, without waiting. All ranks."""
         self.settle()
         began = time.perf_counter()
         rows = torch.stack(self._rows).double().flatten()
-        # Facts of the host go along from pinned memory: a copy from other memory would wait for the device.
+        # Numbers of the host are copied from pinned memory: a copy from other memory would wait for the device.
         is_on_gpu = rows.device.type == "cuda"
         known = [self._memory.used, self._cost_s, *self._clock.mean_ms(self._timed_steps)]
         facts = torch.tensor(known, dtype=rows.dtype, pin_memory=is_on_gpu).to(rows.device, non_blocking=True)
@@ -195,7 +201,7 @@ class StepLog:
         self._adapt(len(sent.steps), max(means[0]) / 1e3, min(cost_s))
 
     def _adapt(self, steps: int, step_s: float, cost_s: float) -> None:
-        """Choose when the next log points are, from numbers that all ranks have in common."""
+        """Choose the next log points, from numbers that are equal on all ranks."""
         self._trained_s += steps * step_s
         self._every = log_interval(step_s, self._trained_s, cost_s)
         if self._trained_s >= self._sample_at_s:
@@ -208,11 +214,11 @@ class StepLog:
         return sums.epoch / sums.epoch_count if sums.epoch_count else None
 
     def restart_epoch(self) -> None:
-        """Begin the sums of an epoch."""
+        """Reset the sums of the epoch."""
         self._state.sums.epoch = self._state.sums.epoch_count = 0.0
 
     def restart_clock(self) -> None:
-        """Begin to measure time again, so that an evaluation does not count as slow training."""
+        """Restart the measurement of time, so that an evaluation does not count as slow training."""
         self._clock.discard_sample()
         self._restart_window()
         self._restart_steps()
@@ -227,7 +233,7 @@ class StepLog:
 
 
 def is_recorded(inputs: StepInputs, every_steps: int | None) -> bool:
-    """Whether a step gets a `step` event: a function of the run alone, so that the curves of equal runs are equal."""
+    """Whether a step has a `step` event: a function of the run alone, so that equal runs have equal curves."""
     step = inputs.step + 1
     return step % (every_steps or record_interval(step)) == 0 or (inputs.ends_epoch and not inputs.is_epoch_cut_short)
 

@@ -162,7 +162,7 @@ class Growing(nn.Module):
 
 
 def test_outputs_that_fit_no_table_are_told(make_config: MakeConfig) -> None:
-    with pytest.raises(DataError, match=r"one row of output for each sample; 2 samples gave .* \(6,\): look at"):
+    with pytest.raises(DataError, match=r"one row of output for each sample; 2 samples gave .* \(6,\); check"):
         predicted(make_config(batch_size=2), nn.Flatten(0), 4)
     with pytest.raises(DataError, match=r"outputs of one shape for all samples; there are \(1,\) and \(3,\)"):
         predicted(make_config(batch_size=2), Growing(), 4)

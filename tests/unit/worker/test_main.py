@@ -35,15 +35,16 @@ def stepper(*, has_stepped: bool) -> Any:
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
-def test_room_for_two_checkpoints_is_asked_for_before_the_run(
+def test_a_run_needs_space_for_two_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_stepped: bool
 ) -> None:
+    context: Any = SimpleNamespace(folder=RunFolder(tmp_path), world=WORLD)
     needed = 2 * 3 * 4000
     free = {"bytes": needed - 1}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
     with pytest.raises(
         ConfigError, match=f"run_dir={tmp_path} has 0 MB free, two checkpoints need 0 MB; free some space"
     ):
-        check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
+        check_space(context, stepper(has_stepped=has_stepped))
     free["bytes"] = needed + 100  # the optimizer's own count of steps is a few bytes more
-    check_space(RunFolder(tmp_path), stepper(has_stepped=has_stepped), WORLD)
+    check_space(context, stepper(has_stepped=has_stepped))

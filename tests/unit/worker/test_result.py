@@ -28,7 +28,7 @@ def test_it_is_written_as_soon_as_there_is_room(clock: list[float]) -> None:
     write_patiently(write, progress)
     assert 30 <= clock[0] < 40
     assert len(set(tries)) == len(tries)  # it moves in the eyes of the watch
-    assert progress.phase == "waiting for room on the disk"
+    assert progress.phase == "waiting for free space on the disk"
 
 
 def test_the_wait_has_an_end(clock: list[float]) -> None:

@@ -63,8 +63,8 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     use_own_stream(world)
     context = open_context(config, folder, world, progress)
     events = context.events
-    training, _ = build_data(config, progress)
-    model = build_model(config, progress)
+    training, _ = build_data(context)
+    model = build_model(context)
     fit_scalers(model, training, config.seed, progress)
     stepper, plan, _ = build_step(context, model, training, None)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
