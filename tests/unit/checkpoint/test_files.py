@@ -13,8 +13,9 @@ from torch import nn
 
 from paceline.checkpoint.files import VALUES_FILE, TensorFile, files_of_rank, split_into_files, write_values
 from paceline.checkpoint.state import CheckpointState, capture
+from support.models import WithExtraState, normed
 
-from .cases import MODELS, ListOptimizer, WithExtraState, normed, train, write
+from .cases import MODELS, ListOptimizer, train, write
 
 
 @pytest.fixture(autouse=True)

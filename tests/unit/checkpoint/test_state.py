@@ -18,8 +18,9 @@ from paceline.engine.digest import sha256_of, sha256_of_optimizer
 from paceline.engine.ema import Ema
 from paceline.engine.forward_state import ForwardState
 from paceline.errors import ConfigError
+from support.models import Tied, WithExtraState, channels_last, normed
 
-from .cases import MODELS, OPTIMIZERS, Tied, WithExtraState, channels_last, normed, train, write
+from .cases import MODELS, OPTIMIZERS, train, write
 
 SOURCE = Path("runs/a/checkpoints/step-00000003")
 

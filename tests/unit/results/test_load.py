@@ -19,20 +19,16 @@ from torch import nn
 
 import paceline
 from paceline import cli
-from paceline.checkpoint.files import split_into_files, write_values
 from paceline.checkpoint.state import capture
-from paceline.checkpoint.store import Store
 from paceline.config import build
 from paceline.config.functions import resolve
 from paceline.engine.digest import sha256_of
 from paceline.engine.ema import Ema
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
-from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
 from paceline.worker.result import write_result
-
-from ..run_folders import create_run
+from support.runs import create_run, save_checkpoint
 
 LAB = """
 import torch
@@ -84,17 +80,10 @@ def average(model: nn.Module, fill: float) -> Ema:
 
 def save(folder: RunFolder, step: int, fill: float, ema: float | None = None, **metrics: float) -> Path:
     """Publish a checkpoint with weights of one value, and averages of another."""
-    store, model = Store(folder.checkpoints), make_model(fill)
+    model = make_model(fill)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = capture(model, optimizer, None if ema is None else average(model, ema), {})
-    store.partial(step).mkdir(parents=True)
-    written = [
-        tensor_files.write_tensors(
-            store.partial(step) / file.name, {name: state.groups[file.group][name] for name in file.tensor_names}
-        )
-        for file in split_into_files(state)
-    ]
-    return store.publish(step, [*written, write_values(store.partial(step), state)], {}, metrics)
+    return save_checkpoint(folder, step, state, {}, metrics)
 
 
 def value_of(run: Any) -> float:

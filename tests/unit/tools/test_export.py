@@ -29,8 +29,7 @@ from paceline.tools.export import traced
 from paceline.tools.export.card import loading_weights
 from paceline.tools.export.task import ExportTask
 from paceline.worker.result import write_result
-
-from ..run_folders import create_run
+from support.runs import create_run
 
 LAB = '''
 import json
