@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from paceline.config import Config, Settings, build
-
-from .helpers import settings_of
+from support.configs import MANAGED, settings_of
 
 # The tensors here are small. With several test processes, more threads only wait for each other's cores.
 torch.set_num_threads(1)
@@ -33,26 +31,10 @@ def _own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def make_config() -> Callable[..., Config]:
     """Builds a config of the managed loop that is right as it is, with any keys changed."""
 
-    def make(**keys: Any) -> Config:
-        named = {"model_fn": make_model, "dataset_fn": make_dataset, "loss_fn": make_loss}
-        return build({**named, **keys})
-
-    return make
+    return lambda **keys: build({**MANAGED, **keys})
 
 
 @pytest.fixture
 def make_settings(make_config: Callable[..., Config]) -> Callable[..., Settings]:
     """Builds the settings of such a config for a single rank on the CPU."""
     return lambda **keys: settings_of(make_config(**keys))
-
-
-def make_model(**options: Any) -> torch.nn.Module:
-    return torch.nn.Linear(2, 1)
-
-
-def make_dataset(*tables: Any, **options: Any) -> list[int]:
-    return list(range(10))
-
-
-def make_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
