@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from paceline.config import Config, Settings, build
+from support.clocks import FakeClock
 from support.configs import MANAGED, settings_of
 
 # The tensors here are small. With several test processes, more threads only wait for each other's cores.
@@ -25,6 +28,27 @@ def _own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
             del sys.modules[name]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """Replaces the clocks of the process by one that stands still until the test advances it."""
+    clock = FakeClock()
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, clock.read)
+    return clock
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that read what is in files, not what a disk keeps after a crash."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def hide_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package look as if it were not installed."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,7 @@ from support.models import WithExtraState, normed
 
 from .cases import MODELS, ListOptimizer, train, write
 
-
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests read what is in files, not what a disk keeps after a crash."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("without_fsync")
 
 
 def state_of(*sizes: int) -> CheckpointState:

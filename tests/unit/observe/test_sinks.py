@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -301,8 +302,11 @@ def test_a_sink_must_implement_write(tmp_path: Path) -> None:
         Sink(tmp_path).write({"event": "step", "time": 0.0})
 
 
-def test_a_tracker_that_is_not_installed_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "mlflow" else object())
+def test_a_tracker_that_is_not_installed_is_reported_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, hide_package: Callable[[str], None]
+) -> None:
+    hide_package("mlflow")
+    monkeypatch.setitem(sys.modules, "wandb", module_from_spec(ModuleSpec("wandb", None)))
     registry.check(["wandb"])
     with pytest.raises(MissingExtra, match=r"log\.trackers=mlflow needs mlflow; run: pip install 'paceline\[mlflow\]'"):
         registry.check(["wandb", "mlflow"])

@@ -40,9 +40,7 @@ KEYS = {"model_fn": "pl_lab:get_model", "dataset_fn": "pl_lab:get_dataset", "los
 FACTS = {"metrics": {"val_loss": 0.5}, "history": [], "step": 9, "epoch": 1, "world_size": 1, "lanes": 2}
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("without_fsync")
 
 
 @pytest.fixture
