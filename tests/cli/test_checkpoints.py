@@ -14,6 +14,7 @@ from paceline.cli.trained import checkpoints
 from paceline.observe.events import Events
 from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
+from support.runs import events_of
 
 SCRIPT = """
 import os, signal, sys
@@ -66,8 +67,7 @@ def test_ranks_that_torchrun_restarts_resume_from_their_checkpoint(run, whole: P
     launch = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "main.py"]
     killed = run(*launch, "job", HIT="SIGKILL")
     assert killed.returncode == 0, killed.stderr
-    events = [json.loads(line) for line in (tmp_path / "job" / "events.jsonl").read_text().splitlines()]
-    assert sum(event["event"] == "run_started" for event in events) == 2
+    assert len(events_of(tmp_path / "job", "run_started")) == 2
     assert (whole / "output.txt").read_text() in killed.stdout
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support import runs
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 WEIGHTS = "0123456789abcdef" * 4
@@ -76,10 +78,7 @@ def write_run(path: Path, *, lr: float, every: int = 10) -> list[dict[str, Any]]
     metrics = {"val_loss": 0.123456, "accuracy": 0.75}
     events.append({"event": "epoch", "epoch": 1, "step": 500, "train_loss": 0.2, **metrics})
     events.append({"event": "run_finished", "step": 500, "epoch": 1, "metrics": metrics})
-    path.mkdir(parents=True)
-    lines = (json.dumps({**event, "time": 1000.0 + n}) for n, event in enumerate(events))
-    path.joinpath("events.jsonl").write_text("\n".join(lines) + "\n")
-    path.joinpath("config.yaml").write_text(f"name: lab\noptimizer:\n  lr: {lr}\n")
+    runs.write_run(path, *events, config=f"name: lab\noptimizer:\n  lr: {lr}\n")
     facts = {
         "step": 100,
         "ema_sha256": None,

@@ -1,4 +1,4 @@
-"""Models for images of 3 × 8 × 8, whose steps depend on more than weights: dropout, buffers, a teacher; and a loss."""
+"""Models for images of 3 × 8 × 8, whose steps depend on more than weights: dropout, buffers, a teacher."""
 
 from __future__ import annotations
 
@@ -52,16 +52,3 @@ class Teacher(nn.Module):
         features = self.student(x)
         output: torch.Tensor = self.last(features + 0.3 * (goal - features))
         return output
-
-
-class Scaled(nn.Module):
-    """A loss in units of its own running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(1.0))
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(output, target)
-        self.mean.lerp_(loss.detach(), 0.1)
-        return loss / self.mean

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -12,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_models import Remembering, Scaled, Teacher, conv_net
+from gpu_models import Remembering, Teacher, conv_net
 from torch import nn
 
 from paceline import Trainer
 from paceline.errors import ConfigError, Stopped
+from support.datasets import signed
+from support.models import RunningLoss
+from support.runs import events_of
 from support.worlds import world_of
 
 
 class Images(torch.utils.data.TensorDataset):
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        images = torch.randn(203, 3, 8, 8, generator=generator)
-        super().__init__(images, (images.mean(dim=(1, 2, 3)) > 0).long())
+        super().__init__(*signed(203, 3, 8, 8).tensors)
 
 
 def start(procs: int, model_fn: Any = conv_net, dataset_fn: Any = Images, **changed: Any) -> Any:
@@ -53,7 +53,7 @@ def test_layers_that_read_what_they_keep_give_the_hash_on_any_number_of_ranks() 
 
 
 def test_a_teacher_and_a_loss_with_a_buffer_give_the_hash_on_any_number_of_ranks() -> None:
-    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": Scaled()}
+    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": RunningLoss()}
     results = [start(1, backend="nccl", **options), *(start(n, backend="gloo", **options) for n in (2, 4))]
     assert len({(result.weights_sha256, result.ema_sha256) for result in results}) == 1
 
@@ -101,11 +101,10 @@ def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(tmp_path: Pa
         return model
 
     result = start(2, model_fn=slow_on_rank_1, backend="gloo", val_fraction=0, num_epochs=12, run_dir=str(tmp_path))
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    [late] = [event for event in events if event["event"] == "straggler"]
+    [late] = events_of(result.run_dir, "straggler")
     assert (late["rank"], late["phase"]) == (1, "forward")
     assert late["behind_ms"] > 50
-    paces = [event for event in events if event["event"] == "pace" and len(event["phase_ms"]) > 1]
+    paces = [event for event in events_of(result.run_dir, "pace") if len(event["phase_ms"]) > 1]
     for pace in paces:  # the phases are all there is
         for rank, total in enumerate(pace["step_ms"]):
             assert sum(times[rank] for times in pace["phase_ms"].values()) == pytest.approx(total, rel=0.01, abs=0.05)

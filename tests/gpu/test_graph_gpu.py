@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -12,35 +11,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_models import Remembering, Scaled, Teacher, conv_net
+from gpu_models import Remembering, Teacher, conv_net
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Trainer
 from paceline.engine import reduce, step
 from paceline.engine.cuda_graph import Recording, StepGraph
+from support.datasets import MapDataset, signed
+from support.models import RunningLoss
+from support.runs import events_of, warnings_in
 
 Start = Callable[..., Any]
 NOT_A_GRAPH = "steps are not CUDA graphs but run kernel by kernel: "
 
 
 def images(size: int = 203) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    pixels = torch.randn(size, 3, 8, 8, generator=generator)
-    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).long())
+    return signed(size, 3, 8, 8)
 
 
-class OneByOne(Dataset[Any]):
+def one_by_one() -> MapDataset:
     """The same samples, through a DataLoader."""
-
-    def __init__(self) -> None:
-        self.tensors = images().tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor[index] for tensor in self.tensors)
+    return MapDataset(203, images().__getitem__)
 
 
 @pytest.fixture
@@ -72,8 +64,7 @@ def all_of(result: Any) -> tuple[Any, ...]:
 
 
 def warnings_of(result: Any) -> list[str]:
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    return [event["text"] for event in events if event["event"] == "warning"]
+    return warnings_in(result.run_dir)
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------
@@ -111,7 +102,7 @@ def test_lanes_begin_with_the_buffers_of_the_steps_beginning_in_graphs_too(start
 
 
 def test_a_teacher_that_follows_in_forward_and_a_loss_with_a_buffer_are_recorded(start: Start) -> None:
-    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": Scaled()}
+    options: dict[str, Any] = {"model_fn": Teacher, "loss_fn": RunningLoss()}
     replayed, eager = start(**options), start(**options, step_mode="eager")
     assert all_of(replayed) == all_of(eager)
     assert warnings_of(replayed) == []
@@ -126,15 +117,15 @@ def test_a_teacher_in_new_memory_after_each_forward_is_not_recorded(start: Start
 
 
 def test_rows_on_the_device_and_a_dataloader_give_the_same_bits(start: Start) -> None:
-    rows, loader = start(), start(dataset_fn=OneByOne)
-    without, workers = start(data_on_device=0), start(dataset_fn=OneByOne, workers=2)
+    rows, loader = start(), start(dataset_fn=one_by_one)
+    without, workers = start(data_on_device=0), start(dataset_fn=one_by_one, workers=2)
     assert all_of(rows) == all_of(loader) == all_of(without) == all_of(workers)
 
 
 def test_augmentation_on_the_device_is_recorded(start: Start) -> None:
     augment = {"flip": "random", "translate": 2, "cutout": 2, "normalize": {"mean": [0.1] * 3, "std": [0.9] * 3}}
     rows, eager = start(augment=augment), start(augment=augment, step_mode="eager")
-    assert all_of(rows) == all_of(eager) == all_of(start(augment=augment, dataset_fn=OneByOne))
+    assert all_of(rows) == all_of(eager) == all_of(start(augment=augment, dataset_fn=one_by_one))
     assert all_of(rows) != all_of(start())
 
 
@@ -285,8 +276,7 @@ def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
     monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     timed = start(num_epochs=6)
     assert all_of(timed) == all_of(wanted)
-    events = [json.loads(line) for line in (timed.run_dir / "events.jsonl").read_text().splitlines()]
-    known = [event["phase_ms"] for event in events if event["event"] == "pace" and len(event["phase_ms"]) > 1]
+    known = [event["phase_ms"] for event in events_of(timed.run_dir, "pace") if len(event["phase_ms"]) > 1]
     assert len(known) > 5
     for phases in known:
         assert phases["reduction"] == [0]

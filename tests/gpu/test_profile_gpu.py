@@ -7,17 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.config import build
 from paceline.tools.profile.profile import profile
+from support.datasets import signed
 
 
 def images() -> TensorDataset:
-    pixels = torch.randn(203, 3, 8, 8, generator=torch.Generator().manual_seed(7))
-    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).long())
+    return signed(203, 3, 8, 8)
 
 
 def network() -> nn.Module:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import paceline
 from paceline.cli.arguments import find_config
 from paceline.config import build, read_yaml
+from support.runs import warnings_in
 
 
 def train(recipe: str, **keys: Any) -> tuple[str, list[str]]:
@@ -16,9 +16,8 @@ def train(recipe: str, **keys: Any) -> tuple[str, list[str]]:
     path = find_config(recipe)
     config = build({**read_yaml(path), "procs": 1, "device": "cuda", **keys}, folder=path.parent)
     result = paceline.Trainer.from_config(config, path.parent).start()
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     assert result.weights_sha256 is not None
-    return result.weights_sha256, [event["text"] for event in events if event["event"] == "warning"]
+    return result.weights_sha256, warnings_in(result.run_dir)
 
 
 def test_text_is_recorded_with_its_masks_and_dropout(tiny_encoder: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline import Callback, Run, Trainer
 from paceline.errors import ConfigError, Stopped
+from support.runs import events_of
 
 OPTIONS: dict[str, Any] = {
     "model_fn": Guided, "dataset_fn": lambda: Images(ODD), "val_dataset_fn": lambda: Images(20), "lanes": 4,
@@ -64,8 +65,7 @@ def test_every_rank_is_called_with_the_same_numbers(tmp_path: Path) -> None:
     assert [row[1] for row in rows] == result.history
     assert rows[-1][2] == result.history
     assert first[-2:] == [["checkpoint", "step-00000010", True, 10, 2], ["stop", None, 10, 2]]
-    steps = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    logged = [(event["loss"], event["lr"]) for event in steps if event["event"] == "step"]
+    logged = [(event["loss"], event["lr"]) for event in events_of(tmp_path / "run", "step")]
     assert [(call[1]["loss"], call[1]["lr"]) for call in first if call[0] == "step"] == logged
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.engine import reduce
+from support.runs import warnings_in
 
 
 class Lines(torch.utils.data.TensorDataset):
@@ -29,18 +29,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-def train(**options: Any) -> tuple[Any, list[dict[str, Any]]]:
-    result = Trainer(
+def train(**options: Any) -> Any:
+    return Trainer(
         model_fn=net, loss_fn=nn.functional.mse_loss, batch_size=16, lanes=4, procs=2, threads=1, device="cpu",
         val_fraction=0, check_replicas_every=1, exact=False, optimizer={"name": "sgd", "lr": 0.05},
         bucket_mb=0.0005, **options,
     ).start()  # fmt: skip
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    return result, events
 
 
 def test_sums_of_16_bits_train_and_come_near_to_those_of_32() -> None:
-    half, full = (train(dataset_fn=Lines, num_epochs=5, compression=kind)[0] for kind in ("bf16", "none"))
+    half, full = (train(dataset_fn=Lines, num_epochs=5, compression=kind) for kind in ("bf16", "none"))
     assert half.history[-1]["train_loss"] < 0.7 * half.history[0]["train_loss"]
     assert half.weights_sha256 != full.weights_sha256
     torch.testing.assert_close(
@@ -51,7 +49,7 @@ def test_sums_of_16_bits_train_and_come_near_to_those_of_32() -> None:
 def test_matrices_of_low_rank_train_before_and_after_a_step_that_is_not_finite() -> None:
     """A sample whose loss is NaN spoils one step of each epoch: not the memory of what was left out, for ever."""
     whole = reduce.POWERSGD_START_STEP // 4  # epochs of four steps that are not compressed
-    (low, events), (full, _) = (
+    low, full = (
         train(dataset_fn=lambda: Lines(broken=7), num_epochs=whole + 10, compression=kind)
         for kind in ("powersgd", "none")
     )
@@ -60,6 +58,6 @@ def test_matrices_of_low_rank_train_before_and_after_a_step_that_is_not_finite()
     assert losses[whole:] != others[whole:]
     assert losses[whole:] == pytest.approx(others[whole:], rel=0.1)
     assert max(losses[-5:]) < 0.5 * min(losses[:3])
-    skipped = [event["text"] for event in events if event["event"] == "warning"]
+    skipped = warnings_in(low.run_dir)
     assert len(skipped) == whole + 10
     assert all("loss nan" in text for text in skipped)

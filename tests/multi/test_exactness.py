@@ -17,6 +17,7 @@ from torch.nn import functional
 from paceline import Trainer, indices_at
 from paceline.data.seeding import seed_generators
 from paceline.errors import RankFailed
+from support.runs import warnings_in
 
 Outcomes = dict[str, dict[str, Any]]
 
@@ -100,8 +101,7 @@ def test_three_ranks_agree_to_rounding_and_say_so() -> None:
     torch.testing.assert_close(
         dict(three.load_model().state_dict()), dict(one.load_model().state_dict()), rtol=1e-4, atol=1e-6
     )
-    events = [json.loads(line) for line in (three.run_dir / "events.jsonl").read_text().splitlines()]
-    warnings = [event["text"] for event in events if event["event"] == "warning"]
+    warnings = warnings_in(three.run_dir)
     assert len(warnings) == 1
     assert "3 ranks" in warnings[0]
     assert "not to the last bit" in warnings[0]

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from paceline import Trainer
 from paceline.errors import ConfigError, RankFailed
+from support.datasets import MapDataset
 
 
 def make_dataset(df: pd.DataFrame) -> TensorDataset:
@@ -135,17 +136,16 @@ def test_data_for_the_purpose_may_be_a_file_and_what_is_missing_is_said(tmp_path
 def test_one_ctrl_c_ends_an_evaluation_which_has_nothing_to_save() -> None:
     launcher = os.getpid()
 
-    class Slow(Dataset[Any]):
-        def __len__(self) -> int:
-            return 4
+    def sample(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if Path("stop").exists():
+            os.kill(launcher, signal.SIGINT)
+            time.sleep(60)
+        return torch.zeros(1), torch.zeros(1)
 
-        def __getitem__(self, index: int) -> Any:
-            if Path("stop").exists():
-                os.kill(launcher, signal.SIGINT)
-                time.sleep(60)
-            return torch.zeros(1), torch.zeros(1)
-
-    result = Trainer(lambda: nn.Linear(1, 1), Slow, loss_fn=nn.functional.mse_loss, procs=1, val_fraction=0.5).start()
+    result = Trainer(
+        lambda: nn.Linear(1, 1), lambda: MapDataset(4, sample), loss_fn=nn.functional.mse_loss, procs=1,
+        val_fraction=0.5,
+    ).start()  # fmt: skip
     Path("stop").touch()
     with pytest.raises(KeyboardInterrupt):
         result.evaluate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Sum, Trainer, indices_at
 from paceline.errors import ConfigError, RankFailed
+from support.datasets import MapDataset, signed
+from support.models import PartlyUsed
+from support.runs import events_of
 
 SIZE, BATCH, LANES, LR = 45, 4, 4, 0.05
 
 
 def blobs() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SIZE, 5, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
+    return signed(SIZE, 5, seed=1)
 
 
 def small_net() -> nn.Module:
@@ -208,8 +208,7 @@ def test_sum_and_count_losses_are_weighted_by_what_they_count() -> None:
 
 def test_the_schedule_moves_the_learning_rate() -> None:
     result = start(procs=1, schedule={"name": "cosine", "warmup_steps": 2}, log={"every_steps": 1})
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    rates = [event["lr"] for event in events if event["event"] == "step"]
+    rates = [event["lr"] for event in events_of(result.run_dir, "step")]
     cosine = [LR * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
     assert rates == pytest.approx([LR / 2, LR, *cosine])
 
@@ -281,17 +280,12 @@ def test_a_parameter_that_becomes_trainable_ends_the_run_at_any_number_of_ranks(
 
 @pytest.mark.parametrize("procs", [1, 4])
 def test_evaluation_counts_each_sample_once(procs: int) -> None:
-    class Indexed(Dataset):
-        """61 samples; the "metric" below returns each sample's index, so the mean shows which were counted."""
-
-        def __len__(self) -> int:
-            return 61
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.ones(1), torch.tensor(float(index))
+    def indexed() -> MapDataset:
+        """The "metric" below returns each sample's index, so the mean shows which were counted."""
+        return MapDataset(61, lambda index: (torch.ones(1), torch.tensor(float(index))))
 
     result = start(
-        model_fn=lambda: nn.Linear(1, 1), dataset_fn=Indexed, val_dataset_fn=Indexed, val_fraction=None, procs=procs,
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=indexed, val_dataset_fn=indexed, val_fraction=None, procs=procs,
         loss_fn=lambda output, target: output.square().mean(), num_epochs=1,
         metrics={"index": lambda output, target: target.mean(), "many": lambda output, target: (target.sum(), 1)},
     )  # fmt: skip
@@ -327,17 +321,10 @@ def test_batchnorm_statistics_are_those_of_lane_0_on_every_number_of_ranks() -> 
 
 
 def test_unused_parameters_are_named_in_the_step_they_are_unused() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.forgotten = nn.Linear(5, 2), nn.Linear(5, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
+    options: dict[str, Any] = {"model_fn": PartlyUsed, "model_args": {"inputs": 5, "outputs": 2}, "procs": 2}
     with pytest.raises(RankFailed, match=r"forgotten\.weight, forgotten\.bias in this step"):
-        start(model_fn=Half, procs=2)
-    assert start(model_fn=Half, procs=2, find_unused_parameters=True).step == 6
+        start(**options)
+    assert start(**options, find_unused_parameters=True).step == 6
 
 
 def test_lanes_that_ranks_cannot_share_list_the_numbers_that_work() -> None:
@@ -356,16 +343,9 @@ def test_a_step_in_which_nothing_is_counted_changes_nothing() -> None:
 
 
 def test_dicts_are_called_by_name_with_their_labels_as_target() -> None:
-    class Named(Dataset):
-        def __init__(self) -> None:
-            self.data = blobs()
-
-        def __len__(self) -> int:
-            return SIZE
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            x, y = self.data[index]
-            return {"features": x, "labels": y}
+    def named_samples() -> MapDataset:
+        data = blobs()
+        return MapDataset(SIZE, lambda index: dict(zip(("features", "labels"), data[index], strict=True)))
 
     class NamedNet(nn.Module):
         def __init__(self) -> None:
@@ -375,5 +355,5 @@ def test_dicts_are_called_by_name_with_their_labels_as_target() -> None:
         def forward(self, features: torch.Tensor) -> torch.Tensor:
             return self.net(features)
 
-    named, pairs = start(procs=1, model_fn=NamedNet, dataset_fn=Named), start(procs=1)
+    named, pairs = start(procs=1, model_fn=NamedNet, dataset_fn=named_samples), start(procs=1)
     assert named.history == pairs.history

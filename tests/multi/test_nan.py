@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.errors import RankFailed
+from support.runs import events_of, warnings_in
 
 BAD = matrix.BAD
 
@@ -21,33 +21,18 @@ def start(case: str, **options: Any) -> Any:
     return Trainer(**{**matrix.options_of(case), **options}).start()
 
 
-def events_of(result: Any) -> list[dict[str, Any]]:
-    """All events; a NaN among them is an error."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in events.jsonl")
-
-    lines = (result.run_dir / "events.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
-
-
-def warnings_of(result: Any) -> list[str]:
-    return [event["text"] for event in events_of(result) if event["event"] == "warning"]
-
-
 @pytest.mark.parametrize("procs", [1, 2])
 def test_a_bad_sample_costs_its_steps_and_nothing_else(procs: int) -> None:
     result = start("samples that are not finite", procs=procs, log={"every_steps": 1, "digests": True}, num_epochs=2)
-    events = events_of(result)
-    digests = [event["digests"] for event in events if event["event"] == "digests"]
-    losses = [event["loss"] for event in events if event["event"] == "step"]
+    digests = [event["digests"] for event in events_of(result.run_dir, "digests")]
+    losses = [event["loss"] for event in events_of(result.run_dir, "step")]
     unchanged = [step + 1 for step in range(1, len(digests)) if digests[step] == digests[step - 1]]
     without_loss = [step + 1 for step, loss in enumerate(losses) if loss is None]
-    told = [int(re.match(r"step (\d+) is skipped", text)[1]) for text in warnings_of(result)]
+    told = [int(re.match(r"step (\d+) is skipped", text)[1]) for text in warnings_in(result.run_dir)]
     assert len(told) == 4  # two bad samples, two epochs: one warning a step, however many ranks there are
     assert told == without_loss
     assert unchanged == [step for step in told if step > 1]
-    for text in warnings_of(result):
+    for text in warnings_in(result.run_dir):
         rank, lane, samples = re.search(r"rank (\d), lane (\d): loss nan, samples ([\d, ]+)", text).groups()
         assert int(rank) == int(lane) * procs // matrix.LANES
         assert set(map(int, samples.split(", "))) & set(BAD)
@@ -63,7 +48,7 @@ def test_samples_of_a_split_are_named_by_their_index_in_the_whole_data_set() -> 
         "samples that are not finite", model_fn=matrix.layer_net, procs=2, lanes=2, batch_size=1, num_epochs=1,
         val_dataset_fn=None, val_fraction=0.1, optimizer=matrix.SGD,
     )  # fmt: skip
-    named = {int(index) for text in warnings_of(result) for index in re.findall(r"samples (\d+)", text)}
+    named = {int(index) for text in warnings_in(result.run_dir) for index in re.findall(r"samples (\d+)", text)}
     assert named <= set(BAD)
     assert named
 
@@ -84,14 +69,16 @@ def test_a_loss_whose_gradients_hide_it_is_skipped_by_all_ranks(unused: bool) ->
         "num_epochs": 1, "find_unused_parameters": unused,
     }  # fmt: skip
     one, two = (start("average of the weights", procs=procs, **options) for procs in (1, 2))
-    assert len(warnings_of(two)) == len(warnings_of(one)) == 2
+    assert len(warnings_in(two.run_dir)) == len(warnings_in(one.run_dir)) == 2
     assert one.weights_sha256 == two.weights_sha256
     assert one.history == two.history
 
 
 def test_infinite_gradients_of_finite_losses_are_traced_to_rank_and_samples() -> None:
     result = start("gradients that are not finite", procs=2, num_epochs=1)
-    found = [re.search(r"rank \d, lane \d: gradients, samples ([\d, ]+)$", text) for text in warnings_of(result)]
+    found = [
+        re.search(r"rank \d, lane \d: gradients, samples ([\d, ]+)$", text) for text in warnings_in(result.run_dir)
+    ]
     assert [len(set(map(int, match[1].split(", "))) & set(BAD)) for match in found] == [1, 1]
 
 
@@ -121,7 +108,7 @@ def test_fp16_trains_and_skips_in_silence() -> None:
         return 100 * nn.functional.cross_entropy(output, target)
 
     result = start("fp16", procs=2, loss_fn=steep, optimizer={"name": "adamw", "lr": 1e-3}, log={"every_steps": 1})
-    losses = [event["loss"] for event in events_of(result) if event["event"] == "step"]
+    losses = [event["loss"] for event in events_of(result.run_dir, "step")]
     assert losses[0] is None  # too large for the first scale
     assert losses[-1] < next(loss for loss in losses if loss is not None)
-    assert warnings_of(result) == []
+    assert warnings_in(result.run_dir) == []

@@ -18,19 +18,13 @@ from torch.utils.data import Dataset
 from paceline import Trainer
 from paceline.checkpoint.weights import load_weights
 from paceline.errors import ConfigError, PicklingError, RankFailed
+from support.datasets import MapDataset
+from support.models import PartlyUsed
 
 
-class Numbers(Dataset):
+def numbers(length: int) -> MapDataset:
     """Sample i is the number i, with one random number from each generator that augmentation uses."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, float, float]:
-        return index, torch.rand(()).item(), np.random.rand()
+    return MapDataset(length, lambda index: (index, torch.rand(()).item(), np.random.rand()))
 
 
 def record_samples(model, train_loader, val_loader, device, num_epochs):
@@ -46,7 +40,7 @@ def record_samples(model, train_loader, val_loader, device, num_epochs):
 def test_every_sample_once_per_epoch_with_equally_many_batches_on_each_rank(procs: int) -> None:
     size = 61
     result = Trainer(
-        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(size), train_fn=record_samples,
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: numbers(size), train_fn=record_samples,
         batch_size=4, num_epochs=2, procs=procs, val_fraction=0.2,
     ).start()  # fmt: skip
     orders = []
@@ -65,7 +59,7 @@ def test_every_sample_once_per_epoch_with_equally_many_batches_on_each_rank(proc
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_differs_between_ranks_workers_and_epochs(workers: int) -> None:
     result = Trainer(
-        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(48), train_fn=record_samples,
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: numbers(48), train_fn=record_samples,
         batch_size=4, num_epochs=2, procs=2, workers=workers,
     ).start()  # fmt: skip
     draws = [
@@ -84,7 +78,7 @@ def test_fewer_samples_than_ranks_is_said() -> None:
         RankFailed, match=r"the validation data \(val_fraction=0.1; 0 leaves it out\) has 1 samples, fewer than the 2"
     ):
         Trainer(
-            model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(8), train_fn=record_samples, procs=2
+            model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: numbers(8), train_fn=record_samples, procs=2
         ).start()
 
 
@@ -96,29 +90,16 @@ def test_set_epoch_of_hand_written_loops_chooses_the_order() -> None:
             orders.append([i for indices, _, _ in train_loader for i in indices.tolist()])
         return orders
 
-    result = Trainer(lambda: nn.Linear(1, 1), lambda: Numbers(30), train_fn=twice_the_same, procs=1).start()
+    result = Trainer(lambda: nn.Linear(1, 1), lambda: numbers(30), train_fn=twice_the_same, procs=1).start()
     assert result.value[0] == result.value[1]
 
 
-class Half(nn.Module):
-    """A model that leaves a layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(1, 1)
-        self.forgotten = nn.Linear(1, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+def half_used() -> nn.Module:
+    return PartlyUsed(1, 1)
 
 
-class Line(Dataset):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.tensor([index / 32.0])
-        return x, 2 * x
+def line() -> MapDataset:
+    return MapDataset(32, lambda index: (torch.tensor([index / 32.0]), torch.tensor([index / 16.0])))
 
 
 def fit_line(model, train_loader, val_loader, device, num_epochs):
@@ -153,7 +134,7 @@ def keep_a_pool(model, train_loader, val_loader, device, num_epochs):
 def test_a_loop_that_does_not_clean_up_or_does_so_itself_ends_well(train_fn: Any, procs: int) -> None:
     result = Trainer(
         model_fn=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
-        dataset_fn=lambda: Numbers(24), train_fn=train_fn, batch_size=4, num_epochs=1, procs=procs, workers=1,
+        dataset_fn=lambda: numbers(24), train_fn=train_fn, batch_size=4, num_epochs=1, procs=procs, workers=1,
     ).start()  # fmt: skip
     assert result.load_model()[0].weight.shape == (4, 1)
     is_reported = "the weights of the ranks are not compared" in (result.run_dir / "events.jsonl").read_text()
@@ -173,7 +154,7 @@ def test_ranks_that_end_with_different_weights_have_no_result(train_fn: Any, tmp
     run = tmp_path / "run"
     model_fn = lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))  # noqa: E731
     with pytest.raises(RankFailed) as failed:
-        Trainer(model_fn, Line, train_fn=train_fn, batch_size=4, procs=2, num_epochs=1, run_dir=run).start()
+        Trainer(model_fn, line, train_fn=train_fn, batch_size=4, procs=2, num_epochs=1, run_dir=run).start()
     kept = run / "weights-rank-0.safetensors"
     assert "the weights of rank 1 differ from rank 0's, first in 0.weight; model.module(…) leaves" in str(failed.value)
     assert f"rank 0's weights are in {kept}" in str(failed.value)
@@ -188,7 +169,7 @@ def test_a_rank_that_fails_is_named_while_the_others_wait_to_compare() -> None:
             raise ValueError("only here")
 
     with pytest.raises(RankFailed, match=r"rank 1 on .* failed[^?]*ValueError: only here"):
-        Trainer(lambda: nn.Linear(1, 1), Line, train_fn=fail_on_one_rank, batch_size=4, procs=2).start()
+        Trainer(lambda: nn.Linear(1, 1), line, train_fn=fail_on_one_rank, batch_size=4, procs=2).start()
 
 
 def test_statistics_and_frozen_parameters_may_differ_between_ranks() -> None:
@@ -202,21 +183,21 @@ def test_statistics_and_frozen_parameters_may_differ_between_ranks() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1).requires_grad_(False))
 
-    assert Trainer(net, Line, train_fn=fit, batch_size=4, procs=2, num_epochs=1).start().value is True
+    assert Trainer(net, line, train_fn=fit, batch_size=4, procs=2, num_epochs=1).start().value is True
 
 
 def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
     with pytest.raises(RankFailed) as failed:
-        Trainer(Half, Line, train_fn=fit_line, batch_size=4, procs=2).start()
+        Trainer(half_used, line, train_fn=fit_line, batch_size=4, procs=2).start()
     message = str(failed.value)
     assert "forgotten.weight, forgotten.bias" in message
     assert "find_unused_parameters: true" in message
     assert "used.weight" not in message.replace("forgotten", "").replace("Unused", "")
-    Trainer(Half, Line, train_fn=fit_line, batch_size=4, procs=2, find_unused_parameters=True).start()
+    Trainer(half_used, line, train_fn=fit_line, batch_size=4, procs=2, find_unused_parameters=True).start()
 
 
 def test_start_twice_and_the_model_comes_back_as_it_was_written() -> None:
-    trainer = Trainer(lambda: nn.Linear(1, 1), Line, train_fn=fit_line, batch_size=4, num_epochs=3, procs=2)
+    trainer = Trainer(lambda: nn.Linear(1, 1), line, train_fn=fit_line, batch_size=4, num_epochs=3, procs=2)
     first, second = trainer.start(), trainer.start()
     assert first.run_dir != second.run_dir
     assert first.weights_sha256 == second.weights_sha256
@@ -264,7 +245,7 @@ def test_what_cannot_be_pickled_is_named_before_a_process_starts(tmp_path: Path)
         return nn.Linear(1, 1)
 
     with pytest.raises(PicklingError, match="model_fn → closure 'cfg' → attribute 'lock'"):
-        Trainer(get_model, Line, train_fn=fit_line, procs=2).start()
+        Trainer(get_model, line, train_fn=fit_line, procs=2).start()
     assert not list(tmp_path.rglob("rank-*.log"))
 
 
@@ -278,7 +259,7 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
         return "trained"
 
     trainer = Trainer(
-        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: Numbers(8), train_fn=train, batch_size=4, num_epochs=1,
+        model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: numbers(8), train_fn=train, batch_size=4, num_epochs=1,
         procs=1, val_fraction=0, run_dir=tmp_path / "mine", resume="auto",
     )  # fmt: skip
     with pytest.raises(RankFailed, match="the first attempt fails"):

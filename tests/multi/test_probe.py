@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import Trainer
 from paceline.errors import ConfigError
+from support.runs import warnings_in
 
 
 class Gathering(nn.Module):
@@ -56,7 +56,6 @@ def test_it_is_refused_where_ranks_have_several_lanes() -> None:
 
 def test_it_is_taken_where_all_ranks_meet_and_the_short_step_is_reported() -> None:
     result = start(exact=False)
-    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
-    [warning] = [event["text"] for event in events if event["event"] == "warning"]
+    [warning] = warnings_in(result.run_dir)
     assert "calls allgather: in the last step of an epoch the ranks have batches of different sizes" in warning
     assert result.step == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from paceline import Trainer, shard
 from paceline.errors import ConfigError, RankFailed
+from support.datasets import MapDataset, StreamDataset
+from support.runs import events_of
 
 SIZE, BATCH, LANES = 83, 3, 4  # 7 steps an epoch
 
@@ -31,12 +32,8 @@ class Blobs(IterableDataset):
             yield x[index] + 0.1 * torch.randn(5), (x[index].sum() > 0).long()
 
 
-class Held(Dataset):
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((5,), float(index)), torch.tensor(index % 2)
+def held_out() -> MapDataset:
+    return MapDataset(10, lambda index: (torch.full((5,), float(index)), torch.tensor(index % 2)))
 
 
 def normed_net() -> nn.Module:
@@ -52,11 +49,6 @@ def trainer(**options: Any) -> Trainer:
     return Trainer(**{**defaults, **options})
 
 
-def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == kind]
-
-
 def identity_of(result: Any) -> tuple[Any, ...]:
     steps = events_of(result.run_dir, "step")
     losses = [(event["step"], event["loss"]) for event in steps]
@@ -67,7 +59,7 @@ def identity_of(result: Any) -> tuple[Any, ...]:
 
 
 def test_a_run_over_an_iterable_data_set_says_what_it_knows() -> None:
-    result = trainer(procs=2, val_dataset_fn=Held).start()
+    result = trainer(procs=2, val_dataset_fn=held_out).start()
     assert (result.step, result.epoch, result.samples) == (21, 3, 3 * SIZE)
     assert [row["step"] for row in result.history] == [7, 14, 21]
     assert "val_loss" in result.metrics
@@ -160,16 +152,15 @@ def test_replicas_are_checked_at_the_end() -> None:
 # --- the user's own loop --------------------------------------------------------------------------------------------
 
 
-class Numbers(IterableDataset):
+def numbers(*lengths: int) -> StreamDataset:
     """Share k has `lengths[k]` numbers from 100 × k on; or, without lengths, every share its part of 61."""
 
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def samples() -> Iterator[torch.Tensor]:
         index, _ = shard()
-        numbers = range(100 * index, 100 * index + self.lengths[index]) if self.lengths else shard(range(61))
-        yield from (torch.tensor([float(number)]) for number in numbers)
+        numbers = range(100 * index, 100 * index + lengths[index]) if lengths else shard(range(61))
+        return (torch.tensor([float(number)]) for number in numbers)
+
+    return StreamDataset(samples)
 
 
 def record(model, train_loader, val_loader, device, num_epochs):
@@ -193,7 +184,7 @@ def start_own_loop(dataset: Any, **options: Any) -> Any:
 
 
 def test_uneven_lengths_end_the_epoch_for_all_and_are_told_once() -> None:
-    result = start_own_loop(Numbers(21, 9))
+    result = start_own_loop(numbers(21, 9))
     assert result.value == [[list(range(12))] * 2, [list(range(100, 109))] * 2]
     assert (result.step, result.samples) == (6, 42)
     [warning] = events_of(result.run_dir, "warning")
@@ -204,22 +195,19 @@ def test_uneven_lengths_end_the_epoch_for_all_and_are_told_once() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_and_workers_share_the_samples(workers: int) -> None:
-    result = start_own_loop(Numbers(), workers=workers, batch_size=61)
+    result = start_own_loop(numbers(), workers=workers, batch_size=61)
     for epoch in range(2):
         assert sorted(n for of_rank in result.value for n in of_rank[epoch]) == list(range(61))
 
 
 def test_the_same_samples_on_every_rank_are_refused_in_an_own_loop() -> None:
-    class Unshared(Numbers):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            yield from (torch.tensor([float(number)]) for number in range(61))
-
+    unshared = StreamDataset(lambda: (torch.tensor([float(number)]) for number in range(61)))
     with pytest.raises(
         RankFailed, match=r"same samples for shard 0 and shard 1; .*yield from paceline\.shard\(samples\)"
     ):
-        start_own_loop(Unshared())
+        start_own_loop(unshared)
 
 
 def test_a_rank_without_samples_is_named_in_an_own_loop() -> None:
     with pytest.raises(RankFailed, match="no samples for rank 1 of 2"):
-        start_own_loop(Numbers(21, 0))
+        start_own_loop(numbers(21, 0))

@@ -23,6 +23,7 @@ from paceline.config import build, override, read_yaml  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.tools.tune.space import parse  # noqa: E402
 from paceline.tools.tune.tune import TunePlan, tune  # noqa: E402
+from support.runs import events_of  # noqa: E402
 
 PACELINE = str(Path(sys.executable).parent / "paceline")
 STUDY = Path("runs/lab-tune")
@@ -74,8 +75,7 @@ def lab(tmp_path: Path) -> Path:
 
 
 def events(number: int, kind: str) -> list[dict]:
-    lines = (STUDY / f"trial-{number:04}" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return events_of(STUDY / f"trial-{number:04}", kind)
 
 
 def table() -> list[dict[str, str]]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from paceline.config import Config, Settings, build
-
-from .helpers import settings_of
+from support.clocks import FakeClock
+from support.configs import MANAGED, settings_of
 
 # The tensors here are small. With several test processes, more threads only wait for each other's cores.
 torch.set_num_threads(1)
@@ -30,29 +31,34 @@ def _own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """Replaces the clocks of the process by one that stands still until the test advances it."""
+    clock = FakeClock()
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, clock.read)
+    return clock
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that read what is in files, not what a disk keeps after a crash."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def hide_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package look as if it were not installed."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.fixture
 def make_config() -> Callable[..., Config]:
     """Builds a config of the managed loop that is right as it is, with any keys changed."""
 
-    def make(**keys: Any) -> Config:
-        named = {"model_fn": make_model, "dataset_fn": make_dataset, "loss_fn": make_loss}
-        return build({**named, **keys})
-
-    return make
+    return lambda **keys: build({**MANAGED, **keys})
 
 
 @pytest.fixture
 def make_settings(make_config: Callable[..., Config]) -> Callable[..., Settings]:
     """Builds the settings of such a config for a single rank on the CPU."""
     return lambda **keys: settings_of(make_config(**keys))
-
-
-def make_model(**options: Any) -> torch.nn.Module:
-    return torch.nn.Linear(2, 1)
-
-
-def make_dataset(*tables: Any, **options: Any) -> list[int]:
-    return list(range(10))
-
-
-def make_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()

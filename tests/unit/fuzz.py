@@ -1,6 +1,6 @@
 """Damages the files of a run folder at random, and lets every command that reads them look at it.
 
-    python tests/unit/fuzz.py --rounds 2000 --seed 1
+    PYTHONPATH=tests python -m unit.fuzz --rounds 2000 --seed 1
 
 A command may print less, or end with one sentence (a PacelineError). Any other exception is a finding.
 """
@@ -28,9 +28,8 @@ from rich.console import Console
 from torch import nn
 
 import paceline
-from paceline.checkpoint.files import split_into_files, write_values
 from paceline.checkpoint.state import capture
-from paceline.checkpoint.store import MANIFEST, Store, content_sha256
+from paceline.checkpoint.store import MANIFEST, content_sha256
 from paceline.cli import slurm, trained, views
 from paceline.config import build
 from paceline.errors import ConfigError, PacelineError
@@ -38,12 +37,10 @@ from paceline.observe.event_types import complete
 from paceline.observe.events import read
 from paceline.observe.screen import follower
 from paceline.observe.screen.live import LiveState, after, view
-from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
 from paceline.tools import compare
 from paceline.worker.result import write_result
-
-from .run_folders import create_run
+from support.runs import create_run, save_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 LAB = (
@@ -71,19 +68,9 @@ def make_run(top: Path, name: str) -> RunFolder:
     folder, model = create_run(config), nn.Linear(2, 2)
     folder.events.write_text("\n".join(examples()) + "\n")
     state = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), None, {})
-    store = Store(folder.checkpoints)
+    identity = {"config": {"seed": 0, "batch_size": 4}, "lanes": 2, "samples": 4, "threads": 1, "device": "cpu"}
     for step in (3, 6):
-        partial = store.partial(step)
-        partial.mkdir(parents=True)
-        tensors = {
-            file.name: {name: state.groups[file.group][name] for name in file.tensor_names}
-            for file in split_into_files(state)
-        }
-        written = [tensor_files.write_tensors(partial / name, those) for name, those in tensors.items()]
-        identity = {"config": {"seed": 0, "batch_size": 4}, "lanes": 2, "samples": 4, "threads": 1, "device": "cpu"}
-        store.publish(
-            step, [*written, write_values(partial, state)], identity, {"val_loss": 0.5 / step, "accuracy": 0.5}
-        )
+        save_checkpoint(folder, step, state, identity, {"val_loss": 0.5 / step, "accuracy": 0.5})
     row = {"epoch": 0, "step": 6, "train_loss": 0.5, "val_loss": 0.25, "accuracy": 0.5}
     write_result(
         folder, model, None, None, optimizer_sha256=None, metrics={"val_loss": 0.25, "accuracy": 0.5}, history=[row],

@@ -6,8 +6,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
-
-from .config.examples import MANAGED, problems
+from support.configs import MANAGED, problems
 
 
 def test_every_mistake_is_reported_together(tmp_path: Path) -> None:

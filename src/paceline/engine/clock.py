@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -24,19 +24,19 @@ class PhaseClock:
 
     def enter(self, phase: int) -> None:
         """End the current phase and begin `phase`."""
-        now = perf_counter()
+        now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     def restart(self) -> None:
         """Set all times to zero; the current phase continues."""
         self._spent = [0.0] * len(PHASES)
-        self._since = self._began = perf_counter()
+        self._since = self._began = time.perf_counter()
 
     @property
     def elapsed(self) -> float:
         """Seconds since the last restart."""
-        return perf_counter() - self._began
+        return time.perf_counter() - self._began
 
     def sample_next_step(self) -> None:
         """Time the phases of the next step on the device; not needed here, the host times every step."""

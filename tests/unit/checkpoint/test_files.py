@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,11 @@ from torch import nn
 
 from paceline.checkpoint.files import VALUES_FILE, TensorFile, files_of_rank, split_into_files, write_values
 from paceline.checkpoint.state import CheckpointState, capture
+from support.models import WithExtraState, normed
 
-from .cases import MODELS, ListOptimizer, WithExtraState, normed, train, write
+from .cases import MODELS, ListOptimizer, train, write
 
-
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests read what is in files, not what a disk keeps after a crash."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("without_fsync")
 
 
 def state_of(*sizes: int) -> CheckpointState:

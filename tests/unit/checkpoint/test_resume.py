@@ -23,8 +23,7 @@ from paceline.errors import ConfigError
 from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
-
-from ..run_folders import create_run
+from support.runs import create_run
 
 MakeConfig = Callable[..., Config]
 SOURCE = Path("runs/run/a/checkpoints/step-00000003")

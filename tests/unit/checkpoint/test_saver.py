@@ -25,6 +25,7 @@ from paceline.checkpoint.store import Store, step_of, verify
 from paceline.config import Checkpoint
 from paceline.observe.events import Events, read
 from paceline.world import World
+from support.clocks import FakeClock
 from support.worlds import fake_world
 
 WAIT_S = 20
@@ -179,24 +180,20 @@ def test_a_save_is_published_and_reported_in_two_stages(run: Run) -> None:
     assert run.saver.saved_step == 5
 
 
-def test_a_checkpoint_is_due_every_given_minutes_after_the_last_one(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_checkpoint_is_due_every_given_minutes_after_the_last_one(make_run: MakeRun, clock: FakeClock) -> None:
     run = make_run(every_minutes=2)
-    now[0] += 119
+    clock.advance(119)
     assert not run.saver.is_time
-    now[0] += 1
+    clock.advance(1)
     assert run.saver.is_time
     run.save(1)
     assert not run.saver.is_time
-    now[0] += 120
+    clock.advance(120)
     assert run.saver.is_time
 
 
-def test_without_every_minutes_no_checkpoint_is_due_by_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+def test_without_every_minutes_no_checkpoint_is_due_by_time(run: Run, clock: FakeClock) -> None:
+    clock.advance(1e12)
     assert not run.saver.is_time
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,16 @@ from paceline.engine.digest import sha256_of, sha256_of_optimizer
 from paceline.engine.ema import Ema
 from paceline.engine.forward_state import ForwardState
 from paceline.errors import ConfigError
+from support.models import Tied, WithExtraState, channels_last, normed
 
-from .cases import MODELS, OPTIMIZERS, Tied, WithExtraState, channels_last, normed, train, write
+from .cases import MODELS, OPTIMIZERS, train, write
 
 SOURCE = Path("runs/a/checkpoints/step-00000003")
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fast(without_fsync: None) -> Iterator[None]:
     """One thread, because these models are small; no fsync, because these tests read files and cut no power."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

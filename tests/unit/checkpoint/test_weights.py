@@ -14,6 +14,7 @@ from torch import nn
 from paceline.checkpoint.weights import PICKLED, load_weights, save_weights, stored_sha256
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError
+from support.models import Tied
 
 
 class Odd(nn.Module):
@@ -100,17 +101,10 @@ def test_safetensors_reads_the_tensors(add: Callable[[Odd], None], tmp_path: Pat
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.head.weight = self.layer.weight
-
-
 def test_tied_weights_are_stored_once_and_safetensors_ties_them_again(tmp_path: Path) -> None:
     model, other, path = Tied(), Tied(), tmp_path / "weights.safetensors"
     save_weights(model, path)
-    assert sorted(safetensors.torch.load_file(path)) == ["head.bias", "layer.bias", "layer.weight"]
+    assert sorted(safetensors.torch.load_file(path)) == ["first.weight", "norm.bias", "norm.weight"]
     safetensors.torch.load_model(other, path)
     assert sha256_of(other.state_dict()) == sha256_of(model.state_dict())
 

@@ -8,8 +8,7 @@ import torch
 
 from paceline.config import build, override
 from paceline.errors import ConfigError
-
-from .examples import MANAGED, OWN, model, problems
+from support.configs import MANAGED, OWN, model, problems
 
 
 def test_an_unknown_key_without_a_value_is_also_a_mistake() -> None:

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 
 from paceline.config import build
-
-from .examples import MANAGED, OWN, dataset, loss, model, problems
+from support.configs import MANAGED, OWN, dataset, loss, model, problems
 
 
 def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:

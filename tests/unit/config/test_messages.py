@@ -6,8 +6,7 @@ import pytest
 
 from paceline.config import build
 from paceline.errors import ConfigError
-
-from .examples import MANAGED, problems
+from support.configs import MANAGED, problems
 
 
 def test_the_error_has_one_line_for_each_mistake() -> None:

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from paceline.config import Config, build, override
-
-from .examples import MANAGED, loss, model, problems, yaml
+from support.configs import MANAGED, loss, model, problems, yaml
 
 
 @pytest.mark.parametrize(

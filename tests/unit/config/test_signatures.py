@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.config import build
-
-from .examples import MANAGED, OWN, loss, problems, train
+from support.configs import MANAGED, OWN, loss, problems, train
 
 
 class Sized:

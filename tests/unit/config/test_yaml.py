@@ -8,8 +8,7 @@ import pytest
 
 from paceline.config import build, read_yaml
 from paceline.errors import ConfigError
-
-from .examples import MANAGED, yaml
+from support.configs import MANAGED, yaml
 
 
 @pytest.mark.parametrize(

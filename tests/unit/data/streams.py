@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from paceline import shard
+from support.datasets import StreamDataset
 from support.worlds import world_of
 
 ALONE = world_of()
@@ -33,9 +34,5 @@ class Numbers(IterableDataset):
             yield number, self.epoch, random.random(), np.random.rand(), torch.rand(()).item()
 
 
-class Unsharded(IterableDataset):
-    def __init__(self, make: Any = lambda number: torch.tensor([number])) -> None:
-        self.make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(self.make, range(20))
+def unsharded(make: Any = lambda number: torch.tensor([number])) -> StreamDataset:
+    return StreamDataset(lambda: map(make, range(20)))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline.config import Config, build
 from paceline.data import batches
@@ -21,6 +21,7 @@ from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
 from paceline.world import World
+from support.datasets import StreamDataset
 from support.worlds import world_of
 
 SIZE, BATCH, LANES = 23, 3, 4  # two steps an epoch; the second is short
@@ -276,15 +277,10 @@ def test_images_are_the_first_input_of_four_dimensions() -> None:
     assert int(with_images((masks,), lambda tensor: tensor * 2)[0].max()) == 10
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield torch.zeros(1, 4, 4), 0
-
-
 def test_the_samples_of_two_lanes_of_a_stream_are_augmented_differently() -> None:
     options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
-    here = world_of()
-    feed = Feed(Endless(), build(options), here)
+    stream = StreamDataset(lambda: [(torch.zeros(1, 4, 4), 0)])
+    feed = Feed(stream, build(options), world_of())
     first, second = (
         feed.inputs(Lane(0, lane, 2, 4, range(2), (torch.zeros(2, 1, 4, 4), torch.zeros(2))), 0).indices
         for lane in (0, 1)

@@ -16,18 +16,13 @@ from paceline.data.lanes import Lane, LaneSampler
 from paceline.data.loader import KeyedDataset, collate_of, keyed_loader
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
+from support.datasets import MapDataset
 from support.worlds import world_of
 
 
-class Numbers(Dataset[int]):
+class Numbers(MapDataset):
     def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
+        super().__init__(size, lambda index: index)
 
 
 class Noise(Numbers):

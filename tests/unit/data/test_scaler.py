@@ -7,24 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from paceline import StandardScaler
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
+from support.datasets import MapDataset, StreamDataset
 
 TABLE = torch.randn(9001, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 5.0, 1.0]) + 1e4
 TABLE[:, 2] = 0.1
-
-
-class OneByOne(Dataset[Any]):
-    def __len__(self) -> int:
-        return len(TABLE)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"numbers": TABLE[index], "labels": 0}
 
 
 def fitted(dataset: Any, of: int | str = 0) -> StandardScaler:
@@ -51,7 +44,8 @@ def test_mean_and_spread_are_those_of_the_samples_over_many_chunks() -> None:
 
 
 def test_samples_as_dicts_are_scaled_by_key() -> None:
-    assert same(fitted(OneByOne(), "numbers"), TABLE)
+    dataset = MapDataset(len(TABLE), lambda index: {"numbers": TABLE[index], "labels": 0})
+    assert same(fitted(dataset, "numbers"), TABLE)
 
 
 def test_only_the_given_subset_is_measured() -> None:
@@ -73,13 +67,8 @@ def test_mistakes_are_named() -> None:
         fitted(TensorDataset(TABLE, torch.zeros(9001)), "numbers")
     with pytest.raises(DataError, match="StandardScaler 0 cannot be fitted on part 1"):
         fitted(TensorDataset(TABLE, torch.zeros(9001, 2)), 1)
-
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([])
-
     with pytest.raises(DataError, match="needs a data set with a length"):
-        fitted(Stream())
+        fitted(StreamDataset(list))
 
 
 def test_a_feature_that_is_not_finite_is_named() -> None:

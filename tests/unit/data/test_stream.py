@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
 
 from paceline import shard
 from paceline.data.shard import DataShard
 from paceline.data.stream import ShardReader
+from support.datasets import StreamDataset
 
 from .streams import Numbers
 
@@ -21,21 +21,16 @@ def test_outside_of_a_run_shard_returns_all_samples() -> None:
     assert list(shard("abcde")) == list("abcde")
 
 
-class CallsOften(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        for number in range(10):
-            index, count = shard()
-            if number % count == index:
-                yield number
+def call_shard_often() -> Iterator[int]:
+    for number in range(10):
+        index, count = shard()
+        if number % count == index:
+            yield number
 
 
-@pytest.mark.parametrize("dataset", [lambda: shard(range(10)), CallsOften().__iter__], ids=["once", "often"])
-def test_a_shard_is_every_nth_sample_whenever_the_data_set_calls_shard(dataset: Any) -> None:
-    class Late(IterableDataset):
-        def __iter__(self) -> Iterator[int]:  # a generator: nothing runs before the first `next`
-            yield from dataset()
-
-    readers = [ShardReader(Late(), DataShard(k, 3), common=(0,), own=(0, k)) for k in range(3)]
+@pytest.mark.parametrize("samples", [lambda: shard(range(10)), call_shard_often], ids=["once", "often"])
+def test_a_shard_is_every_nth_sample_whenever_the_data_set_calls_shard(samples: Any) -> None:
+    readers = [ShardReader(StreamDataset(samples), DataShard(k, 3), common=(0,), own=(0, k)) for k in range(3)]
     taken = [[], [], []]
     for _ in range(4):  # alternating, so that a shard which is set only once would be read by another reader
         for mine, reader in zip(taken, readers, strict=True):
@@ -53,11 +48,7 @@ def test_samples_shuffled_before_the_call_are_sharded_without_loss() -> None:
 
 
 def test_an_unsharded_data_set_draws_different_numbers_after_the_first_sample() -> None:
-    class Noise(IterableDataset):
-        def __iter__(self) -> Iterator[float]:
-            while True:
-                yield random.random()
-
-    first, second = (ShardReader(Noise(), DataShard(k, 2), common=(0,), own=(0, k)).take(4) for k in range(2))
+    noise = StreamDataset(lambda: iter(random.random, None))
+    first, second = (ShardReader(noise, DataShard(k, 2), common=(0,), own=(0, k)).take(4) for k in range(2))
     assert not set(first[1:]) & set(second)
     assert len(set(first)) == 4

@@ -11,7 +11,7 @@ from paceline.data.stream_loader import StreamLoader
 from paceline.errors import DataError
 from support.worlds import fake_world
 
-from .streams import ALONE, Numbers, Unsharded
+from .streams import ALONE, Numbers, unsharded
 
 
 def loader_of(dataset: Any, **options: Any) -> StreamLoader:
@@ -50,8 +50,8 @@ def test_set_epoch_reaches_the_data_set(workers: int) -> None:
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_workers_that_read_the_same_samples_are_refused(batch_size: int) -> None:
     with pytest.raises(DataError, match="the same samples for shard 0 and shard 1; "):
-        list(loader_of(Unsharded(), workers=2, batch_size=batch_size))
-    assert len(list(loader_of(Unsharded(lambda number: 1), workers=2))) == 10
+        list(loader_of(unsharded(), workers=2, batch_size=batch_size))
+    assert len(list(loader_of(unsharded(lambda number: 1), workers=2))) == 10
 
 
 def test_an_empty_data_set_is_refused() -> None:

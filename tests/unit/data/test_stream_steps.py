@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from paceline import shard
 from paceline.data.lanes import Lane
 from paceline.data.stream_steps import StreamSteps
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
+from support.datasets import StreamDataset
 from support.worlds import fake_world
 
-from .streams import ALONE, Numbers, Unsharded
+from .streams import ALONE, Numbers, unsharded
 
 
 class ByHand:
@@ -170,12 +171,11 @@ def test_max_steps_ends_the_run_in_an_epoch_and_a_larger_value_resumes_there() -
 
 
 def test_data_sets_that_divide_samples_by_worker_find_no_worker_info() -> None:
-    class DividedByWorker(IterableDataset):
-        def __iter__(self) -> Iterator[int]:
-            assert get_worker_info() is None
-            yield from shard(range(12))
+    def samples() -> Iterable[int]:
+        assert get_worker_info() is None
+        return shard(range(12))
 
-    assert samples_of(steps_of(DividedByWorker(), workers=2)) == [[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]]
+    assert samples_of(steps_of(StreamDataset(samples), workers=2)) == [[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]]
 
 
 # --- data sets that are refused -----------------------------------------------------------------------------------
@@ -193,15 +193,15 @@ def test_data_sets_that_divide_samples_by_worker_find_no_worker_info() -> None:
     ids=["number", "tuple", "dict"],
 )
 def test_the_same_samples_in_two_lanes_are_refused(make: Any, batch_size: int, workers: int) -> None:
-    steps = steps_of(Unsharded(make), batch_size=batch_size, workers=workers, warn=lambda text: None)
+    steps = steps_of(unsharded(make), batch_size=batch_size, workers=workers, warn=lambda text: None)
     with pytest.raises(DataError, match=r"the same samples for lane 0 and lane 1; .*`yield from paceline\.shard"):
         next(iter(steps))
 
 
 def test_one_lane_and_samples_that_are_all_equal_need_no_shards() -> None:
-    assert len(list(steps_of(Unsharded(), lanes=1))) == 5
+    assert len(list(steps_of(unsharded(), lanes=1))) == 5
     reported: list[str] = []
-    assert len(list(steps_of(Unsharded(lambda number: torch.ones(2)), warn=reported.append))) == 5
+    assert len(list(steps_of(unsharded(lambda number: torch.ones(2)), warn=reported.append))) == 5
     assert [text.partition(":")[0] for text in reported] == ["the data set does not call paceline.shard"]
 
 

@@ -18,37 +18,31 @@ from paceline.engine.clock import (
     PhaseClock,
     split_step,
 )
+from support.clocks import FakeClock
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    time = [50.0]
-    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: time[0])
-    return time
-
-
-def test_each_phase_has_the_time_until_the_next_one_begins(now: list[float]) -> None:
-    clock = PhaseClock()
+def test_each_phase_has_the_time_until_the_next_one_begins(clock: FakeClock) -> None:
+    phase_clock = PhaseClock()
     for phase, seconds in ((DATA, 1), (FORWARD, 2), (BACKWARD, 4), (FORWARD, 8), (BACKWARD, 16), (REDUCTION, 32)):
-        clock.enter(phase)
-        now[0] += seconds
-    clock.enter(OTHER)
-    step, *phases = clock.mean_ms(steps=2)
+        phase_clock.enter(phase)
+        clock.advance(seconds)
+    phase_clock.enter(OTHER)
+    step, *phases = phase_clock.mean_ms(steps=2)
     assert dict(zip(PHASES, phases, strict=True)) == {
         "data": 500, "forward": 5000, "backward": 10_000, "reduction": 16_000, "optimizer": 0, "other": 0,
     }  # fmt: skip
-    assert step == sum(phases) == 500 * clock.elapsed == 31_500
+    assert step == sum(phases) == 500 * phase_clock.elapsed == 31_500
 
 
-def test_the_current_phase_counts_so_far_and_continues_after_a_restart(now: list[float]) -> None:
-    clock = PhaseClock()
-    clock.enter(DATA)
-    now[0] += 3
-    assert clock.mean_ms(1)[1 + DATA] == 3000
-    clock.restart()
-    assert clock.mean_ms(1) == [0.0] * (1 + len(PHASES))
-    now[0] += 2
-    assert clock.mean_ms(1)[1 + DATA] == clock.mean_ms(1)[0] == 2000
+def test_the_current_phase_counts_so_far_and_continues_after_a_restart(clock: FakeClock) -> None:
+    phase_clock = PhaseClock()
+    phase_clock.enter(DATA)
+    clock.advance(3)
+    assert phase_clock.mean_ms(1)[1 + DATA] == 3000
+    phase_clock.restart()
+    assert phase_clock.mean_ms(1) == [0.0] * (1 + len(PHASES))
+    clock.advance(2)
+    assert phase_clock.mean_ms(1)[1 + DATA] == phase_clock.mean_ms(1)[0] == 2000
 
 
 # --- a GPU, with fake CUDA events -----------------------------------------------------------------------------------
@@ -74,16 +68,16 @@ class FakeCudaEvent:
 
 
 @pytest.fixture
-def device_clock(now: list[float], monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
+def device_clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
     monkeypatch.setattr("torch.cuda.Event", FakeCudaEvent)
     return DeviceClock(is_alone=False)
 
 
-def take_step(clock: DeviceClock, now: list[float]) -> None:
+def take_step(device_clock: DeviceClock, clock: FakeClock) -> None:
     for phase in (FORWARD, BACKWARD, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, OTHER):
-        clock.enter(phase)
-    now[0] += 0.01
-    clock.enter(DATA)
+        device_clock.enter(phase)
+    clock.advance(0.01)
+    device_clock.enter(DATA)
 
 
 def phases_of(clock: DeviceClock) -> list[float]:
@@ -93,34 +87,34 @@ def phases_of(clock: DeviceClock) -> list[float]:
     return [value for [value] in clock.phases_of([[step, *sample]]).values()]
 
 
-def test_on_a_gpu_only_data_are_known_until_a_step_was_timed(device_clock: DeviceClock, now: list[float]) -> None:
+def test_on_a_gpu_only_data_are_known_until_a_step_was_timed(device_clock: DeviceClock, clock: FakeClock) -> None:
     before = FakeCudaEvent.passed
     for _ in range(3):
-        take_step(device_clock, now)
+        take_step(device_clock, clock)
     step, data, *others = device_clock.mean_ms(3)
     assert (step, data) == pytest.approx((10, 0))
     assert all(map(math.isnan, others))
     assert FakeCudaEvent.passed == before  # recording events costs time
 
 
-def test_one_step_is_timed_on_the_device_on_request(device_clock: DeviceClock, now: list[float]) -> None:
+def test_one_step_is_timed_on_the_device_on_request(device_clock: DeviceClock, clock: FakeClock) -> None:
     device_clock.sample_next_step()
     device_clock.enter(DATA)
     assert device_clock.is_sampling
-    take_step(device_clock, now)
+    take_step(device_clock, clock)
     assert not device_clock.is_sampling
     assert phases_of(device_clock) == pytest.approx([0, 2, 2, 4, 1, 1])
 
 
-def test_a_discarded_step_is_not_timed(device_clock: DeviceClock, now: list[float]) -> None:
+def test_a_discarded_step_is_not_timed(device_clock: DeviceClock, clock: FakeClock) -> None:
     device_clock.sample_next_step()
     device_clock.enter(DATA)
     device_clock.discard_sample()
-    take_step(device_clock, now)
+    take_step(device_clock, clock)
     assert math.isnan(device_clock.mean_ms(1)[-1])
 
 
-def test_marks_of_a_cuda_graph_count_in_the_step_that_replays_it(device_clock: DeviceClock, now: list[float]) -> None:
+def test_marks_of_a_cuda_graph_count_in_the_step_that_replays_it(device_clock: DeviceClock, clock: FakeClock) -> None:
     device_clock.sample_next_step()
     device_clock.enter(DATA)
     with device_clock.separate_marks(with_marks=True) as marks:
@@ -130,7 +124,7 @@ def test_marks_of_a_cuda_graph_count_in_the_step_that_replays_it(device_clock: D
     for mark in marks:
         mark.moment.record()  # as a replay does
     device_clock.add_marks(marks)
-    now[0] += 0.01
+    clock.advance(0.01)
     device_clock.enter(OTHER)
     device_clock.enter(DATA)
     assert phases_of(device_clock) == pytest.approx([0, 2, 1, 5, 1, 1])

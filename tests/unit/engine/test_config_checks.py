@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.trainer import build_config
-
-from ..config.examples import MANAGED, problems
+from support.configs import MANAGED, problems
 
 
 @pytest.mark.parametrize(

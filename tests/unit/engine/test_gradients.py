@@ -24,6 +24,7 @@ from paceline.engine.replica import PlainModel
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.world import World
+from support.models import PartlyUsed
 from support.worlds import fake_world, world_of
 
 HERE = world_of()
@@ -241,19 +242,11 @@ def test_a_frozen_parameter_of_the_loss_that_begins_to_move_is_named() -> None:
 
 
 def test_parameters_that_no_loss_reaches_are_named() -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
-
-    with pytest.raises(UnusedParameters, match=r"unused\.weight"):
-        ridden(backward_of(Partly(), 1), lanes_of(data(1)))
-    model = Partly()
+    with pytest.raises(UnusedParameters, match=r"forgotten\.weight"):
+        ridden(backward_of(PartlyUsed(3, 2), 1), lanes_of(data(1)))
+    model = PartlyUsed(3, 2)
     ridden(backward_of(model, 2, find_unused_parameters=True), lanes_of(data(2)))
-    assert model.unused.weight.grad is None
+    assert model.forgotten.weight.grad is None
     assert model.used.weight.grad is not None
 
 

@@ -19,6 +19,7 @@ from paceline.engine.reduce import add_flag
 from paceline.engine.replica import PlainModel
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, NotFinite
+from support import models
 from support.worlds import world_of
 
 HERE = world_of()
@@ -30,7 +31,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 def normed() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return models.normed(width=8)
 
 
 def batch(seed: int, poison: float | None = None) -> Batch:

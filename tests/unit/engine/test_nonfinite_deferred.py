@@ -22,6 +22,7 @@ from paceline.engine.nonfinite import FinishedStep, Guard, nonfinite_flag
 from paceline.engine.replica import PlainModel
 from paceline.engine.step import NO_NORM, Stepper, StepResult
 from paceline.errors import NotFinite
+from support.models import normed
 from support.worlds import world_of
 
 HERE = world_of()
@@ -36,7 +37,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.net = normed(width=8)
         self.register_buffer("most", torch.tensor([-0.0, 1e30, 2.0]))
         self.register_buffer("calls", torch.tensor(2**40))
         self.register_buffer("was_odd", torch.tensor([False, True]))

@@ -17,6 +17,7 @@ from paceline.config import Config
 from paceline.engine.digest import sha256_of
 from paceline.engine.probe import Findings, probe_forward, uneven_warning
 from paceline.errors import ConfigError
+from support.models import RunningLoss
 from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
@@ -130,19 +131,6 @@ def test_a_loss_that_keeps_something_where_it_cannot_be_copied_is_refused(
         probe_forward(nn.Linear(3, 2), config, batch(), 1, HERE)
 
 
-class Running(nn.Module):
-    """Keeps what it has seen in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(1.0))
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = cross_entropy(output, target)
-        self.mean.lerp_(loss.detach(), 0.1)
-        return loss / self.mean
-
-
 class Noting:
     """Keeps a part of the loss, as for a log."""
 
@@ -161,7 +149,7 @@ def writing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cross_entropy(output.mul_(2), target)
 
 
-@pytest.mark.parametrize("loss", [Running(), Noting(), with_noise, writing, nn.CrossEntropyLoss(torch.ones(2))])
+@pytest.mark.parametrize("loss", [RunningLoss(), Noting(), with_noise, writing, nn.CrossEntropyLoss(torch.ones(2))])
 def test_other_losses_are_taken_and_left_as_they_are(make_config: MakeConfig, loss: Any) -> None:
     given = batch()
     assert probe_forward(nn.Linear(3, 2), make_config(loss_fn=loss), given, 2, HERE) == Findings()

@@ -226,12 +226,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.usefixtures("without_fsync")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_not(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 500)  # several files, with tensors of several owners
     model, optimizer = make(name)
     train(model, optimizer.step, range(3))
@@ -256,11 +256,11 @@ def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_no
     assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("without_fsync")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_rank_goes_on_with_its_part_of_a_whole_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
     model, optimizer = make(name)
     train(model, optimizer.step, range(2))
     save(model, optimizer, tmp_path / "c")

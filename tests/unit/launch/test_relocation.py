@@ -11,12 +11,11 @@ import pytest
 
 from paceline.config import Config, read_yaml
 from paceline.launch.relocation import FolderWatcher
-from paceline.observe.events import Events, read
+from paceline.observe.events import Events
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
 from paceline.run.lock import is_locked
-
-from ..run_folders import create_run
+from support.runs import create_run, warnings_in
 
 MakeConfig = Callable[..., Config]
 
@@ -34,16 +33,12 @@ def held(make_config: MakeConfig) -> Iterator[tuple[RunFolder, FolderWatcher]]:
             yield folder, watcher
 
 
-def warnings_in(folder: RunFolder) -> list[str]:
-    return [event["text"] for event in read(folder.events) if event["event"] == "warning"]
-
-
 def test_a_folder_in_its_place_is_left_alone(held: tuple[RunFolder, FolderWatcher]) -> None:
     folder, watcher = held
     before = sorted(folder.path.rglob("*"))
     watcher.check()
     assert sorted(folder.path.rglob("*")) == before
-    assert warnings_in(folder) == []
+    assert warnings_in(folder.path) == []
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
@@ -92,9 +87,9 @@ def test_a_folder_that_was_moved_is_reached_by_its_old_path(
     assert is_locked(folder)
     assert is_locked(RunFolder(tmp_path / place))
     text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
-    assert warnings_in(folder) == [text]
+    assert warnings_in(folder.path) == [text]
     watcher.check()
-    assert warnings_in(folder) == [text]
+    assert warnings_in(folder.path) == [text]
 
 
 def test_a_folder_that_is_moved_again_and_again_is_followed(
@@ -109,7 +104,7 @@ def test_a_folder_that_is_moved_again_and_again_is_followed(
     Path("c").rename("runs/mine")
     watcher.check()
     assert not folder.path.is_symlink()
-    assert len(warnings_in(folder)) == 3
+    assert len(warnings_in(folder.path)) == 3
 
 
 def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
@@ -122,7 +117,7 @@ def test_a_folder_that_was_deleted_is_created_with_its_config_and_locked(
         assert read_yaml(folder.config)["seed"] == 7
         assert is_locked(folder)
         assert folder.logs.is_dir()
-        [text] = warnings_in(folder)
+        [text] = warnings_in(folder.path)
         assert text.startswith(f"{folder.path} was deleted; the run continues in a new folder, without")
 
 
@@ -137,7 +132,7 @@ def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, Folde
         watcher.check()
         assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
         assert is_locked(folder)
-        assert warnings_in(folder)[1:] == [f"{folder.config} was deleted; it was written again"]
+        assert warnings_in(folder.path)[1:] == [f"{folder.config} was deleted; it was written again"]
 
 
 def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: MakeConfig) -> None:
@@ -159,7 +154,7 @@ def test_where_a_link_cannot_be_made_the_run_continues_in_a_new_folder(
     folder.path.mkdir()  # something else has the path
     watcher.check()
     assert folder.config.exists()
-    [text] = warnings_in(folder)
+    [text] = warnings_in(folder.path)
     assert f"was moved to {tmp_path / 'moved'}; the run continues in a new folder, without the earlier" in text
 
 

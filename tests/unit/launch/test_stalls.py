@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import stalls
 from paceline.launch.stalls import StallDetector
 from paceline.observe.hangs import RankPosition
 from paceline.observe.watchdog import ENDED
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
+from support.clocks import FakeClock
 
 
 @pytest.fixture
@@ -24,15 +24,13 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[StallDetector, int], bool]:
+def pass_s(clock: FakeClock) -> Callable[[StallDetector, int], bool]:
     """Checks once a second for this number of seconds; whether there is a hang at the end."""
-    now = [1000.0]
-    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
 
     def pass_s(detector: StallDetector, seconds: int, gap_s: float = 1.0) -> bool:
         found = False
         for _ in range(seconds):
-            now[0] += gap_s
+            clock.advance(gap_s)
             found = detector.check()
         return found
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.screen.console import PLAIN_INTERVAL_S, Screen
+from support.clocks import FakeClock
 
 STEP = {
     "event": "step", "time": 1000.0, "step": 40, "steps": 100, "epoch": 2, "epochs": 5, "loss": 0.125, "lr": 0.003,
@@ -34,32 +35,29 @@ STARTED = {
 # --- plain lines --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 def test_without_a_terminal_a_plain_line_is_printed_every_few_seconds(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = Screen()
     for _ in range(10):
-        clock[0] += PLAIN_INTERVAL_S / 2
+        clock.advance(PLAIN_INTERVAL_S / 2)
         screen.show(STEP)
     printed = capsys.readouterr().err.splitlines()
     assert printed == ["epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  6 s left  [40/100]"] * 5
 
 
-def test_steps_are_shown_only_with_the_next_pace_event(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_shown_only_with_the_next_pace_event(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     measured = ("samples_per_s", "step_ms", "memory_mb")
     recorded = {name: value for name, value in STEP.items() if name not in measured}
     for step in range(30, 40):
-        clock[0] += PLAIN_INTERVAL_S
+        clock.advance(PLAIN_INTERVAL_S)
         screen.show({**recorded, "step": step})
     assert capsys.readouterr().err == ""
     screen.show({name: value for name, value in STEP.items() if name not in ("loss", "lr")} | {"event": "pace"})
@@ -68,12 +66,12 @@ def test_steps_are_shown_only_with_the_next_pace_event(clock: list[float], capsy
 
 
 def test_streams_evaluations_and_own_loops_have_plain_lines(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = Screen()
     progress = {"event": "progress", "time": 0.0, "phase": "training", "epoch": 3, "batch": 4, "batches": None}
     for event in ({**STEP, "steps": None}, {"event": "evaluating", "time": 0.0, "batch": 1, "batches": 6}, progress):
-        clock[0] += PLAIN_INTERVAL_S
+        clock.advance(PLAIN_INTERVAL_S)
         screen.show(event)
     assert capsys.readouterr().err.splitlines() == [
         "epoch 2/5  loss 0.1250  lr 0.003  2,000 samples/s  time left unknown  [40]",
@@ -82,12 +80,12 @@ def test_streams_evaluations_and_own_loops_have_plain_lines(
     ]
 
 
-def test_the_text_of_a_straggler_event_is_shown(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_a_straggler_event_is_shown(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     Screen().show({"event": "straggler", "time": 0.0, "text": "rank 1 on n2 delays the others"})
     assert capsys.readouterr().err == "rank 1 on n2 delays the others\n"
 
 
-def test_texts_of_events_cannot_control_the_terminal(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_events_cannot_control_the_terminal(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     screen.show({**STARTED, "name": "digits\x1b[2J"})
     screen.show({"event": "epoch", "time": 1001.0, "epoch": 0, "step": 40, "accuracy\x1b[2J": 0.5})

@@ -15,6 +15,7 @@ import pytest
 from paceline.observe import events as events_module
 from paceline.observe.event_types import parse
 from paceline.observe.events import Events, damage_text, read, rewind
+from support.clocks import FakeClock
 
 Open = Callable[[], Events]
 DOCS = Path(__file__).parents[3] / "docs" / "events.md"
@@ -82,16 +83,12 @@ def test_ranks_without_a_file_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_frequent_events_are_written_at_most_once_per_interval(
-    path: Path, open_events: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(events_module.time, "monotonic", lambda: now[0])
+def test_frequent_events_are_written_at_most_once_per_interval(path: Path, open_events: Open, clock: FakeClock) -> None:
     events = open_events()
     for _ in range(10):
         events.write_sometimes("batch", every_s=1.0)
         events.write_sometimes("other", every_s=1.0)
-        now[0] += 0.25
+        clock.advance(0.25)
     assert kinds(path) == ["batch", "other"] * 3
 
 

@@ -6,11 +6,12 @@ import json
 import socket
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from paceline.errors import ConfigError, MissingExtra, RankFailed
 from paceline.observe import failures
@@ -18,6 +19,7 @@ from paceline.observe.failures import Failure
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
 from paceline.system.processes import ENDED_EARLY
+from support.datasets import MapDataset
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
@@ -216,33 +218,27 @@ def test_any_other_error_of_a_rank_is_raised_with_the_whole_description(folder: 
 # --- errors of DataLoader workers ---------------------------------------------------------------------------
 
 
-class Broken(Dataset[Any]):
-    """A data set whose samples raise the requested kind of error."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        if self.kind == "text":
-            raise ValueError("sample 0 is too long\nhint: crop it")
-        if self.kind == "key":
+def broken_sample(kind: str, index: int) -> Any:
+    """Raise the requested kind of error."""
+    if kind == "text":
+        raise ValueError("sample 0 is too long\nhint: crop it")
+    if kind == "key":
+        return {}["label"]
+    if kind == "extra":
+        raise MissingExtra("pandas", "pandas", "reading sample 0")
+    if kind == "silent":
+        raise LookupError
+    if kind == "chain":
+        try:
             return {}["label"]
-        if self.kind == "extra":
-            raise MissingExtra("pandas", "pandas", "reading sample 0")
-        if self.kind == "silent":
-            raise LookupError
-        if self.kind == "chain":
-            try:
-                return {}["label"]
-            except KeyError as error:
-                raise ValueError("sample 0 has no label") from error
+        except KeyError as error:
+            raise ValueError("sample 0 has no label") from error
+    return None
 
 
 def from_worker(kind: str, folder: RunFolder) -> Failure:
-    batches = iter(DataLoader(Broken(kind), num_workers=1, multiprocessing_context="fork"))
+    dataset = MapDataset(1, partial(broken_sample, kind))
+    batches = iter(DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))
     try:
         next(batches)
     except Exception as error:  # noqa: BLE001 - the error of the data set, as torch raises it again
@@ -253,7 +249,7 @@ def from_worker(kind: str, folder: RunFolder) -> Failure:
 
 
 def line_of(text: str) -> str:
-    """file:line of a line of `Broken`."""
+    """file:line of a line of `broken_sample`."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return f"{__file__}:{1 + next(n for n, line in enumerate(lines) if line.strip().startswith(text))}"
 

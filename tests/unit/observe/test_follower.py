@@ -15,6 +15,7 @@ from paceline.observe.rank_log import FAILED, WARNING, failed_line, recovered_li
 from paceline.observe.screen.follower import Follower, show
 from paceline.observe.sinks.tensorboard import TensorBoardSink
 from paceline.run.layout import RunFolder
+from support.clocks import FakeClock
 
 
 @pytest.fixture(autouse=True)
@@ -130,12 +131,11 @@ def events(folder: RunFolder) -> Iterator[Events]:
 
 
 def test_a_resumed_run_does_not_show_its_earlier_attempts(
-    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], clock: FakeClock
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
     folder.log(0).write_text("old line\n")
     events.write("warning", text="old")
-    monkeypatch.setattr(time, "time", lambda: 1001.0)
+    clock.now = 1001.0
     with Follower(folder, ranks=1, from_now=True):
         events.write("warning", text="new")
         with folder.log(0).open("a") as log:
@@ -145,9 +145,9 @@ def test_a_resumed_run_does_not_show_its_earlier_attempts(
 
 
 def test_events_at_the_moment_of_the_start_are_shown(
-    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], clock: FakeClock
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0004)  # rounded to 1000.0 in events
+    clock.now = 1000.0004  # rounded to 1000.0 in events
     with Follower(folder, ranks=0, from_now=True):
         events.write("restarted", text="starting again")
     assert capsys.readouterr().err == "starting again\n"
@@ -172,9 +172,8 @@ def test_a_rewound_file_shows_no_event_twice(
 
 
 def test_events_with_the_same_time_are_all_shown(
-    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, events: Events, capsys: pytest.CaptureFixture[str], clock: FakeClock
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
     follower = Follower(folder, ranks=0, from_now=True)
     for text in ("one", "two", "three"):
         events.write("warning", text=text)

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,11 +21,12 @@ import paceline
 from paceline.config import Config
 from paceline.errors import ConfigError, MissingExtra
 from paceline.observe.event_types import Event
-from paceline.observe.events import Events, read, rewind
+from paceline.observe.events import Events, rewind
 from paceline.observe.sinks import process, registry, supervisor
 from paceline.observe.sinks.sink import Sink, SinkFeeder
 from paceline.observe.sinks.tracker import RunEnding, TrackerSink
 from paceline.run.layout import RunFolder
+from support.runs import warnings_in
 
 MakeConfig = Callable[..., Config]
 
@@ -150,10 +152,6 @@ def test_a_run_without_numbers_is_not_opened(folder: RunFolder) -> None:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def warnings_in(folder: RunFolder) -> list[str]:
-    return [event["text"] for event in read(folder.events) if event["event"] == "warning"]
-
-
 def test_an_error_gives_one_warning_and_delivery_resumes_after_the_last_number(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +173,7 @@ def test_an_error_gives_one_warning_and_delivery_resumes_after_the_last_number(
     monkeypatch.setattr(process, "INTERVAL_S", 0.0)
     write(folder, ("run_started", {}), *steps(1, 2, 3), FINISHED)
     assert process.run("list", lambda: Unreliable(folder.path), folder, is_over)
-    assert warnings_in(folder) == [
+    assert warnings_in(folder.path) == [
         "list does not receive the events of this run: no route to host; training continues, and list is tried again"
     ]
     assert [entry[0] for entry in ListTracker.calls[:-1] if entry[0] != "open"][-3:] == [1, 2, 3]
@@ -191,8 +189,8 @@ def test_a_tracker_that_never_works_gives_one_warning_and_a_failure(folder: RunF
     is_over.set()
     write(folder, *steps(1))
     assert not process.run("list", lambda: Broken(folder.path), folder, is_over)
-    assert len(warnings_in(folder)) == 1
-    assert "RuntimeError" in warnings_in(folder)[0]
+    assert len(warnings_in(folder.path)) == 1
+    assert "RuntimeError" in warnings_in(folder.path)[0]
 
 
 ENDS_WELL, FAILS = "import sys; sys.stdin.read()", "import sys; sys.stdin.read(); sys.exit('no such host')"
@@ -263,7 +261,7 @@ def test_an_entry_point_that_cannot_be_loaded_gives_one_warning(name: str, reaso
     is_over.set()
     write(folder, *steps(1))
     assert not process.run(name, lambda: registry.open_sink(name, folder.path), folder, is_over)
-    [warning] = warnings_in(folder)
+    [warning] = warnings_in(folder.path)
     assert reason in warning
 
 
@@ -304,8 +302,11 @@ def test_a_sink_must_implement_write(tmp_path: Path) -> None:
         Sink(tmp_path).write({"event": "step", "time": 0.0})
 
 
-def test_a_tracker_that_is_not_installed_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "mlflow" else object())
+def test_a_tracker_that_is_not_installed_is_reported_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, hide_package: Callable[[str], None]
+) -> None:
+    hide_package("mlflow")
+    monkeypatch.setitem(sys.modules, "wandb", module_from_spec(ModuleSpec("wandb", None)))
     registry.check(["wandb"])
     with pytest.raises(MissingExtra, match=r"log\.trackers=mlflow needs mlflow; run: pip install 'paceline\[mlflow\]'"):
         registry.check(["wandb", "mlflow"])
@@ -329,7 +330,7 @@ def two_attempts(name: str, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) 
     rewind(folder.events, 1)
     with supervisor.running_sinks([name], folder):
         write(folder, ("run_started", {}), *steps(2, 3), EPOCH, *steps(4), FINISHED)
-    assert warnings_in(folder) == []
+    assert warnings_in(folder.path) == []
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")

@@ -22,6 +22,7 @@ from paceline.observe.watchdog import Watchdog, watching
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.system import cpu_time
+from support.clocks import FakeClock
 
 
 @pytest.fixture
@@ -33,16 +34,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Advances the time that watchdogs see; no CPU time is used meanwhile."""
-    now = [1000.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """While this clock is advanced, no CPU time is used."""
     monkeypatch.setattr(watchdog, "others_cpu_s", lambda: 5.0)
-
-    def advance(seconds: float) -> None:
-        now[0] += seconds
-
-    return advance
+    return clock
 
 
 @pytest.fixture
@@ -51,12 +46,12 @@ def progress() -> Progress:
 
 
 @pytest.fixture
-def dog(folder: RunFolder, progress: Progress, clock: Callable[[float], None]) -> Watchdog:
+def dog(folder: RunFolder, progress: Progress, clock: FakeClock) -> Watchdog:
     return Watchdog(0, folder, 0, 2, progress, log=2)
 
 
-def beat(dog: Watchdog, clock: Callable[[float], None], seconds: float = 1.0) -> RankPosition:
-    clock(seconds)
+def beat(dog: Watchdog, clock: FakeClock, seconds: float = 1.0) -> RankPosition:
+    clock.advance(seconds)
     dog.beat()
     return read_position(dog.folder, dog.rank)
 
@@ -66,7 +61,7 @@ def beat(dog: Watchdog, clock: Callable[[float], None], seconds: float = 1.0) ->
 
 @pytest.mark.parametrize("field", ["phase", "epoch", "step", "batch", "samples"])
 def test_any_change_of_the_position_resets_the_idle_time(
-    dog: Watchdog, progress: Progress, clock: Callable[[float], None], field: str
+    dog: Watchdog, progress: Progress, clock: FakeClock, field: str
 ) -> None:
     beat(dog, clock)
     assert [beat(dog, clock).idle_s for _ in range(3)] == [1, 2, 3]
@@ -75,7 +70,7 @@ def test_any_change_of_the_position_resets_the_idle_time(
 
 
 def test_cpu_time_counts_as_progress_only_before_the_first_samples(
-    dog: Watchdog, progress: Progress, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    dog: Watchdog, progress: Progress, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = iter(range(1, 100))
     monkeypatch.setattr(watchdog, "others_cpu_s", lambda: next(used))
@@ -94,7 +89,7 @@ def test_less_than_a_hundredth_of_a_core_is_not_progress(dog: Watchdog) -> None:
 
 
 def test_a_process_that_was_suspended_for_an_hour_has_not_been_idle_for_an_hour(
-    dog: Watchdog, clock: Callable[[float], None]
+    dog: Watchdog, clock: FakeClock
 ) -> None:
     beat(dog, clock)
     assert beat(dog, clock, seconds=3600).idle_s < 10
@@ -124,7 +119,7 @@ def test_a_child_that_ends_during_the_measurement_is_not_an_error(monkeypatch: p
 # --- what is written and read -------------------------------------------------------------------------------
 
 
-def test_a_beat_writes_rank_process_position_and_line(dog: Watchdog, clock: Callable[[float], None]) -> None:
+def test_a_beat_writes_rank_process_position_and_line(dog: Watchdog, clock: FakeClock) -> None:
     written = beat(dog, clock)
     assert (written.rank, written.pid, written.phase, written.step) == (0, os.getpid(), "training", 3)
     assert written.place == "training, step 3"
@@ -132,33 +127,31 @@ def test_a_beat_writes_rank_process_position_and_line(dog: Watchdog, clock: Call
     assert written.location.startswith(f"{__file__}:")
 
 
-def test_a_folder_that_was_deleted_does_not_end_the_run(dog: Watchdog, clock: Callable[[float], None]) -> None:
+def test_a_folder_that_was_deleted_does_not_end_the_run(dog: Watchdog, clock: FakeClock) -> None:
     dog.folder.logs.rename(dog.folder.path / "elsewhere")
     beat(dog, clock)
 
 
-def test_a_rank_whose_beat_stays_the_same_is_silent_and_idle(dog: Watchdog, clock: Callable[[float], None]) -> None:
+def test_a_rank_whose_beat_stays_the_same_is_silent_and_idle(dog: Watchdog, clock: FakeClock) -> None:
     write_json(dog.folder.place(1), asdict(RankPosition(1, "there", 7, beat=4, idle_s=2.0)))
     fresh = dog.look()[1]
     assert (fresh.is_silent, fresh.idle_s) == (False, 2.0)
-    clock(10)
+    clock.advance(10)
     stale = dog.look()[1]
     assert (stale.is_silent, stale.idle_s) == (True, 12.0)
     write_json(dog.folder.place(1), asdict(RankPosition(1, "there", 7, beat=5, idle_s=13.0)))
     assert not dog.look()[1].is_silent
 
 
-def test_a_rank_that_has_ended_is_not_silent(dog: Watchdog, clock: Callable[[float], None]) -> None:
+def test_a_rank_that_has_ended_is_not_silent(dog: Watchdog, clock: FakeClock) -> None:
     write_json(dog.folder.place(1), asdict(RankPosition(1, "there", 7, beat=watchdog.ENDED)))
     dog.look()
-    clock(10)
+    clock.advance(10)
     assert not dog.look()[1].is_silent
 
 
-def test_a_rank_that_has_not_started_is_idle_since_this_one_started(
-    dog: Watchdog, clock: Callable[[float], None]
-) -> None:
-    clock(30)
+def test_a_rank_that_has_not_started_is_idle_since_this_one_started(dog: Watchdog, clock: FakeClock) -> None:
+    clock.advance(30)
     missing = dog.look()[1]
     assert (missing.pid, missing.idle_s, missing.is_silent) == (0, 30.0, False)
 
@@ -178,7 +171,7 @@ def test_positions_of_others_are_read_only_near_the_timeout(folder: RunFolder) -
 
 @pytest.mark.parametrize("does_move", [False, True])
 def test_a_rank_checks_the_others_again_before_it_ends_the_run(
-    does_move: bool, folder: RunFolder, progress: Progress, clock: Callable[[float], None],
+    does_move: bool, folder: RunFolder, progress: Progress, clock: FakeClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     dog = Watchdog(8, folder, 0, 2, progress, log=os.open(folder.log(0), os.O_WRONLY | os.O_APPEND))
@@ -187,7 +180,7 @@ def test_a_rank_checks_the_others_again_before_it_ends_the_run(
     suspended = RankPosition(1, "there", 7, beat=4, waits_in="barrier")
 
     def meanwhile(beats: int) -> None:
-        clock(beats)
+        clock.advance(beats)
         if does_move:  # it was suspended, and continues
             write_json(folder.place(1), asdict(replace(suspended, beat=5, idle_s=1.0)))
 
@@ -206,7 +199,7 @@ def test_a_rank_checks_the_others_again_before_it_ends_the_run(
         assert "training continues" in shown[-1]
 
 
-def test_a_suspension_counts_as_one_beat(dog: Watchdog, clock: Callable[[float], None]) -> None:
+def test_a_suspension_counts_as_one_beat(dog: Watchdog, clock: FakeClock) -> None:
     beat(dog, clock)
     assert beat(dog, clock, seconds=11).idle_s == watchdog.BEAT_S
 

@@ -19,20 +19,16 @@ from torch import nn
 
 import paceline
 from paceline import cli
-from paceline.checkpoint.files import split_into_files, write_values
 from paceline.checkpoint.state import capture
-from paceline.checkpoint.store import Store
 from paceline.config import build
 from paceline.config.functions import resolve
 from paceline.engine.digest import sha256_of
 from paceline.engine.ema import Ema
 from paceline.errors import ConfigError
 from paceline.observe.events import Events
-from paceline.run import tensor_files
 from paceline.run.layout import RunFolder
 from paceline.worker.result import write_result
-
-from ..run_folders import create_run
+from support.runs import create_run, save_checkpoint
 
 LAB = """
 import torch
@@ -44,9 +40,7 @@ KEYS = {"model_fn": "pl_lab:get_model", "dataset_fn": "pl_lab:get_dataset", "los
 FACTS = {"metrics": {"val_loss": 0.5}, "history": [], "step": 9, "epoch": 1, "world_size": 1, "lanes": 2}
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("without_fsync")
 
 
 @pytest.fixture
@@ -84,17 +78,10 @@ def average(model: nn.Module, fill: float) -> Ema:
 
 def save(folder: RunFolder, step: int, fill: float, ema: float | None = None, **metrics: float) -> Path:
     """Publish a checkpoint with weights of one value, and averages of another."""
-    store, model = Store(folder.checkpoints), make_model(fill)
+    model = make_model(fill)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = capture(model, optimizer, None if ema is None else average(model, ema), {})
-    store.partial(step).mkdir(parents=True)
-    written = [
-        tensor_files.write_tensors(
-            store.partial(step) / file.name, {name: state.groups[file.group][name] for name in file.tensor_names}
-        )
-        for file in split_into_files(state)
-    ]
-    return store.publish(step, [*written, write_values(store.partial(step), state)], {}, metrics)
+    return save_checkpoint(folder, step, state, {}, metrics)
 
 
 def value_of(run: Any) -> float:

@@ -20,6 +20,7 @@ from paceline.run import outcome
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import clear_last_attempt
 from paceline.worker.result import write_result
+from support.models import Tied
 
 FACTS: dict[str, Any] = {
     "metrics": {"val_loss": 0.5},
@@ -71,12 +72,6 @@ def test_the_model_has_its_weights_and_buffers(tmp_path: Path) -> None:
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
-            self.out.weight = self.embed.weight
-
     model = Tied()
     folder = RunFolder(tmp_path)
     write_result(folder, model, None, None, **FACTS)

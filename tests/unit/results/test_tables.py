@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +71,8 @@ def test_numbers_are_written_with_all_digits(tmp_path: Path, ending: str) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(tables, "find_spec", lambda name: None if name == "pyarrow" else find(name))
+def test_a_missing_package_is_named_before_any_work(hide_package: Callable[[str], None]) -> None:
+    hide_package("pyarrow")
     tables.check_file(Path("p.csv"))
     with pytest.raises(MissingExtra, match=r"writing p.parquet needs pyarrow; run: pip install 'paceline\[parquet\]'"):
         tables.check_file(Path("p.parquet"))

@@ -10,8 +10,7 @@ from paceline.config import Config, read_yaml
 from paceline.errors import ConfigError
 from paceline.run import lifecycle
 from paceline.run.lifecycle import clear_last_attempt, open_run, reopen
-
-from ..run_folders import create_run
+from support.runs import create_run
 
 MakeConfig = Callable[..., Config]
 

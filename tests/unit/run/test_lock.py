@@ -17,8 +17,7 @@ from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
 from paceline.run.lock import is_locked, locked
-
-from ..run_folders import create_run
+from support.runs import create_run
 
 MakeConfig = Callable[..., Config]
 

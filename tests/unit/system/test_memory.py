@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.system.memory import INTERVAL_S, Memory, used_on
+from support.clocks import FakeClock
 
 CPU = torch.device("cpu")
 
@@ -18,11 +19,10 @@ def test_on_a_cpu_it_is_the_resident_memory() -> None:
     assert used_on(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
 
 
-def test_it_is_measured_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, values = [50.0], iter([10, 20])
-    monkeypatch.setattr("paceline.system.memory.time.monotonic", lambda: clock[0])
+def test_it_is_measured_at_most_once_a_second(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([10, 20])
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: next(values))
     memory = Memory(CPU)
     assert [memory.used, memory.used] == [10, 10]
-    clock[0] += INTERVAL_S
+    clock.advance(INTERVAL_S)
     assert [memory.used, memory.used] == [20, 20]

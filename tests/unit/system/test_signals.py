@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +24,7 @@ from paceline.system.signals import (
     not_ignored,
     requests_deferred,
 )
+from support.clocks import FakeClock
 
 
 @pytest.fixture(autouse=True)
@@ -203,14 +203,12 @@ def test_a_repeated_request_to_a_rank_is_still_only_a_request() -> None:
         assert stop.reason == signal.SIGUSR1
 
 
-def test_the_time_limit_is_a_reason_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
+def test_the_time_limit_is_a_reason_once_it_has_passed(clock: FakeClock) -> None:
     stop = Stop(deadline=1060.0)
     assert stop.reason == 0
-    now[0] = 1059.9
+    clock.now = 1059.9
     assert stop.reason == 0
-    now[0] = 1060.0
+    clock.now = 1060.0
     assert stop.reason == TIME_IS_UP
     assert describe(TIME_IS_UP) == "the time limit"
 

@@ -25,12 +25,10 @@ from paceline.engine.digest import sha256_of
 from paceline.engine.ema import Ema
 from paceline.engine.replica import make_model
 from paceline.errors import ConfigError, DataError, MissingExtra, PacelineError
-from paceline.tools.export import traced
 from paceline.tools.export.card import loading_weights
 from paceline.tools.export.task import ExportTask
 from paceline.worker.result import write_result
-
-from ..run_folders import create_run
+from support.runs import create_run
 
 LAB = '''
 import json
@@ -361,7 +359,7 @@ def test_existing_files_are_kept_and_those_of_a_killed_export_are_removed(make_r
     assert (to / "weights.safetensors").exists()
 
 
-def test_a_model_that_cannot_be_exported_is_an_error_of_one_sentence(make_run, tmp_path: Path, monkeypatch) -> None:
+def test_a_model_that_cannot_be_exported_is_an_error_of_one_sentence(make_run, tmp_path: Path, hide_package) -> None:
     run, to = make_run("Untraceable"), tmp_path / "out"
     with pytest.raises(PacelineError, match=r"torch\.export cannot follow this model: .*; use format safetensors$"):
         run.export("torch", to)
@@ -369,7 +367,7 @@ def test_a_model_that_cannot_be_exported_is_an_error_of_one_sentence(make_run, t
         run.export("hf", to)
     with pytest.raises(ConfigError, match="format=keras is unknown; use safetensors, torch, onnx, hf"):
         run.export("keras", to)
-    monkeypatch.setattr(traced, "find_spec", lambda name: None)
+    hide_package("onnx")
     with pytest.raises(MissingExtra, match=r"format=onnx needs onnx; run: pip install 'paceline\[onnx\]'"):
         run.export("onnx", to)
     assert not to.exists()

@@ -23,6 +23,7 @@ from paceline.tools.report.facts import facts_of, facts_of_all
 from paceline.tools.report.page import as_script, page_of
 from paceline.tools.report.phases import Phases, PhaseSums
 from paceline.tools.report.thin import Point, StepTimes, heat_of, stragglers_in, thinned
+from support.runs import write_run
 
 STARTED = {
     "event": "run_started", "version": 1, "name": "lab", "seed": 7, "world_size": 2, "lanes": 4, "device": "cpu",
@@ -38,16 +39,6 @@ def step(number: int, loss: float | None = 0.5, **fields: Any) -> dict[str, Any]
         "samples_per_s": 100.0 + number, "grad_norm": None, "step_ms": [10.0, 11.0], "memory_mb": [50.0, 60.0 + number],
         **fields,
     }  # fmt: skip
-
-
-def write_run(path: Path, *events: dict[str, Any], config: str = "name: lab\n", tail: str = "") -> RunFolder:
-    """Write a run folder with these events, one second apart."""
-    path.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"time": 1000.0 + n, **event}) + "\n" for n, event in enumerate(events)]
-    folder = RunFolder(path)
-    folder.events.write_text("".join(lines) + tail)
-    folder.config.write_text(config)
-    return folder
 
 
 # --- facts ------------------------------------------------------------------------------------------------------

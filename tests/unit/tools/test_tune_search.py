@@ -247,8 +247,8 @@ def test_the_plots_are_one_page_that_needs_no_network(tmp_path: Path) -> None:
     assert 'src="http' not in page
 
 
-def test_without_plotly_the_reason_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.tune.report.find_spec", lambda name: None)
+def test_without_plotly_the_reason_is_returned(tmp_path: Path, hide_package: Callable[[str], None]) -> None:
+    hide_package("plotly")
     assert "pip install 'paceline[tune]'" in (write_plots(tmp_path / "plots.html", study().optuna, "m") or "")
     assert not (tmp_path / "plots.html").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,7 +239,7 @@ def test_the_command_reads_choices_as_a_shell_expands_them(monkeypatch: pytest.M
     assert (plan.raw["num_epochs"], plan.raw["procs"], plan.trials, plan.folder.name) == (2, "2", 7, "digits")
 
 
-def test_without_optuna_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+def test_without_optuna_the_command_names_the_extra(hide_package: Callable[[str], None]) -> None:
+    hide_package("optuna")
     with pytest.raises(MissingExtra, match=re.escape("paceline tune needs optuna; run: pip install 'paceline[tune]'")):
         command.tune(target="digits", words=["seed={1,2}"])

@@ -14,6 +14,7 @@ from paceline.data.feed import Feed
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator, _in_fp32
+from support.models import RunningLoss
 from support.worlds import world_of
 
 MakeConfig = Callable[..., Config]
@@ -112,17 +113,6 @@ class Moving(nn.Linear):
         self.weight.data.mul_(0.9)
         self.seen += 1
         return super().forward(x)
-
-
-class RunningLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(1.0))
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(output, target)
-        self.mean.lerp_(loss, 0.5)
-        return loss * self.mean
 
 
 def test_an_evaluation_changes_neither_frozen_parameters_nor_the_loss(make_config: MakeConfig) -> None:

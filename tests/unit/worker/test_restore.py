@@ -15,8 +15,7 @@ from paceline.config import Config
 from paceline.engine.optimizers import make_optimizer
 from paceline.worker.restore import LoadedCheckpoint, restore
 from paceline.worker.state import EARLIER_NAMES, TrainState
-
-from ..helpers import settings_of
+from support.configs import settings_of
 
 MakeConfig = Callable[..., Config]
 

@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from paceline.observe.progress import Progress
 from paceline.worker import result
 from paceline.worker.result import write_patiently
+from support.clocks import FakeClock
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(result.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(result.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    return now
+def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock.now = 0.0
+    monkeypatch.setattr(time, "sleep", clock.advance)
+    return clock
 
 
-def test_it_is_written_as_soon_as_there_is_room(clock: list[float]) -> None:
+def test_it_is_written_as_soon_as_there_is_room(clock: FakeClock) -> None:
     progress, tries = Progress(), []
 
     def write() -> None:
         tries.append(progress.batch)
-        if clock[0] < 30:
+        if clock.now < 30:
             raise OSError("weights cannot be written: I/O error: No space left on device (os error 28)")
 
     write_patiently(write, progress)
-    assert 30 <= clock[0] < 40
+    assert 30 <= clock.now < 40
     assert len(set(tries)) == len(tries)  # it moves in the eyes of the watch
     assert progress.phase == "waiting for free space on the disk"
 
 
-def test_the_wait_has_an_end(clock: list[float]) -> None:
+def test_the_wait_has_an_end(clock: FakeClock) -> None:
     def write() -> None:
         raise OSError(28, "No space left on device", "weights")
 
     with pytest.raises(OSError, match="weights"):
         write_patiently(write, Progress())
-    assert clock[0] >= result.GIVE_UP_AFTER_S
+    assert clock.now >= result.GIVE_UP_AFTER_S
 
 
-def test_other_errors_are_not_waited_for(clock: list[float]) -> None:
+def test_other_errors_are_not_waited_for(clock: FakeClock) -> None:
     def write() -> None:
         raise OSError(13, "Permission denied")
 
     with pytest.raises(OSError, match="Permission denied"):
         write_patiently(write, Progress())
-    assert clock[0] == 0
+    assert clock.now == 0

@@ -20,6 +20,7 @@ from paceline.observe.bottleneck import StragglerDetector
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import LAG_STEPS, StepLog, is_recorded, log_interval, record_interval
 from paceline.world import World
+from support.clocks import FakeClock
 from support.worlds import fake_world, world_of
 
 HERE = world_of()
@@ -234,8 +235,8 @@ def test_records_do_not_depend_on_log_points_checkpoints_and_restarts() -> None:
 # --- what a record and a log point say ------------------------------------------------------------------------------
 
 
-def test_a_record_that_is_written_later_has_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.worker.step_log.time.time", lambda: 1000.1234)
+def test_a_record_that_is_written_later_has_its_own_step(clock: FakeClock) -> None:
+    clock.now = 1000.1234
     record, fit, listener = make(plan=replace(PLAN, log_every_steps=2))
     for step in range(3):  # the last one is of the next window
         record.add(turn(step), row(step), lr_of(step))
@@ -271,22 +272,19 @@ def test_the_norm_of_the_gradients_is_that_of_the_recorded_step(
     assert event["grad_norm"] == told
 
 
-def test_each_rank_tells_its_time_for_a_step_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_tells_its_time_for_a_step_and_its_memory(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
-    clock = [100.0]
-    monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
     record, _, listener = make(PAIR)
     for step in range(9):
-        clock[0] += 0.5 if step < 3 else 0.25
+        clock.advance(0.5 if step < 3 else 0.25)
         record.add(turn(step), row(step), lr_of(step))
         if step == 1:
             record.collect()
         if step in (2, 4, 8):
             record.send(is_log_point=True)  # told later, as on a GPU
         if step == 6:
-            clock[0] += 60
+            clock.advance(60)
             record.restart_clock()
     record.settle()
     paces = listener.of("pace")
@@ -316,14 +314,11 @@ def test_log_points_that_nobody_has_asked_for_follow_the_time(
     assert log_interval(step_s, elapsed_s, cost_s) == steps
 
 
-def test_all_ranks_choose_the_same_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_choose_the_same_log_points(clock: FakeClock) -> None:
     """By the slowest rank's time, which all of them have been told."""
-    clock = [100.0]
-    monkeypatch.setattr("paceline.engine.clock.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("paceline.worker.step_log.time.perf_counter", lambda: clock[0])
     record, _, listener = make(PAIR, replace(PLAN, log_every_steps=None))
     for step in range(1, 120):
-        clock[0] += 0.001  # three times as much on the other rank
+        clock.advance(0.001)  # three times as much on the other rank
         record.add(turn(step - 1), row(step - 1), lr_of(step - 1))
         if record.is_due(step):
             record.send(is_log_point=True)
