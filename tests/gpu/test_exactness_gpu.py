@@ -59,7 +59,7 @@ def test_a_teacher_and_a_loss_with_a_buffer_give_the_hash_on_any_number_of_ranks
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_steps_that_are_not_finite_are_skipped_alike(precision: str) -> None:
+def test_all_modes_skip_the_same_steps_that_are_not_finite(precision: str) -> None:
     class Spoilt(Images):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ def test_steps_that_are_not_finite_are_skipped_alike(precision: str) -> None:
         assert all(parameter.isfinite().all() for parameter in result.load_model().state_dict().values())
 
 
-def test_a_stopped_run_goes_on_with_other_ranks_to_the_same_hash(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_with_other_ranks_to_the_same_hash(tmp_path: Path) -> None:
     log = tmp_path / "fetched"
 
     class Stopping(Images):
@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_with_other_ranks_to_the_same_hash(tmp_path: Path)
         assert getattr(result, key) == getattr(whole, key), key
 
 
-def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(tmp_path: Path) -> None:
+def test_the_rank_that_holds_the_others_back_is_reported_with_its_phase(tmp_path: Path) -> None:
     def slow_on_rank_1() -> nn.Module:
         model = conv_net()
         model.register_forward_pre_hook(lambda *_: time.sleep(0.06 if dist.get_rank() == 1 and model.training else 0))

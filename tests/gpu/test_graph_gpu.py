@@ -160,7 +160,7 @@ def test_packed_sequences_keep_their_lengths_on_the_host_and_go_kernel_by_kernel
     assert warnings_of(first) == [f"{NOT_A_GRAPH}a batch holds a packed sequence, whose lengths stay on the host"]
 
 
-def test_torchmetrics_are_computed_on_the_host_and_talk_to_nobody(start: Start) -> None:
+def test_torchmetrics_are_computed_on_the_host_without_communication(start: Start) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     result = start(metrics={"f1": torchmetrics.F1Score(task="multiclass", num_classes=2)}, val_fraction=0.2)
     assert 0 <= result.metrics["f1"] <= 1
@@ -263,12 +263,12 @@ def test_a_shape_that_cannot_be_recorded_leaves_the_others_as_they_are(start: St
     recorded.clear()
     tried = start(Shy, Sentences, **options)
     assert [isinstance(found, Recording) for found in recorded[:3]] == [True, False, True]
-    [told] = warnings_of(tried)
-    assert told.startswith("steps with batches of some shapes are not CUDA graphs but run kernel by kernel: ")
+    [warned] = warnings_of(tried)
+    assert warned.startswith("steps with batches of some shapes are not CUDA graphs but run kernel by kernel: ")
     assert all_of(tried) == all_of(start(Shy, Sentences, **options, step_mode="eager"))
 
 
-def test_a_step_that_is_timed_has_the_same_bits_and_tells_of_its_phases(
+def test_a_step_that_is_timed_has_the_same_bits_and_reports_its_phases(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = start(num_epochs=6)
@@ -296,11 +296,11 @@ def test_the_device_skips_bad_steps_as_the_host_does(start: Start) -> None:
     replayed, eager = start(**options), start(**options, step_mode="eager")
     by_host = start(**options, optimizer={"name": "adamw", "lr": 1e-2, "foreach": True})
     assert all_of(replayed) == all_of(eager)
-    told = [text for text in warnings_of(replayed) if "is skipped" in text]
-    assert told == [text for text in warnings_of(eager) if "is skipped" in text]
-    assert [text for text in warnings_of(by_host) if "is skipped" in text] == told
-    assert len(told) == 3
-    assert "17" in told[0]
+    warned = [text for text in warnings_of(replayed) if "is skipped" in text]
+    assert warned == [text for text in warnings_of(eager) if "is skipped" in text]
+    assert [text for text in warnings_of(by_host) if "is skipped" in text] == warned
+    assert len(warned) == 3
+    assert "17" in warned[0]
     assert all(value.isfinite().all() for value in replayed.load_model().state_dict().values())
 
 
@@ -356,13 +356,13 @@ class Replaces(Asks):
         (Replaces, "the model changes mean on the host"),
     ],
 )
-def test_a_model_that_cannot_be_recorded_trains_kernel_by_kernel_and_says_why(
+def test_a_model_that_cannot_be_recorded_trains_kernel_by_kernel_with_a_reason(
     start: Start, model: type[nn.Module], reason: str
 ) -> None:
     tried, eager = start(model, lanes=1), start(model, lanes=1, step_mode="eager")
-    [told] = warnings_of(tried)
-    assert told.startswith(NOT_A_GRAPH)
-    assert reason in told
+    [warned] = warnings_of(tried)
+    assert warned.startswith(NOT_A_GRAPH)
+    assert reason in warned
     assert all_of(tried) == all_of(eager)
     assert warnings_of(eager) == []
 

@@ -28,6 +28,6 @@ def test_text_is_recorded_with_its_masks_and_dropout(tiny_encoder: str, tmp_path
         "model_args": {"model": tiny_encoder}, "dataset_args": {"model": tiny_encoder, "root": str(tmp_path)},
         "batch_size": 4, "num_epochs": 4, "ema": 0.9,
     }  # fmt: skip
-    recorded, told = train("text", **keys, step_mode="graph")
-    assert told == []
+    recorded, warning = train("text", **keys, step_mode="graph")
+    assert warning == []
     assert (recorded, []) == train("text", **keys, step_mode="eager")

@@ -239,7 +239,7 @@ class Chaos:
         launcher.wait()
         copy = self.script.parent / "copy"
         shutil.copytree(self.run_dir, copy)
-        doomed, said = self.start(self.run_dir), self.output.stat().st_size
+        doomed, message = self.start(self.run_dir), self.output.stat().st_size
         self.wait_for_checkpoint(doomed)
         ranks = self.family(doomed)[1]
         while self.run_dir.exists():  # ranks may write to it meanwhile
@@ -250,7 +250,7 @@ class Chaos:
         if code == 0:
             self.check_result()
         else:
-            words = self.output.read_bytes()[said:].decode(errors="replace")
+            words = self.output.read_bytes()[message:].decode(errors="replace")
             assert str(self.run_dir) in words, "the run does not say that its folder is missing"
             assert "Traceback" not in words, words
         shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -124,7 +124,7 @@ def slow_on_rank_0() -> torch.nn.Module:
         ({"dataset_fn": lambda: Images(84), "model_fn": slow_on_rank_0}, 0, "forward"),
     ],
 )
-def test_the_rank_that_holds_the_others_back_is_told_with_its_phase(slow: dict, rank: int, phase: str) -> None:
+def test_the_rank_that_holds_the_others_back_is_reported_with_its_phase(slow: dict, rank: int, phase: str) -> None:
     start(**slow, procs=2, lanes=2, num_epochs=8, val_dataset_fn=None, val_fraction=0)
     [late] = events("straggler")
     assert (late["rank"], late["phase"]) == (rank, phase)

@@ -57,7 +57,7 @@ def logs_in(folder: Path) -> list[str]:
     return [(folder / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
 
 
-def assert_nobody_is_left(folder: Path) -> None:
+def assert_no_process_is_left(folder: Path) -> None:
     left = [
         process.info["cmdline"]
         for process in psutil.process_iter(["cmdline", "cwd", "status"])
@@ -93,7 +93,7 @@ def test_a_data_set_that_blocks_on_one_rank_is_named_with_the_wait_of_the_others
     of_rank_0, of_rank_1 = logs_in(tmp_path)
     assert "in _engine_run_backward" in of_rank_0
     assert f'main.py", line {stuck.split(":")[1]} in __getitem__' in of_rank_1
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
 def test_a_data_set_that_blocks_in_a_worker_process_is_named_by_its_line(run_script, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_data_set_that_blocks_in_a_worker_process_is_named_by_its_line(run_scr
         rf"rank \d is waiting for DataLoader workers, in `{line_of('stuck', tmp_path)}`; rank \d waits for it in ",
         ended.stderr,
     )
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
 def test_a_collective_that_only_one_rank_calls_is_named_beside_what_the_other_calls(run_script, tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_a_collective_that_only_one_rank_calls_is_named_beside_what_the_other_ca
         f"rank 0 in barrier at {line_of('alone', tmp_path)}, rank 1 in the gradient reduction of batch 4 at "
         f"{line_of('backward', tmp_path)}; their collectives do not match"
     ) in ended.stderr
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
-def test_a_collective_of_another_size_which_gloo_aborts_is_told_in_the_same_way(run_script, tmp_path: Path) -> None:
+def test_a_collective_of_another_size_which_gloo_aborts_is_reported_in_the_same_way(run_script, tmp_path: Path) -> None:
     ended = run_script("""
         def train(model, loader, *rest):
             for batch, (x, y) in enumerate(loader):
@@ -147,10 +147,10 @@ def test_a_collective_of_another_size_which_gloo_aborts_is_told_in_the_same_way(
         f"rank 0 in all_reduce at {line_of('alone', tmp_path)}, rank 1 in the gradient reduction at "
         f"{line_of('backward', tmp_path)}; their collectives do not match"
     ) in ended.stderr
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
-def test_one_batch_more_on_one_rank_is_named_with_the_end_that_the_other_has_come_to(run_script, tmp_path) -> None:
+def test_one_batch_more_on_one_rank_is_reported_with_the_end_that_the_other_has_reached(run_script, tmp_path) -> None:
     ended = run_script("""
         def train(model, loader, *rest):
             for x, y in loader:
@@ -169,7 +169,7 @@ def test_one_batch_more_on_one_rank_is_named_with_the_end_that_the_other_has_com
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_an_interpreter_that_answers_nobody_is_named_by_its_line(run_script, tmp_path: Path, procs: int) -> None:
+def test_an_interpreter_that_does_not_respond_is_reported_with_its_line(run_script, tmp_path: Path, procs: int) -> None:
     ended = run_script(f"""
         def train(model, loader, *rest):
             for batch, (x, y) in enumerate(loader):
@@ -185,7 +185,7 @@ def test_an_interpreter_that_answers_nobody_is_named_by_its_line(run_script, tmp
     assert "most recent call first" not in ended.stdout + ended.stderr
     if procs == 2:
         assert "; rank 1 waits for it in the gradient reduction of batch 2 at " in ended.stderr
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
 def test_a_data_set_that_blocks_while_it_is_built_is_a_hang_although_hearts_beat(run_script, tmp_path: Path) -> None:
@@ -231,10 +231,10 @@ def test_under_torchrun_one_rank_prints_the_table_and_all_end(run_script, tmp_pa
     sentence = f"rank 1 is in `{line_of('stuck', tmp_path)}`; rank 0 waits for it in the gradient reduction of batch 2"
     assert ended.stderr.count(sentence) == 1
     assert all("most recent call first" in log for log in logs_in(tmp_path))
-    assert_nobody_is_left(tmp_path)
+    assert_no_process_is_left(tmp_path)
 
 
-def test_a_rank_that_is_killed_is_told_with_its_last_step_and_line(run_script, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_reported_with_its_last_step_and_line(run_script, tmp_path: Path) -> None:
     ended = run_script("""
         def train(model, loader, *rest):
             for batch, (x, y) in enumerate(loader):

@@ -38,7 +38,7 @@ def train(**options: Any) -> Any:
     ).start()  # fmt: skip
 
 
-def test_predictions_come_in_the_order_of_the_data_set_at_any_number_of_ranks() -> None:
+def test_predictions_have_the_order_of_the_data_set_at_any_number_of_ranks() -> None:
     result = train(procs=2, metrics=["accuracy"])
     new = table(61)
     model = result.load_model().eval()
@@ -113,7 +113,7 @@ def test_threads_are_those_of_the_run_at_any_number_of_ranks() -> None:
     assert torch.equal(result.predict(procs=1), result.predict(procs=2))
 
 
-def test_data_for_the_purpose_may_be_a_file_and_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_data_to_predict_may_be_a_file_and_missing_data_is_an_error(tmp_path: Path) -> None:
     table(61).to_csv(tmp_path / "new.csv", index=False)
     result = train(procs=1)
     assert result.predict(df=str(tmp_path / "new.csv")).shape == (61, 2)

@@ -104,7 +104,7 @@ def last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-15:])
 
 
-def test_a_failing_rank_is_told_with_place_error_line_and_log(script: Callable[[str], Path]) -> None:
+def test_a_failing_rank_is_reported_with_place_error_line_and_log(script: Callable[[str], Path]) -> None:
     path = script("""
         def train(model, train_loader, val_loader, device, num_epochs):
             def each(batch):
@@ -146,7 +146,7 @@ def test_an_error_in_a_dataloader_worker_shows_the_users_line(script: Callable[[
     assert f"{path}:{line}" in shown
 
 
-def test_a_killed_rank_is_said_in_words_and_the_others_are_gone(script: Callable[[str], Path]) -> None:
+def test_a_killed_rank_is_reported_in_words_and_the_others_have_ended(script: Callable[[str], Path]) -> None:
     path = script("""
         def train(model, train_loader, val_loader, device, num_epochs):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor that will not listen
@@ -165,7 +165,7 @@ def test_a_killed_rank_is_said_in_words_and_the_others_are_gone(script: Callable
     assert not processes_of(path.parent)
 
 
-def test_the_survivors_of_a_failure_are_gone_within_ten_seconds(script, background) -> None:
+def test_the_survivors_of_a_failure_end_within_ten_seconds(script, background) -> None:
     path = script("""
         def train(model, train_loader, val_loader, device, num_epochs):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -295,7 +295,7 @@ def test_threads_are_cores_divided_by_ranks(script) -> None:
     assert ended.stdout.split("\n")[:3] == [f"{n} {max(1, cores // n)}" for n in (1, 2, 4)], ended.stderr
 
 
-def test_idle_threads_of_several_ranks_do_not_spin_unless_the_user_says_so(
+def test_idle_threads_of_several_ranks_do_not_spin_unless_the_user_sets_it(
     script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
@@ -324,7 +324,7 @@ def test_a_run_folder_is_not_written_over(script) -> None:
     assert (path.parent / "here" / "result.json").exists()
 
 
-def test_sys_exit_inside_a_rank_is_a_failure_that_is_told(script) -> None:
+def test_sys_exit_inside_a_rank_is_reported_as_a_failure(script) -> None:
     path = script("""
         start(lambda *arguments: sys.exit(0))
     """)
@@ -351,7 +351,7 @@ def test_a_rank_that_ends_without_a_word_is_not_taken_for_done(script) -> None:
     assert "Connection" not in shown
 
 
-def test_threads_and_exit_handlers_of_the_users_libraries_come_to_their_end(script) -> None:
+def test_threads_and_exit_handlers_of_the_users_libraries_run_to_their_end(script) -> None:
     path = script("""
         import atexit, threading
 

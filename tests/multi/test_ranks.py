@@ -29,8 +29,8 @@ def about_this_rank(model: Any, train_loader: Any, val_loader: Any, device: Any,
 
 def tell(**options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"train_fn": about_this_rank, "batch_size": 1, "num_epochs": 1, **options}
-    told: dict[str, Any] = Trainer(lambda: nn.Linear(1, 1), lambda: list(range(40)), **given).start().value
-    return told
+    warning: dict[str, Any] = Trainer(lambda: nn.Linear(1, 1), lambda: list(range(40)), **given).start().value
+    return warning
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_next_run_comes_from_the_same_fork_server_and_knows_the_launcher_of_its_own_time(
+def test_the_next_run_starts_from_the_same_fork_server_with_its_own_launcher(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = tell()
@@ -104,11 +104,11 @@ def test_a_fork_server_that_was_killed_between_runs_is_replaced() -> None:
 
 
 def test_a_rank_begins_as_a_process_of_its_own() -> None:
-    told = tell()
-    assert told["signals"] == [str(signal.SIG_DFL), str(signal.SIG_DFL)]
-    assert told["group"]
-    assert told["name"] == "paceline-rank-0"
-    assert psutil.Process(told["fork_server"]).name() == "paceline-forker"
+    warning = tell()
+    assert warning["signals"] == [str(signal.SIG_DFL), str(signal.SIG_DFL)]
+    assert warning["group"]
+    assert warning["name"] == "paceline-rank-0"
+    assert psutil.Process(warning["fork_server"]).name() == "paceline-forker"
 
 
 def test_a_fork_server_that_still_imports_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_fork_server_that_still_imports_ends_with_a_launcher_that_is_killed(tm
     assert not is_left
 
 
-def test_nothing_is_left_when_the_script_ends_and_nothing_is_said(tmp_path: Path) -> None:
+def test_nothing_is_left_or_printed_when_the_script_ends(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(
         "import os\nfrom torch import nn\nfrom paceline import Trainer\n"

@@ -19,7 +19,7 @@ def train(recipe: str, procs: int, **keys: Any) -> paceline.Result:
     return paceline.Trainer.from_config(config, path.parent).start()
 
 
-def test_lm_learns_alike_on_1_and_2_processes_and_writes(tmp_path: Path) -> None:
+def test_lm_learns_identically_on_1_and_2_processes_and_writes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 100)
     keys = {
         "model_args": {"width": 16, "depth": 1, "heads": 2, "context": 16},
@@ -34,7 +34,7 @@ def test_lm_learns_alike_on_1_and_2_processes_and_writes(tmp_path: Path) -> None
     assert len(text) == 26
 
 
-def test_text_trains_alike_on_1_and_2_processes_and_comes_back_from_pretrained(
+def test_text_trains_identically_on_1_and_2_processes_and_loads_from_pretrained(
     tiny_encoder: str, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -49,13 +49,13 @@ def test_a_run_whose_folder_is_moved_stays_whole_and_restarts_there(run: Any) ->
     assert run("paceline", "status", "elsewhere").stdout.splitlines()[-1].startswith("finished: ")
 
 
-def test_a_run_whose_folder_is_deleted_says_what_is_lost_when_a_rank_dies() -> None:
+def test_a_run_whose_folder_is_deleted_reports_what_is_lost_when_a_rank_dies() -> None:
     folder = Path("run").resolve()
-    said = f"{folder} was deleted while the run was training, so its ranks cannot start again; "
+    message = f"{folder} was deleted while the run was training, so its ranks cannot start again; "
     with pytest.raises(RankFailed) as caught:
         start(dataset_fn=disturbing(lambda: (shutil.rmtree(folder), kill())))
     assert "SIGKILL" in str(caught.value)
-    assert str(caught.value).endswith(f"{said}no checkpoint is left; begin a new run")
+    assert str(caught.value).endswith(f"{message}no checkpoint is left; begin a new run")
     assert events("restarted") == []
 
 

@@ -51,7 +51,7 @@ def test_a_rank_that_is_always_killed_is_given_up_after_max_restarts() -> None:
     assert lives() == 3
 
 
-def test_restarts_are_counted_anew_when_the_run_has_progressed(undisturbed: dict) -> None:
+def test_restarts_are_counted_from_zero_when_the_run_has_progressed(undisturbed: dict) -> None:
     log = Path("fetched").resolve()
     result = start(
         dataset_fn=lambda: Disturbed(log, [2, 4], KILL), checkpoint={"every_steps": 1}, max_restarts=1, procs=1

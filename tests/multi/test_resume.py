@@ -99,7 +99,7 @@ def test_a_teacher_and_a_loss_with_state_resume_on_other_numbers_of_ranks() -> N
     assert resumed.weights_sha256 == whole.weights_sha256
 
 
-def test_a_finished_run_goes_on_when_there_is_more_to_do() -> None:
+def test_a_finished_run_resumes_when_there_is_more_to_do() -> None:
     steady = {"schedule": {"name": "constant"}}
     whole = start(**steady, run_dir="whole")
     start(**steady, num_epochs=2)
@@ -110,7 +110,7 @@ def test_a_finished_run_goes_on_when_there_is_more_to_do() -> None:
     assert outcome(again) == outcome(whole)
 
 
-def test_a_run_that_max_steps_cut_short_goes_on_in_the_middle_of_its_epoch() -> None:
+def test_a_run_that_max_steps_cut_short_resumes_in_the_middle_of_its_epoch() -> None:
     steady = {"schedule": {"name": "constant"}}
     whole = start(**steady, run_dir="whole", num_epochs=2)
     start(**steady, num_epochs=2, max_steps=10)
@@ -145,7 +145,7 @@ class Odd(torch.nn.Module):
         return pixels @ (self.first + self.second).t() + self.wide.abs().sum().float()
 
 
-def test_a_model_with_an_odd_state_ends_and_goes_on_as_any_other() -> None:
+def test_a_model_with_an_unusual_state_ends_and_resumes_as_any_other() -> None:
     whole = start(model_fn=Odd, run_dir="whole")
     stop_step(model_fn=Odd, dataset_fn=stopping(1), procs=2)
     result = start(model_fn=Odd, resume="auto", procs=1)
@@ -270,7 +270,7 @@ def data_on_a_full_disk() -> Images:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"lanes": 8}, "lanes=8 but the run began with lanes=4"),
         ({"batch_size": 5, "procs": 2}, r"batch_size=5 but .*step-00000004 was made with batch_size=3"),
@@ -282,19 +282,19 @@ def data_on_a_full_disk() -> Images:
         ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, two checkpoints need"),
     ],
 )
-def test_what_does_not_fit_is_said_with_both_values_and_changes_nothing(
-    behind: Path, changes: dict[str, Any], said: str
+def test_a_conflict_with_the_checkpoint_is_an_error_with_both_values_and_changes_nothing(
+    behind: Path, changes: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(behind, "run")
     before = listing()
     assert {"run/result.json", "run/events.jsonl", "run/checkpoints/.step-00000009.partial"} <= before.keys()
     assert any(name.startswith("run/tensorboard/") for name in before)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         start(**changes, resume="auto")
     assert listing() == before
 
 
-def test_other_shapes_are_said_with_both_values() -> None:
+def test_other_shapes_are_an_error_with_both_values() -> None:
     start(num_epochs=1, model_fn=layer_net, ema=None)
 
     def wider() -> torch.nn.Module:

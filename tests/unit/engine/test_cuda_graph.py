@@ -187,7 +187,7 @@ def test_a_tensor_with_a_history_belongs_to_its_step() -> None:
     assert host.first_change() is None
 
 
-def test_what_a_failed_recording_has_left_behind_is_gone() -> None:
+def test_a_failed_recording_leaves_nothing_behind() -> None:
     model = Keeping()
     host = HostState(model)
     model.seen = [torch.zeros(1)]
@@ -203,7 +203,7 @@ def test_what_a_failed_recording_has_left_behind_is_gone() -> None:
 # --- the first cause ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_cause_is_told_with_the_users_line() -> None:
+def test_the_first_cause_is_reported_with_the_users_line() -> None:
     def user() -> None:
         json.loads("nothing")
 
@@ -252,12 +252,12 @@ class Fake(StepGraph):
         exchanged: Callable[..., list[int]] | None = None,
     ) -> None:
         """Batches may have several forms where there is a single rank, unless it is said otherwise."""
-        self.said, self.done, self.reason = list[str](), list[str](), None
+        self.warned, self.done, self.reason = list[str](), list[str](), None
         world = fake_world(size=ranks, exchanged=exchanged)
         super().__init__(
             lambda *_: torch.zeros(1), nn.Linear(1, 1), config, world, DeviceClock(is_alone=ranks == 1),
             full_step=BATCH * LANES * ranks, has_one_form=ranks > 1 if has_one_form is None else has_one_form,
-            obstacle=obstacle, is_in_ddp=is_in_ddp, warn=self.said.append,
+            obstacle=obstacle, is_in_ddp=is_in_ddp, warn=self.warned.append,
         )  # fmt: skip
 
     def _record(
@@ -271,7 +271,7 @@ class Fake(StepGraph):
         self.done.append("replay with marks" if recording.marks else "replay")
         return torch.ones(1)
 
-    def ride(self, *, samples: int = BATCH, width: int = 3, step_samples: int | None = None) -> bool:
+    def take_step(self, *, samples: int = BATCH, width: int = 3, step_samples: int | None = None) -> bool:
         """Whether the step was replayed."""
         total = step_samples if step_samples is not None else samples * LANES
         lanes = [Lane(0, lane, samples, total, list(range(samples))) for lane in range(LANES)]
@@ -281,21 +281,21 @@ class Fake(StepGraph):
 @pytest.mark.parametrize(("is_in_ddp", "steps"), [(False, WARM_UP), (True, WARM_UP_IN_DDP)])
 def test_a_step_is_recorded_once_after_those_that_warm_up(make_config: MakeConfig, is_in_ddp: bool, steps: int) -> None:
     graph = Fake(make_config(batch_size=BATCH), is_in_ddp=is_in_ddp)
-    assert [graph.ride() for _ in range(steps + 3)] == [False] * steps + [True] * 3
+    assert [graph.take_step() for _ in range(steps + 3)] == [False] * steps + [True] * 3
     assert graph.done == ["record", "replay", "replay", "replay"]
-    assert graph.said == []
+    assert graph.warned == []
 
 
 def test_short_steps_are_taken_eagerly_and_do_not_count(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP):
-        assert not graph.ride(samples=BATCH - 1)
-        assert not graph.ride()
-    assert not graph.ride(samples=BATCH - 1)
+        assert not graph.take_step(samples=BATCH - 1)
+        assert not graph.take_step()
+    assert not graph.take_step(samples=BATCH - 1)
     assert graph.done == []
-    assert graph.ride()
-    assert not graph.ride(samples=BATCH - 1)
-    assert graph.ride()
+    assert graph.take_step()
+    assert not graph.take_step(samples=BATCH - 1)
+    assert graph.take_step()
 
 
 def test_a_step_that_is_short_on_another_rank_is_short_here(make_config: MakeConfig) -> None:
@@ -303,35 +303,35 @@ def test_a_step_that_is_short_on_another_rank_is_short_here(make_config: MakeCon
     graph = Fake(make_config(batch_size=BATCH), ranks=2)
     full = BATCH * LANES * 2
     for _ in range(WARM_UP + 2):
-        assert not graph.ride(step_samples=full - 1)  # this rank's lanes are full
+        assert not graph.take_step(step_samples=full - 1)  # this rank's lanes are full
     assert graph.steps_to_wait == WARM_UP
-    assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
+    assert [graph.take_step(step_samples=full) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
 
 
-def test_batches_of_another_form_are_recorded_when_they_have_come_several_times(make_config: MakeConfig) -> None:
+def test_batches_of_another_form_are_recorded_when_they_have_occurred_several_times(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
-    assert [graph.ride() for _ in range(WARM_UP + 1)][-1]
-    assert [graph.ride(width=5) for _ in range(RECORD_AT + 1)] == [False] * (RECORD_AT - 1) + [True] * 2
-    assert graph.ride()
+    assert [graph.take_step() for _ in range(WARM_UP + 1)][-1]
+    assert [graph.take_step(width=5) for _ in range(RECORD_AT + 1)] == [False] * (RECORD_AT - 1) + [True] * 2
+    assert graph.take_step()
     assert graph.done == ["record", "replay", "record", "replay", "replay", "replay"]
 
 
 def test_there_is_an_end_to_recordings(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + RECORD_AT):
-        steps = [graph.ride(width=width) for width in range(1, MAX_FORMS + 6)]
+        steps = [graph.take_step(width=width) for width in range(1, MAX_FORMS + 6)]
     assert sum(steps) == MAX_FORMS
 
 
-def test_another_form_that_cannot_be_recorded_is_taken_eagerly_and_told_once(make_config: MakeConfig) -> None:
+def test_another_form_that_cannot_be_recorded_runs_eagerly_with_one_warning(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + 1):
-        graph.ride()
+        graph.take_step()
     graph.reason = "no room"
-    assert not any(graph.ride(width=width) for width in (5, 6) for _ in range(RECORD_AT + 2))
-    assert graph.ride()
+    assert not any(graph.take_step(width=width) for width in (5, 6) for _ in range(RECORD_AT + 2))
+    assert graph.take_step()
     assert graph.done.count("record") == 3
-    assert graph.said == ["steps with batches of some shapes are not CUDA graphs but run kernel by kernel: no room"]
+    assert graph.warned == ["steps with batches of some shapes are not CUDA graphs but run kernel by kernel: no room"]
 
 
 def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(make_config: MakeConfig) -> None:
@@ -339,11 +339,11 @@ def test_several_ranks_replay_one_form_only_and_all_of_them_or_none(make_config:
     other = 0
     graph = Fake(make_config(batch_size=BATCH), ranks=2, has_one_form=False, exchanged=lambda mine: [max(mine, other)])
     full = BATCH * LANES * 2
-    assert [graph.ride(step_samples=full) for _ in range(WARM_UP + 2)][-2:] == [True, True]
-    assert not any(graph.ride(step_samples=full, width=5) for _ in range(RECORD_AT + 1))
-    assert graph.ride(step_samples=full)
+    assert [graph.take_step(step_samples=full) for _ in range(WARM_UP + 2)][-2:] == [True, True]
+    assert not any(graph.take_step(step_samples=full, width=5) for _ in range(RECORD_AT + 1))
+    assert graph.take_step(step_samples=full)
     other = 1  # the other rank has another form
-    assert not graph.ride(step_samples=full)
+    assert not graph.take_step(step_samples=full)
     assert graph.done.count("record") == 1
 
 
@@ -352,15 +352,15 @@ def test_a_step_is_recorded_with_marks_once_there_was_time_for_it(
 ) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     monkeypatch.setattr(DeviceClock, "is_sampling", True)
-    assert [graph.ride() for _ in range(WARM_UP)] == [False] * WARM_UP
+    assert [graph.take_step() for _ in range(WARM_UP)] == [False] * WARM_UP
     monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
-    graph.ride()
+    graph.take_step()
     graph._looks_to_wait = 1
     for _ in range(3):
-        graph.ride()
-    assert [graph.ride(width=5) for _ in range(RECORD_AT)][-1]  # of which there is none with marks
+        graph.take_step()
+    assert [graph.take_step(width=5) for _ in range(RECORD_AT)][-1]  # of which there is none with marks
     monkeypatch.setattr(DeviceClock, "is_sampling", False)
-    graph.ride()
+    graph.take_step()
     assert graph.done == [
         "record", "record with marks", "replay",  # nothing was waited for
         "replay with marks", "replay with marks", "replay with marks", "record", "replay", "replay",
@@ -373,28 +373,28 @@ def test_a_recording_with_marks_that_fails_is_not_tried_again(
     monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     graph = Fake(make_config(batch_size=BATCH))
     for _ in range(WARM_UP + 1):
-        graph.ride()
+        graph.take_step()
     monkeypatch.setattr(DeviceClock, "is_sampling", True)
     graph.reason = "no room"
-    assert all(graph.ride() for _ in range(3))
+    assert all(graph.take_step() for _ in range(3))
     assert graph.done.count("record with marks") == 1
     assert graph.done[-3:] == ["replay"] * 3
 
 
-def test_a_recording_that_fails_is_told_once_and_not_tried_again(make_config: MakeConfig) -> None:
+def test_a_recording_that_fails_warns_once_and_is_not_tried_again(make_config: MakeConfig) -> None:
     graph = Fake(make_config(batch_size=BATCH))
     graph.reason = "the model is shy"
-    assert not any(graph.ride() for _ in range(WARM_UP + 4))
+    assert not any(graph.take_step() for _ in range(WARM_UP + 4))
     assert graph.done == ["record"]
-    assert graph.said == ["steps are not CUDA graphs but run kernel by kernel: the model is shy"]
+    assert graph.warned == ["steps are not CUDA graphs but run kernel by kernel: the model is shy"]
 
 
-def test_an_obstacle_is_told_at_once_and_nothing_is_tried(make_config: MakeConfig) -> None:
-    graph = Fake(make_config(batch_size=BATCH), obstacle="gloo sends gradients through the host")
-    assert graph.said == ["steps are not CUDA graphs but run kernel by kernel: gloo sends gradients through the host"]
-    assert not any(graph.ride() for _ in range(WARM_UP + 2))
+def test_an_obstacle_is_reported_at_once_and_nothing_is_tried(make_config: MakeConfig) -> None:
+    graph = Fake(make_config(batch_size=BATCH), obstacle="gloo sums on the host")
+    assert graph.warned == ["steps are not CUDA graphs but run kernel by kernel: gloo sums on the host"]
+    assert not any(graph.take_step() for _ in range(WARM_UP + 2))
     assert graph.done == []
-    assert len(graph.said) == 1
+    assert len(graph.warned) == 1
 
 
 # --- the whole of it, on a device that only pretends ------------------------------------------------------------------
@@ -480,17 +480,17 @@ class Work:
 def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, said = Device(), list[str]()
+    device, message = Device(), list[str]()
     device.install(monkeypatch)
     monkeypatch.setattr("paceline.engine.cuda_graph.RECORDING_COST_FACTOR", 0)
     clock = DeviceClock(is_alone=True)
     work, world = Work(clock, device), world_of(device="cuda:0")
     graph = StepGraph(
         work, nn.Linear(1, 1), make_config(batch_size=BATCH), world, clock,
-        full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, warn=said.append,
+        full_step=BATCH * LANES, has_one_form=False, obstacle=None, is_in_ddp=False, warn=message.append,
     )  # fmt: skip
 
-    def ride(width: int, value: float = 0.0) -> bool:
+    def take_step(width: int, value: float = 0.0) -> bool:
         lanes = [Lane(0, lane, BATCH, BATCH * LANES, list(range(BATCH))) for lane in range(LANES)]
         inputs = [LaneInputs((torch.full((BATCH, width), value),), None, None) for _ in lanes]
         clock.enter(FORWARD)
@@ -501,34 +501,34 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
         clock.enter(DATA)
         return is_replayed
 
-    assert [ride(3) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
+    assert [take_step(3) for _ in range(WARM_UP + 1)] == [False] * WARM_UP + [True]
     assert device.log == ["record in pool 0"] * LANES + ["replay"] * LANES
     assert device.state == "state'"
 
     work.shy = 4  # fails, and leaves the memory that it was recorded in to others
-    assert not any(ride(4) for _ in range(RECORD_AT + 1))
-    [told] = said
-    assert "shapes are not CUDA graphs but run kernel by kernel: operation not permitted" in told
-    assert [ride(5) for _ in range(RECORD_AT)][-1]
+    assert not any(take_step(4) for _ in range(RECORD_AT + 1))
+    [warning] = message
+    assert "shapes are not CUDA graphs but run kernel by kernel: operation not permitted" in warning
+    assert [take_step(5) for _ in range(RECORD_AT)][-1]
     assert device.log[-LANES - 1] == "record in pool 1"
     other = device.state
     assert other != "state'"
-    assert ride(3, value=7.0)
+    assert take_step(3, value=7.0)
     assert device.state == "state'"
     form = next(iter(graph._recordings))
     assert all(torch.equal(tensor, torch.full((BATCH, 3), 7.0)) for tensor in graph._recordings[form].inputs)
-    assert ride(5)
+    assert take_step(5)
     assert device.state == other
 
     clock.sample_next_step()
-    ride(3)
-    ride(3)  # is recorded with marks, and replayed without
+    take_step(3)
+    take_step(3)  # is recorded with marks, and replayed without
     assert math.isnan(clock.mean_ms(1)[-1])
     clock.sample_next_step()
-    ride(3)
-    ride(3)
+    take_step(3)
+    take_step(3)
     assert clock.mean_ms(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
     clock.sample_next_step()
-    ride(3)
-    ride(5)  # of which there is none with marks
+    take_step(3)
+    take_step(5)  # of which there is none with marks
     assert clock.mean_ms(1)[2:] == [LANES + 1, LANES, 0, 1, 1]

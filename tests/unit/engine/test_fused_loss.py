@@ -175,7 +175,7 @@ def test_it_is_one_operator_of_a_compiled_function() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (False, False)])
-def test_the_operator_is_what_it_tells_the_compiler(wanted: tuple[bool, bool]) -> None:
+def test_the_fake_operator_has_the_shapes_of_the_real_one(wanted: tuple[bool, bool]) -> None:
     problem = Problem(6)
     inputs = problem.hidden, problem.weight, problem.target, -100, 4, torch.float64, *wanted
     torch.library.opcheck(fused_loss._op, inputs, test_utils=("test_schema", "test_faketensor"))

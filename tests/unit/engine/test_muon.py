@@ -37,7 +37,7 @@ def test_it_is_public() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 4, 16), (1, 16, 4)])
-def test_singular_values_come_near_to_one(shape: tuple[int, ...]) -> None:
+def test_singular_values_are_close_to_one(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
     values = torch.linalg.svdvals(orthogonal(matrices, 5))
     assert values.max() < 1.3
@@ -179,7 +179,7 @@ def test_the_layout_of_filters_changes_no_bit() -> None:
     assert all(map(torch.equal, *outcomes))
 
 
-def test_a_loaded_state_goes_on_to_the_same_bits() -> None:
+def test_a_loaded_state_continues_to_the_same_bits() -> None:
     model = with_gradients()
     optimizer = Muon(Muon.groups_of(model))
     optimizer.step()
@@ -209,7 +209,7 @@ def test_parameters_without_gradients_stay() -> None:
         ({"ns_steps": 0}, "ns_steps >= 1"),
     ],
 )
-def test_wrong_settings_are_said(options: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Muon([torch.zeros(2, 2)], **options)
 

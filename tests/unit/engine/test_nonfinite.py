@@ -55,11 +55,11 @@ class Run:
     def __init__(self, model: nn.Module, *, lanes: int = 1, loss_fn: Any = nn.functional.cross_entropy, **keys: Any):
         options = {"optimizer": ADAMW, "model_fn": normed, "dataset_fn": list, "loss_fn": loss_fn, **keys}
         config = build(options)
-        self.model, self.lanes, self.said = model, lanes, list[str]()
+        self.model, self.lanes, self.warned = model, lanes, list[str]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.stepper = Stepper(
             PlainModel(model), optimizer, config, Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step),
-            lanes_per_rank=lanes, world=HERE, warn=self.said.append,
+            lanes_per_rank=lanes, world=HERE, warn=self.warned.append,
         )  # fmt: skip
 
     def take(self, step: int, *batches: Batch) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_weights_optimizer_average_and_buffers_stay_as_they_were(poison: float, 
     assert run.state() != before
 
 
-def test_training_goes_on_as_a_plain_loop_that_leaves_the_step_out() -> None:
+def test_training_continues_as_a_plain_loop_that_leaves_the_step_out() -> None:
     run = Run(normed())
     for step in range(5):
         run.take(step, batch(step, float("nan") if step in (1, 3) else None))
@@ -134,7 +134,7 @@ def test_training_goes_on_as_a_plain_loop_that_leaves_the_step_out() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     torch.testing.assert_close(dict(run.model.state_dict()), dict(model.state_dict()))
-    assert len(run.said) == 2
+    assert len(run.warned) == 2
 
 
 def test_a_run_without_bad_steps_has_the_bits_that_it_has_without_the_check() -> None:
@@ -150,10 +150,10 @@ def test_off_lets_it_through() -> None:
     run = Run(normed(), nan="off")
     assert run.take(0, batch(0, float("nan"))).isnan().any()
     assert run.model[0].weight.isnan().all()
-    assert run.said == []
+    assert run.warned == []
 
 
-def test_buffers_that_a_forward_pass_replaces_come_back() -> None:
+def test_buffers_that_a_forward_pass_replaces_are_restored() -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,10 +190,10 @@ def test_a_bad_loss_counts_even_where_no_gradient_shows_it() -> None:
     x, y = batch(0)
     run.take(0, (x, torch.where(y == y[0], torch.nan, y)))
     assert run.state() == before
-    assert "loss nan" in run.said[0]
+    assert "loss nan" in run.warned[0]
 
 
-def test_a_vote_for_the_step_changes_no_bit_of_the_gradients() -> None:
+def test_the_nan_flag_of_a_good_step_changes_no_bit_of_the_gradients() -> None:
     guard = Run(normed()).stepper.guard
     gradient = torch.tensor([-0.0])
     guard.begin()
@@ -210,7 +210,7 @@ def test_infinite_gradients_of_a_finite_loss_are_traced_to_their_lane() -> None:
     before = run.state()
     run.take(6, batch(0), batch(1, 60.0), batch(2))
     assert run.state() == before
-    assert run.said == [
+    assert run.warned == [
         "step 7 is skipped, it is not finite: rank 0, lane 1: gradients, samples 1004, 1005, 1006, 1007"
     ]
     run.take(7, batch(0), batch(1), batch(2))
@@ -220,14 +220,14 @@ def test_infinite_gradients_of_a_finite_loss_are_traced_to_their_lane() -> None:
 def test_a_count_that_is_no_number_is_a_bad_loss() -> None:
     run = Run(normed(), loss_fn=lambda output, target: Sum(output.sum(), torch.tensor(torch.nan)))
     run.take(0, batch(0))
-    assert "lane 0: loss nan" in run.said[0]
+    assert "lane 0: loss nan" in run.warned[0]
 
 
 def test_a_lane_without_samples_has_no_say() -> None:
     run = Run(normed(), lanes=2, find_unused_parameters=True)
     lanes = [Lane(0, 0, BATCH, BATCH, [0, 1, 2, 3], batch(0)), Lane(0, 1, 0, BATCH, [0, 1, 2, 3], batch(1, torch.nan))]
     assert run.stepper.take(StepInputs(0, 0, lanes, ends_epoch=False, ends_run=False)).lane_losses[0, 1] == BATCH
-    assert run.said == []
+    assert run.warned == []
 
 
 def test_gradients_of_all_kinds_are_looked_at() -> None:
@@ -251,16 +251,18 @@ def test_gradients_of_all_kinds_are_looked_at() -> None:
 def test_the_warning_names_step_rank_lane_loss_and_samples() -> None:
     run = Run(normed(), lanes=2)
     run.take(4, batch(0), batch(1, float("nan")))
-    assert run.said == ["step 5 is skipped, it is not finite: rank 0, lane 1: loss nan, samples 1004, 1005, 1006, 1007"]
+    assert run.warned == [
+        "step 5 is skipped, it is not finite: rank 0, lane 1: loss nan, samples 1004, 1005, 1006, 1007"
+    ]
 
 
 def test_long_lists_are_cut() -> None:
     x, y = batch(0, float("nan"))
     run = Run(normed(), lanes=6)
     run.take(0, *[(x.repeat(3, 1), y.repeat(3))] * 6)
-    assert "1007 and 4 more" in run.said[0]
-    assert run.said[0].count("lane ") == 4
-    assert run.said[0].endswith("; and 2 more lanes")
+    assert "1007 and 4 more" in run.warned[0]
+    assert run.warned[0].count("lane ") == 4
+    assert run.warned[0].endswith("; and 2 more lanes")
 
 
 def test_stop_ends_at_the_first_bad_step_and_leaves_the_weights() -> None:
@@ -269,7 +271,7 @@ def test_stop_ends_at_the_first_bad_step_and_leaves_the_weights() -> None:
     with pytest.raises(NotFinite, match=r"nan=stop and step 1 is not finite: rank 0, lane 0: loss nan, samples 1000, "):
         run.take(0, batch(0, float("nan")))
     assert run.state() == before
-    assert run.said == []
+    assert run.warned == []
 
 
 def test_the_limit_counts_steps_in_a_row_and_goes_into_checkpoints() -> None:
@@ -281,7 +283,7 @@ def test_the_limit_counts_steps_in_a_row_and_goes_into_checkpoints() -> None:
     resumed.stepper.set_counters(run.stepper.counters())
     with pytest.raises(NotFinite, match=r"nan_limit=3 steps in a row were not finite, the last was step 6: rank 0"):
         resumed.take(5, batch(5, torch.nan))
-    assert len(resumed.said) == 1
+    assert len(resumed.warned) == 1
 
 
 # --- fp16 -----------------------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_fp16_skips_in_silence_until_its_scale_fits() -> None:
     assert skipped > 0
     assert run.stepper.counters() == {"skipped_in_a_row": 0, "scale": 2.0 ** (16 - skipped), "good_steps": 1}
     assert run.state() != before
-    assert run.said == []
+    assert run.warned == []
 
 
 def test_fp16_gives_nearly_the_gradients_of_fp32() -> None:
@@ -307,10 +309,10 @@ def test_fp16_gives_nearly_the_gradients_of_fp32() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=1e-3)
 
 
-def test_a_bad_loss_in_fp16_is_told_and_is_not_the_scales_fault() -> None:
+def test_a_bad_loss_in_fp16_is_reported_and_leaves_the_scale_as_it_is() -> None:
     run = Run(normed(), precision="fp16")
     run.take(0, batch(0, torch.nan))
-    assert "loss nan" in run.said[0]
+    assert "loss nan" in run.warned[0]
     assert run.stepper.counters()["scale"] == 2.0**16
 
 
@@ -337,7 +339,7 @@ def test_the_scale_doubles_after_good_steps_and_goes_into_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("message", ["\"foo\" not implemented for 'Half'", "could not create a primitive descriptor"])
-def test_an_operator_that_fp16_lacks_is_told_with_advice(message: str) -> None:
+def test_an_operator_that_fp16_lacks_is_an_error_with_advice(message: str) -> None:
     def lacking(output: torch.Tensor, target: torch.Tensor) -> Callable[..., Any]:
         raise RuntimeError(message)
 

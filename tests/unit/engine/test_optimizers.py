@@ -99,7 +99,7 @@ def frozen_later(model: torch.nn.Linear) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("optimizer_fn", "said"),
+    ("optimizer_fn", "message"),
     [
         (lambda model: [], "optimizer_fn returned a list; it must return an Optimizer"),
         (
@@ -110,8 +110,8 @@ def frozen_later(model: torch.nn.Linear) -> torch.optim.Optimizer:
         (lambda model: torch.optim.SGD([torch.zeros(1)], lr=0.1), "of other parameters; use those of the model"),
     ],
 )
-def test_an_optimizer_fn_that_cannot_be_used_is_an_error(make_config: MakeConfig, optimizer_fn: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_unsuitable_optimizer_fn_is_an_error(make_config: MakeConfig, optimizer_fn: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_optimizer(make_config(optimizer_fn=optimizer_fn), torch.nn.Linear(2, 1))
 
 

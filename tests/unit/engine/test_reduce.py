@@ -55,14 +55,14 @@ def test_any_division_into_ranks_gives_the_same_bits_with_empty_lanes_too(is_rid
 
     def branch(first: int, last: int) -> torch.Tensor:
         """What a rank that rides these lanes sends: the identity of addition where all are empty."""
-        ridden = [lane for lane in range(first, last) if is_ridden[lane]]
+        run_lanes = [lane for lane in range(first, last) if is_ridden[lane]]
         lane_sum = LaneSum(last - first)
-        for lane in ridden[:-1]:
+        for lane in run_lanes[:-1]:
             lane_sum.add(lane - first, [values[lane].clone()])
-        if not ridden:
+        if not run_lanes:
             return torch.full((7,), -0.0)
-        total = values[ridden[-1]].clone()
-        for part in lane_sum.remaining(ridden[-1] - first):
+        total = values[run_lanes[-1]].clone()
+        for part in lane_sum.remaining(run_lanes[-1] - first):
             total += part[0]
         return total
 
@@ -118,7 +118,7 @@ def test_compressed_sums_travel_in_half_the_bytes_and_land_in_their_tensor(compr
 
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
-def test_votes_survive_compression(compression: str) -> None:
+def test_the_nan_flag_survives_compression(compression: str) -> None:
     tensor = torch.tensor([math.nan, 1.0, math.inf])
     pair(compression).start(tensor).wait()
     assert tensor.isfinite().tolist() == [False, True, False]
@@ -137,7 +137,7 @@ def test_a_single_rank_compresses_nothing() -> None:
     assert Reduction(world, exact=False, compression="powersgd").compression == "none"
 
 
-def test_sums_after_backward_lie_as_their_parameters_do() -> None:
+def test_sums_after_backward_have_the_strides_of_their_parameters() -> None:
     """A fused optimizer takes both as they lie in memory."""
     world = world_of()
     like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)

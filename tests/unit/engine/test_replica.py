@@ -26,7 +26,7 @@ def filters() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 1), nn.ConvTranspose2d(8, 2, 2), nn.Conv2d(2, 1, 1))
 
 
-def test_filters_lie_by_channels_with_the_strides_that_their_gradients_have(make_config: MakeConfig) -> None:
+def test_channels_last_filters_have_the_strides_of_their_gradients(make_config: MakeConfig) -> None:
     model = place_model(filters(), make_config(channels_last=True), CPU)
     for module in model:
         expected = torch.empty(module.weight.shape, memory_format=torch.channels_last)
@@ -99,7 +99,7 @@ def test_buffers_that_share_memory_stay_so_and_expanded_ones_get_their_own(make_
     assert model.broad.tolist() == [[0.0, 1.0, 2.0], [7.0] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
 
 
-def test_empty_buffers_do_not_come_to_share_memory(make_config: MakeConfig) -> None:
+def test_empty_buffers_do_not_share_memory(make_config: MakeConfig) -> None:
     class Observer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,9 +154,7 @@ def test_shared_statistics_need_a_gpu(make_config: MakeConfig) -> None:
         replicate(nn.BatchNorm1d(2), config, world_of())
 
 
-def test_matrices_of_low_rank_need_filters_that_lie_row_by_row(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_powersgd_needs_contiguous_filters(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "_in_ddp", lambda model, config, world: PlainModel(model))
     config = make_config(compression="powersgd", exact=False, channels_last=True)
     with pytest.raises(ConfigError, match=r"compression=powersgd cannot .*; set channels_last: false"):

@@ -258,7 +258,7 @@ def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_no
 
 @pytest.mark.usefixtures("without_fsync")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_rank_goes_on_with_its_part_of_a_whole_checkpoint(
+def test_a_rank_resumes_with_its_part_of_a_whole_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make(name)

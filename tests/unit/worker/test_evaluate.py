@@ -26,7 +26,7 @@ def measured(config: Config) -> dict[str, float]:
     return Evaluator(Feed(UNLABELLED, config, HERE), config, HERE).measure(nn.Linear(3, 2), lambda done, total: None)
 
 
-def test_samples_without_labels_are_told_by_the_measure_that_needs_them(make_config: MakeConfig) -> None:
+def test_samples_without_labels_are_an_error_of_the_measure_that_needs_them(make_config: MakeConfig) -> None:
     with pytest.raises(DataError, match=r"no labels, and val_loss needs them .*; use paceline predict"):
         measured(make_config(loss_fn=nn.functional.cross_entropy, batch_size=2))
 
@@ -82,7 +82,7 @@ def tried(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "said"),
+    ("metric", "message"),
     [
         (Table(torch.ones(2, 2)), r"metrics\.mine computes a tensor of shape \(2, 2\); it must compute one number"),
         (Table({"a": 1.0}), r"metrics\.mine computes a dict; it must compute one number"),
@@ -90,8 +90,8 @@ def tried(config: Config) -> None:
         (Half(), r"metrics\.mine has a method compute, so it must have reset and update"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_the_first_step(make_config: MakeConfig, metric: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_metric_is_an_error_before_the_first_step(make_config: MakeConfig, metric: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         tried(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
 
 
@@ -151,7 +151,7 @@ class Growing(nn.Module):
         return x[:, :1].repeat(1, 1 + int(x[0, 0]))
 
 
-def test_outputs_that_fit_no_table_are_told(make_config: MakeConfig) -> None:
+def test_outputs_that_fit_no_table_are_errors(make_config: MakeConfig) -> None:
     with pytest.raises(DataError, match=r"one row of output for each sample; 2 samples gave .* \(6,\); check"):
         predicted(make_config(batch_size=2), nn.Flatten(0), 4)
     with pytest.raises(DataError, match=r"outputs of one shape for all samples; there are \(1,\) and \(3,\)"):

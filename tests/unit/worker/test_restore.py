@@ -39,14 +39,14 @@ def found(stepper: Any) -> Any:
     return LoadedCheckpoint(Path("c"), SimpleNamespace(), [], state)  # type: ignore[arg-type]
 
 
-def test_each_group_goes_on_with_what_the_config_says_of_it_now(make_config: MakeConfig) -> None:
+def test_each_group_resumes_with_the_settings_of_the_present_config(make_config: MakeConfig) -> None:
     """Muon's groups differ in their settings: those of one must not come into the other."""
     rest = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "momentum": 0.5}
     before = stepper_of(make_config(optimizer={"name": "muon", "weight_decay": 0.1, "rest": rest}))
     config = make_config(optimizer={"name": "muon", "weight_decay": 0.3, "rest": {**rest, "momentum": 0.7}})
     after = stepper_of(config)
-    fit = restore(found(before), after, [])
-    assert fit.step == 1
+    train_state = restore(found(before), after, [])
+    assert train_state.step == 1
     assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.3, 0.0]
     assert [group["momentum"] for group in after.optimizer.param_groups] == [0.95, 0.7]
     assert [group["rest"] for group in after.optimizer.param_groups] == ["sgd", "sgd"]
@@ -54,7 +54,7 @@ def test_each_group_goes_on_with_what_the_config_says_of_it_now(make_config: Mak
     assert torch.equal(kept, before.optimizer.state[before.model.bias]["momentum_buffer"])
 
 
-def test_an_optimizer_of_the_users_own_goes_on_with_the_settings_of_the_checkpoint(make_config: MakeConfig) -> None:
+def test_a_user_defined_optimizer_resumes_with_the_settings_of_the_checkpoint(make_config: MakeConfig) -> None:
     def own(decay: float) -> Config:
         return make_config(optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay))
 
