@@ -175,7 +175,7 @@ def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
 
 @pytest.mark.parametrize("way", ["at once", "by pairs", "in bf16"])
 def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """What several GPUs would do: the steps go through DDP, its buckets, and NCCL, which has nobody to send to."""
+    """The code path of several GPUs: steps use DDP, its buckets, and NCCL with a single rank."""
     hooks = []
 
     class InDdp(step.Backward):

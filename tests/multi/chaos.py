@@ -162,7 +162,7 @@ class Chaos:
         return max((int(path.name[5:]) for path in self.run_dir.glob("checkpoints/step-*")), default=-1)
 
     def family(self, launcher: subprocess.Popen[str]) -> tuple[list[psutil.Process], list[psutil.Process]]:
-        """The fork server, and the ranks that come from it."""
+        """The fork server, and the ranks that it started."""
         try:
             fork_server = psutil.Process(launcher.pid).children()
             ranks = [child for one in fork_server for child in one.children()]

@@ -28,7 +28,7 @@ def count(path: Path) -> int:
 
 
 class Disturbed(Images):
-    """Acts when sample INDEX is fetched for the first, second … time, over all lives of the run."""
+    """Acts when sample INDEX is fetched for the first, second … time, over all attempts of the run."""
 
     def __init__(
         self, log: Path, visits: Sequence[int], act: Callable[[], None], size: int = ODD, augment: bool = True

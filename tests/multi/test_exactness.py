@@ -23,7 +23,7 @@ Outcomes = dict[str, dict[str, Any]]
 
 
 def run_matrix(folder: Path, procs: int, **options: Any) -> Outcomes:
-    """Train all cases on so many ranks, in processes of their own."""
+    """Train all cases on this number of ranks, in new processes."""
     folder.mkdir()
     out = folder / "outcomes.json"
     torchrun = Path(sys.executable).parent / "torchrun"

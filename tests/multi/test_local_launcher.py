@@ -1,4 +1,4 @@
-"""The local launcher: failures told, orphans impossible, nothing reachable from outside, many runs at once."""
+"""The local launcher: failures reported, orphans impossible, nothing reachable from outside, many runs at once."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_local_run_listens_on_loopback_only(script, background) -> None:
     family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
     assert len(family) == 4  # the launcher, the fork server, two ranks
     listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert listening  # the ranks do talk to each other
+    assert listening  # the ranks do communicate
     assert set(listening) <= {"127.0.0.1", "::1"}
 
 

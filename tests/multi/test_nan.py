@@ -55,7 +55,7 @@ def test_samples_of_a_split_are_named_by_their_index_in_the_whole_data_set() -> 
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_loss_whose_gradients_hide_it_is_skipped_by_all_ranks(unused: bool) -> None:
-    """clamp's gradient is zero for NaN: only the vote of the rank that saw the loss tells the others."""
+    """clamp's gradient is zero for NaN: only the NaN flag of the rank with the loss reaches the others."""
 
     class Missing(matrix.Images):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The user's own loop on real ranks: what the loaders give, what comes back, what the errors say."""
+"""The user's own loop on real ranks: the loaders, the return value, the errors."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def start(**options: Any) -> Any:
 
 
 def test_it_is_refused_with_its_place_where_it_would_break_a_promise() -> None:
-    """Also if the evaluation would call it, whose trial comes first."""
+    """Also if the evaluation would call it, which is tried first."""
     with pytest.raises(ConfigError, match=r"exact=true but .* calls allgather \(.*\.py:\d+\), .* exact: false"):
         start(lanes=2, model_args={"always": True}, val_fraction=0.2)
 

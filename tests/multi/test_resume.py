@@ -1,4 +1,4 @@
-"""A run that goes on: in the middle of an epoch, on other numbers of ranks, to the same bits."""
+"""A run that resumes: in the middle of an epoch, on other numbers of ranks, to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping on request: all ranks agree, save, and the run goes on later as if nothing had been."""
+"""Stopping on request: all ranks agree and save, and the run can be resumed to the same bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_terminal_that_closes_stops_a_run_which_loses_nothing(undisturbed: dic
     launcher = os.getpid()
 
     def hang_up() -> None:
-        for _ in range(3):  # the shell says so, and the system
+        for _ in range(3):  # from the shell, and from the system
             os.kill(launcher, signal.SIGHUP)
             time.sleep(0.3)
 

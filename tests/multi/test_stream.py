@@ -1,4 +1,4 @@
-"""Iterable data sets on real ranks: what is refused, lengths that differ, and runs that go on."""
+"""Iterable data sets on real ranks: what is refused, lengths that differ, and runs that are resumed."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_what_we_say_ourselves_needs_no_line() -> None:
 
 
 class Fake(StepGraph):
-    """Records and replays nothing, but says when."""
+    """Records and replays nothing, but keeps a list of these calls."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Fake(StepGraph):
         has_one_form: bool | None = None,
         exchanged: Callable[..., list[int]] | None = None,
     ) -> None:
-        """Batches may have several forms where there is a single rank, unless it is said otherwise."""
+        """Batches may have several forms on a single rank, unless `has_one_form` is given."""
         self.warned, self.done, self.reason = list[str](), list[str](), None
         world = fake_world(size=ranks, exchanged=exchanged)
         super().__init__(

@@ -341,7 +341,7 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
     assert [number_on(number, HERE.device).item() for number in (0, 1, 1 / 12)] == pytest.approx([0, 1, 1 / 12])
 
 
-# --- votes ----------------------------------------------------------------------------------------------------------
+# --- the NaN flag ---------------------------------------------------------------------------------------------------
 
 
 def voter() -> Guard:

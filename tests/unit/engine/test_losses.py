@@ -199,7 +199,7 @@ def test_plain_numbers_are_made_once_and_tensors_are_taken_as_they_are() -> None
 
 
 def test_numbers_that_a_graph_reads_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when so many others were asked for since that they have left the cache."""
+    """Also when other numbers have displaced them from the cache."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(losses, "_constant", lambda number, device, dtype: torch.tensor(number))
     monkeypatch.setattr(losses, "_recorded", set())

@@ -12,7 +12,7 @@ from paceline.engine.muon import Muon, orthogonal
 
 
 class Small(nn.Module):
-    """Filters, matrices of which two are alike, an embedding and vectors."""
+    """Filters, matrices of which two have the same shape, an embedding and vectors."""
 
     def __init__(self) -> None:
         super().__init__()

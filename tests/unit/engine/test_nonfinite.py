@@ -1,4 +1,4 @@
-"""Steps that are not finite, taken by one process: what stays as it was, and what is said."""
+"""Steps that are not finite, taken by one process: what is unchanged afterwards, and the warnings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Renumbered(Feed):
 
 
 class Run:
-    """A Stepper without processes, fed by hand; `said` are its warnings."""
+    """A Stepper without processes, with explicit inputs; `warned` has its warnings."""
 
     def __init__(self, model: nn.Module, *, lanes: int = 1, loss_fn: Any = nn.functional.cross_entropy, **keys: Any):
         options = {"optimizer": ADAMW, "model_fn": normed, "dataset_fn": list, "loss_fn": loss_fn, **keys}
@@ -231,7 +231,7 @@ def test_a_lane_without_samples_has_no_say() -> None:
 
 
 def test_gradients_of_all_kinds_are_looked_at() -> None:
-    with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody says whether to check
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns if this is not set
         sparse = torch.sparse_coo_tensor([[1]], [torch.inf], (4,))
     for bad in (
         torch.tensor([1.0, torch.nan]), torch.tensor(-torch.inf, dtype=torch.float64), sparse,
@@ -245,7 +245,7 @@ def test_gradients_of_all_kinds_are_looked_at() -> None:
     assert are_finite([])
 
 
-# --- what is said, and when it ends ---------------------------------------------------------------------------------
+# --- warnings, and the end of the run -------------------------------------------------------------------------------
 
 
 def test_the_warning_names_step_rank_lane_loss_and_samples() -> None:

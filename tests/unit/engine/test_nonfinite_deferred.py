@@ -97,7 +97,7 @@ class Renumbered(Feed):
 
 
 class Run:
-    """A Stepper without processes; `is_deferred` says who decides."""
+    """A Stepper without processes; `is_deferred`: whether the device decides."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, model: nn.Module | None = None, *, is_deferred: bool = True, lanes: int = 1,
@@ -106,11 +106,11 @@ class Run:
     ) -> None:  # fmt: skip
         patch.setattr("paceline.engine.step.can_skip", lambda optimizer: is_deferred)
         config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, **keys})
-        self.model, self.message = model if model is not None else Counting(), list[str]()
+        self.model, self.warned = model if model is not None else Counting(), list[str]()
         self.stepper = Stepper(
             PlainModel(self.model), make(self.model.parameters(), lr=0.01, fused=True), config,
             Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step), lanes_per_rank=lanes, world=HERE,
-            warn=self.message.append,
+            warn=self.warned.append,
         )  # fmt: skip
         guard = self.stepper.guard
         assert guard is not None
@@ -151,10 +151,10 @@ def test_weights_optimizer_average_and_buffers_stay_as_they_were(
     row = run.take(1, *(batch(seed, poison if seed == lanes - 1 else None) for seed in range(lanes)))
     assert run.state() == before
     assert row.is_skipped == 1
-    assert row.lane_losses[:-1].isfinite().all()  # and the others' losses are told as they are
+    assert row.lane_losses[:-1].isfinite().all()  # and the other lanes' losses are unchanged
     assert run.take(2, *(batch(seed) for seed in range(lanes))).is_skipped == 0
     assert all(run.state()[name] != before[name] for name in before if not name.endswith("empty"))
-    assert run.message == []  # nobody has looked yet
+    assert run.warned == []  # the host has not read it yet
 
 
 @pytest.mark.parametrize("is_deferred", [True, False])
@@ -294,17 +294,17 @@ def test_buffers_are_given_back_only_where_the_step_is_bad(monkeypatch: pytest.M
     assert run.state() == (before if is_bad else spoiled)
 
 
-# --- what the host says when it learns of it ------------------------------------------------------------------------
+# --- warnings when the host reads the results -----------------------------------------------------------------------
 
 
 def reviewing(**keys: Any) -> tuple[Guard, list[str]]:
-    message: list[str] = []
+    warned: list[str] = []
     config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
     guard = Guard(
-        ForwardState(nn.Linear(1, 1)), config, HERE, on_bad=message.append,
+        ForwardState(nn.Linear(1, 1)), config, HERE, on_bad=warned.append,
         original=lambda indices: [1000 + i for i in indices], is_deferred=True,
     )  # fmt: skip
-    return guard, message
+    return guard, warned
 
 
 def past(step: int, *totals: tuple[float, float], is_skipped: bool = True) -> FinishedStep:
@@ -315,32 +315,32 @@ GOOD = (1.0, 2.0)
 
 
 def test_the_warning_names_step_rank_lane_loss_and_samples() -> None:
-    guard, message = reviewing()
+    guard, warned = reviewing()
     guard.review(
         [past(3, GOOD, GOOD, is_skipped=False), past(4, GOOD, (torch.nan, 2.0)), past(5, (torch.inf, 2.0), GOOD)]
     )
-    assert message == [
+    assert warned == [
         "step 5 is skipped, it is not finite: rank 0, lane 1: loss nan, samples 1002, 1003",
         "step 6 is skipped, it is not finite: rank 0, lane 0: loss inf, samples 1000, 1001",
     ]
 
 
 def test_only_lanes_of_this_rank_are_reported_here_and_counts_are_checked_too() -> None:
-    guard, message = reviewing()
+    guard, warned = reviewing()
     guard.review([past(0, GOOD, (1.0, torch.nan))._replace(lanes=[(1, [5])])])
     guard.review([past(1, (torch.nan, 0.0), GOOD)])
-    assert "rank 0, lane 1: loss nan, samples 1005" in message[0]
-    assert "rank 0, lane 0: loss nan, samples 1000, 1001" in message[1]
+    assert "rank 0, lane 1: loss nan, samples 1005" in warned[0]
+    assert "rank 0, lane 0: loss nan, samples 1000, 1001" in warned[1]
 
 
 def test_bad_gradients_with_good_losses_are_reported_as_such() -> None:
-    guard, message = reviewing()
+    guard, warned = reviewing()
     guard.review([past(0, GOOD, GOOD)])
-    assert message == ["step 1 is skipped, it is not finite: their losses are finite, their gradients are not"]
+    assert warned == ["step 1 is skipped, it is not finite: their losses are finite, their gradients are not"]
 
 
 def test_the_limit_counts_steps_in_a_row_over_reviews_and_goes_into_checkpoints() -> None:
-    guard, message = reviewing(nan_limit=3)
+    guard, warned = reviewing(nan_limit=3)
     bad = (torch.nan, 2.0)
     guard.review([past(0, bad), past(1, bad), past(2, GOOD, is_skipped=False), past(3, bad)])
     guard.review([])
@@ -352,7 +352,7 @@ def test_the_limit_counts_steps_in_a_row_over_reviews_and_goes_into_checkpoints(
         NotFinite, match=r"nan_limit=3 steps in a row were not finite, the last was step 6: rank 0, lane 0"
     ):
         resumed.review([past(5, bad), past(6, bad)])
-    assert (len(message), len(said_again)) == (4, 1)
+    assert (len(warned), len(said_again)) == (4, 1)
 
 
 @pytest.mark.parametrize(

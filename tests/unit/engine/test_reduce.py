@@ -54,7 +54,7 @@ def test_any_division_into_ranks_gives_the_same_bits_with_empty_lanes_too(is_rid
     values = torch.randn(lanes, 7, generator=torch.Generator().manual_seed(len(is_ridden)))
 
     def branch(first: int, last: int) -> torch.Tensor:
-        """What a rank that rides these lanes sends: the identity of addition where all are empty."""
+        """The tensor that a rank with these lanes sends: the identity of addition if all are empty."""
         run_lanes = [lane for lane in range(first, last) if is_ridden[lane]]
         lane_sum = LaneSum(last - first)
         for lane in run_lanes[:-1]:
@@ -138,7 +138,7 @@ def test_a_single_rank_compresses_nothing() -> None:
 
 
 def test_sums_after_backward_have_the_strides_of_their_parameters() -> None:
-    """A fused optimizer takes both as they lie in memory."""
+    """A fused optimizer reads both in the order of memory."""
     world = world_of()
     like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     gradient = torch.randn_like(like)

@@ -47,7 +47,7 @@ def test_by_default_a_model_on_the_cpu_stays_as_it_is(make_settings: MakeConfig)
 
 
 class Mapped(nn.Module):
-    """Its weights lie in a file, at odd addresses, as pretrained ones do."""
+    """Its weights are mapped from a file, at unaligned addresses, as pretrained ones are."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_a_view_that_the_layout_forbids_is_found_beforehand_and_the_model_is_lef
     before = sha256_of(old.state_dict())
     assert not accepts_channels_last(old, batch)
     assert accepts_channels_last(New(), batch)
-    assert accepts_channels_last(nn.Linear(3, 3), batch)  # fails in any layout: that is for the first step to say
+    assert accepts_channels_last(nn.Linear(3, 3), batch)  # fails in any layout: the first step reports it
     assert (old.calls, old.training, sha256_of(old.state_dict())) == (0, True, before)
     assert old.filters[0].weight.is_contiguous()
 

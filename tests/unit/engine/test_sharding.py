@@ -144,7 +144,7 @@ class Rank:
 
 
 def on_ranks(size: int, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `run(world)` gives in each of so many threads."""
+    """The results of `run(world)` in one thread per rank."""
     here, post = {}, Post(size)
 
     def of_this_thread(name: str) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def on_ranks(size: int, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPat
 
 
 class Mixed(nn.Module):
-    """Filters that lie by channels, matrices of one shape, two formats, something frozen and something empty."""
+    """Channels-last filters, matrices of one shape, two formats, something frozen and something empty."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Evaluating in a world of one: what only the measures can say."""
+"""Evaluation on a single rank: metrics, losses and their errors."""
 
 from __future__ import annotations
 

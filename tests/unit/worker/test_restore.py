@@ -40,7 +40,7 @@ def found(stepper: Any) -> Any:
 
 
 def test_each_group_resumes_with_the_settings_of_the_present_config(make_config: MakeConfig) -> None:
-    """Muon's groups differ in their settings: those of one must not come into the other."""
+    """Muon's groups differ in their settings: those of one must not be set in the other."""
     rest = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "momentum": 0.5}
     before = stepper_of(make_config(optimizer={"name": "muon", "weight_decay": 0.1, "rest": rest}))
     config = make_config(optimizer={"name": "muon", "weight_decay": 0.3, "rest": {**rest, "momentum": 0.7}})
