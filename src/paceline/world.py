@@ -122,7 +122,7 @@ class Exchange:
 def join(config: Config, store: Path | None = None) -> Iterator[World]:
     """Join the process group that the environment describes; `store` is a file that all ranks of one machine see.
 
-    All ranks. Without `store` the ranks meet at MASTER_ADDR:MASTER_PORT, as torchrun sets it.
+    All ranks. Without `store` the ranks join at MASTER_ADDR:MASTER_PORT, as torchrun sets it.
     """
     rank, size, local_rank = (int(_env_variable(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = pick_device(config.device, local_rank)

@@ -122,8 +122,8 @@ class StepGraph:
         return self._replay(recording, lanes, inputs) if recording is not None else None
 
     def _replay(self, recording: Recording, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
-        for recorded, brought in zip(recording.inputs, tensors_in(inputs), strict=True):
-            recorded.copy_(brought, non_blocking=True)
+        for recorded, tensor in zip(recording.inputs, tensors_in(inputs), strict=True):
+            recorded.copy_(tensor, non_blocking=True)
         generator = torch.cuda.default_generators[self.world.device.index]
         if recording is not self._last:
             generator.graphsafe_set_state(recording.randomness)

@@ -164,14 +164,14 @@ class Guard:
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for buffer, kept in (map(_words, pair) for pair in self._before.same_shape(buffers)):
-            live, before = by_size.setdefault(buffer.element_size(), ([], []))
-            live.append(buffer)
+            current, before = by_size.setdefault(buffer.element_size(), ([], []))
+            current.append(buffer)
             before.append(kept)
         # As integers, because 0 × NaN is NaN; one kernel for many buffers.
-        for size, (live, before) in by_size.items():
-            differences = torch._foreach_sub(before, live)
+        for size, (current, before) in by_size.items():
+            differences = torch._foreach_sub(before, current)
             torch._foreach_mul_(differences, is_bad.to(INTEGER_TYPES[size]))
-            torch._foreach_add_(live, differences)
+            torch._foreach_add_(current, differences)
 
     def review(self, steps: Iterable[FinishedStep]) -> None:
         """Count the steps that the device has skipped, and warn of each; raises NotFinite as `skip` does.

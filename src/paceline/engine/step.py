@@ -219,7 +219,7 @@ class Stepper:
         if self.sharding is not None:
             return "shard_optimizer=true sends weights between the ranks in each step, which is not recorded"
         if self.world.size > 1 and self.world.backend != "nccl":
-            return f"{self.world.backend} adds up the gradients of {self.world.size} ranks on the host"
+            return f"{self.world.backend} sums the gradients of {self.world.size} ranks on the host"
         if self.world.size > 1 and self.settings.compression == "powersgd":
             return "compression=powersgd counts its steps on the host"
         if any(isinstance(module, torch.jit.ScriptModule) for module in self.replica.module.modules()):
@@ -227,7 +227,7 @@ class Stepper:
         if self.settings.precision == "fp16":
             return "precision=fp16 adapts its loss scale on the host"
         if self.settings.nan == "stop":
-            return "nan=stop looks at the gradients of each step on the host"
+            return "nan=stop checks the gradients of each step on the host"
         if self.guard is not None and not self.guard.is_deferred:
             return f"{name}, as it is set, cannot skip a step that is not finite; use fused: true, or nan: off"
         if not all(isinstance(group["lr"], torch.Tensor) for group in self.optimizer.param_groups):
