@@ -37,7 +37,7 @@ def train(**options: Any) -> Any:
     ).start()  # fmt: skip
 
 
-def test_sums_of_16_bits_train_and_come_near_to_those_of_32() -> None:
+def test_sums_in_16_bits_train_and_are_close_to_those_in_32() -> None:
     half, full = (train(dataset_fn=Lines, num_epochs=5, compression=kind) for kind in ("bf16", "none"))
     assert half.history[-1]["train_loss"] < 0.7 * half.history[0]["train_loss"]
     assert half.weights_sha256 != full.weights_sha256

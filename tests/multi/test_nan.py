@@ -28,10 +28,10 @@ def test_a_bad_sample_costs_its_steps_and_nothing_else(procs: int) -> None:
     losses = [event["loss"] for event in events_of(result.run_dir, "step")]
     unchanged = [step + 1 for step in range(1, len(digests)) if digests[step] == digests[step - 1]]
     without_loss = [step + 1 for step, loss in enumerate(losses) if loss is None]
-    told = [int(re.match(r"step (\d+) is skipped", text)[1]) for text in warnings_in(result.run_dir)]
-    assert len(told) == 4  # two bad samples, two epochs: one warning a step, however many ranks there are
-    assert told == without_loss
-    assert unchanged == [step for step in told if step > 1]
+    warned = [int(re.match(r"step (\d+) is skipped", text)[1]) for text in warnings_in(result.run_dir)]
+    assert len(warned) == 4  # two bad samples, two epochs: one warning a step, however many ranks there are
+    assert warned == without_loss
+    assert unchanged == [step for step in warned if step > 1]
     for text in warnings_in(result.run_dir):
         rank, lane, samples = re.search(r"rank (\d), lane (\d): loss nan, samples ([\d, ]+)", text).groups()
         assert int(rank) == int(lane) * procs // matrix.LANES
@@ -82,7 +82,7 @@ def test_infinite_gradients_of_finite_losses_are_traced_to_rank_and_samples() ->
     assert [len(set(map(int, match[1].split(", "))) & set(BAD)) for match in found] == [1, 1]
 
 
-def test_stop_ends_the_run_and_says_why() -> None:
+def test_stop_ends_the_run_with_a_reason() -> None:
     with pytest.raises(
         RankFailed, match=r"NotFinite: nan=stop and step \d is not finite: rank \d, lane \d: loss nan, "
     ):

@@ -31,9 +31,9 @@ def record_samples(model, train_loader, val_loader, device, num_epochs):
     """Every rank's batches of each epoch, and of validation, on all ranks."""
     mine = [[(i.tolist(), t.tolist(), n.tolist()) for i, t, n in train_loader] for _ in range(num_epochs)]
     validation = [i.tolist() for i, _, _ in val_loader]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (mine, validation, len(train_loader)))
-    return everybody
+    of_all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, (mine, validation, len(train_loader)))
+    return of_all_ranks
 
 
 @pytest.mark.parametrize("procs", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_augmentation_differs_between_ranks_workers_and_epochs(workers: int) -> 
         assert len(set(drawn)) == len(drawn)
 
 
-def test_fewer_samples_than_ranks_is_said() -> None:
+def test_fewer_samples_than_ranks_is_an_error() -> None:
     with pytest.raises(
         RankFailed, match=r"the validation data \(val_fraction=0.1; 0 leaves it out\) has 1 samples, fewer than the 2"
     ):
@@ -196,7 +196,7 @@ def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
     Trainer(half_used, line, train_fn=fit_line, batch_size=4, procs=2, find_unused_parameters=True).start()
 
 
-def test_start_twice_and_the_model_comes_back_as_it_was_written() -> None:
+def test_start_twice_and_the_model_is_loaded_as_it_was_written() -> None:
     trainer = Trainer(lambda: nn.Linear(1, 1), line, train_fn=fit_line, batch_size=4, num_epochs=3, procs=2)
     first, second = trainer.start(), trainer.start()
     assert first.run_dir != second.run_dir

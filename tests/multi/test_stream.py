@@ -58,7 +58,7 @@ def identity_of(result: Any) -> tuple[Any, ...]:
 # --- the managed loop -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_over_an_iterable_data_set_says_what_it_knows() -> None:
+def test_a_run_over_an_iterable_data_set_reports_what_is_known() -> None:
     result = trainer(procs=2, val_dataset_fn=held_out).start()
     assert (result.step, result.epoch, result.samples) == (21, 3, 3 * SIZE)
     assert [row["step"] for row in result.history] == [7, 14, 21]
@@ -70,7 +70,7 @@ def test_a_run_over_an_iterable_data_set_says_what_it_knows() -> None:
 @pytest.mark.parametrize(
     ("stopped_at", "then"), [(9, {"procs": 4}), (14, {"procs": 1}), (3, {"procs": 2, "workers": 2})]
 )
-def test_a_run_that_goes_on_with_other_ranks_gives_the_uninterrupted_hash(
+def test_a_run_that_resumes_with_other_ranks_gives_the_uninterrupted_hash(
     stopped_at: int, then: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = trainer(procs=1).start()
@@ -173,9 +173,9 @@ def record(model, train_loader, val_loader, device, num_epochs):
             model(x).mean().backward()
             optimizer.step()
             seen[-1] += x[:, 0].int().tolist()
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, seen)
-    return everybody
+    of_all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, seen)
+    return of_all_ranks
 
 
 def start_own_loop(dataset: Any, **options: Any) -> Any:
@@ -183,7 +183,7 @@ def start_own_loop(dataset: Any, **options: Any) -> Any:
     return Trainer(lambda: nn.Linear(1, 1), lambda: dataset, train_fn=record, **{**defaults, **options}).start()
 
 
-def test_uneven_lengths_end_the_epoch_for_all_and_are_told_once() -> None:
+def test_uneven_lengths_end_the_epoch_for_all_with_one_warning() -> None:
     result = start_own_loop(numbers(21, 9))
     assert result.value == [[list(range(12))] * 2, [list(range(100, 109))] * 2]
     assert (result.step, result.samples) == (6, 42)

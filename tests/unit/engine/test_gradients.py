@@ -70,7 +70,7 @@ def backward_of(
     )
 
 
-def ridden(backward: Backward, lanes: list[Lane]) -> list[torch.Tensor]:
+def run_lanes(backward: Backward, lanes: list[Lane]) -> list[torch.Tensor]:
     for parameter in backward.parameters:
         parameter.grad = None
     backward.begin(lanes)
@@ -98,7 +98,7 @@ def by_hand(model: nn.Module, lanes: list[Lane], loss_fn: Any, places: int) -> l
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 6])
 def test_gradients_are_the_tree_over_the_lanes_to_the_last_bit(lanes: int, find_unused: bool) -> None:
     model, taken = net(), lanes_of(data(lanes, short=1))
-    totals = ridden(backward_of(model, lanes, find_unused_parameters=find_unused), taken)
+    totals = run_lanes(backward_of(model, lanes, find_unused_parameters=find_unused), taken)
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     theirs = by_hand(model, taken, nn.functional.cross_entropy, lanes)
     assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
@@ -109,7 +109,7 @@ def test_gradients_are_the_tree_over_the_lanes_to_the_last_bit(lanes: int, find_
 
 def test_the_sum_over_lanes_is_the_gradient_of_the_mean_over_all_samples() -> None:
     model, batches = net(), data(3, short=2)
-    ridden(backward_of(model, 3), lanes_of(batches))
+    run_lanes(backward_of(model, 3), lanes_of(batches))
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     plain = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), plain, strict=True):
@@ -119,7 +119,7 @@ def test_the_sum_over_lanes_is_the_gradient_of_the_mean_over_all_samples() -> No
 def test_lanes_that_are_missing_leave_the_tree_as_it_is() -> None:
     """A short step of two lanes where a rank has four."""
     model, taken = net(), lanes_of(data(2))
-    totals = ridden(backward_of(model, 4), taken)
+    totals = run_lanes(backward_of(model, 4), taken)
     assert [number.item() for number in totals[4:]] == [0] * 4
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     theirs = by_hand(model, taken, nn.functional.cross_entropy, 4)
@@ -129,9 +129,9 @@ def test_lanes_that_are_missing_leave_the_tree_as_it_is() -> None:
 def test_a_step_leaves_nothing_for_the_next() -> None:
     model, taken = net(), lanes_of(data(3))
     backward = backward_of(model, 3)
-    first = ridden(backward, taken), [parameter.grad.clone() for parameter in model.parameters()]
-    ridden(backward, lanes_of(data(2, short=3)))
-    second = ridden(backward, taken), [parameter.grad.clone() for parameter in model.parameters()]
+    first = run_lanes(backward, taken), [parameter.grad.clone() for parameter in model.parameters()]
+    run_lanes(backward, lanes_of(data(2, short=3)))
+    second = run_lanes(backward, taken), [parameter.grad.clone() for parameter in model.parameters()]
     assert all(
         torch.equal(left, right) for pair in zip(first, second, strict=True) for left, right in zip(*pair, strict=True)
     )
@@ -142,16 +142,16 @@ def test_parameters_that_become_trainable_on_the_way_keep_no_gradients_of_earlie
     model[0].requires_grad_(False)
     backward = backward_of(model, 1)
     model[0].requires_grad_(True)
-    ridden(backward, taken)
+    run_lanes(backward, taken)
     first = model[0].weight.grad.clone()
-    ridden(backward, taken)
+    run_lanes(backward, taken)
     assert torch.equal(model[0].weight.grad, first)
 
 
 def test_one_lane_alone_is_added_to_nothing() -> None:
     model, taken = net(), lanes_of(data(2))
     backward = backward_of(model, 2)
-    ridden(backward, taken)
+    run_lanes(backward, taken)
     alone = backward.lane_gradients(taken[1], backward.feed.inputs(taken[1], 0))
     [x, y] = taken[1].data
     plain = torch.autograd.grad(nn.functional.cross_entropy(model(x), y) / 2, list(model.parameters()))
@@ -161,7 +161,7 @@ def test_one_lane_alone_is_added_to_nothing() -> None:
 
 def test_statistics_follow_the_first_lane() -> None:
     model, batches = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), data(3)
-    ridden(backward_of(model, 3), lanes_of(batches))
+    run_lanes(backward_of(model, 3), lanes_of(batches))
     torch.testing.assert_close(model[0].running_mean, 0.1 * batches[0][0].mean(0))
     assert model[0].num_batches_tracked == 1
 
@@ -184,7 +184,7 @@ def test_every_lane_begins_with_the_buffers_of_the_steps_beginning() -> None:
     model, batches = Remembering(), data(3)
     backward = backward_of(model, 3)
     for _ in range(2):
-        ridden(backward, lanes_of(batches))
+        run_lanes(backward, lanes_of(batches))
     first = batches[0][0].mean(0)
     assert [given.tolist() for given in model.given] == [[0.0] * 3] * 3 + [first.tolist()] * 3
     assert torch.equal(model.seen, first)
@@ -212,10 +212,10 @@ def test_frozen_parameters_that_move_follow_the_first_lane_and_others_must_not_m
     model, batches = Following(), data(2)
     backward = backward_of(model, 2)
     backward.replica.forward_state.add_moving({("", "near")})
-    ridden(backward, lanes_of(batches))
+    run_lanes(backward, lanes_of(batches))
     torch.testing.assert_close(model.near.data, 0.1 * batches[0][0].mean(0))
     with pytest.raises(ConfigError, match=r"far is frozen and was changed in step 1, .*; make it a buffer"):
-        ridden(backward, lanes_of(batches))
+        run_lanes(backward, lanes_of(batches))
 
 
 class Drifting(nn.Module):
@@ -236,23 +236,23 @@ class Drifting(nn.Module):
 def test_a_frozen_parameter_of_the_loss_that_begins_to_move_is_named() -> None:
     loss, batches = Drifting(), data(2)
     backward = backward_of(net(), 2, loss)
-    ridden(backward, lanes_of(batches))
+    run_lanes(backward, lanes_of(batches))
     with pytest.raises(ConfigError, match=r"loss_fn.center is frozen and was changed in step 1, .*; make it a buffer"):
-        ridden(backward, lanes_of(batches))
+        run_lanes(backward, lanes_of(batches))
 
 
 def test_parameters_that_no_loss_reaches_are_named() -> None:
     with pytest.raises(UnusedParameters, match=r"forgotten\.weight"):
-        ridden(backward_of(PartlyUsed(3, 2), 1), lanes_of(data(1)))
+        run_lanes(backward_of(PartlyUsed(3, 2), 1), lanes_of(data(1)))
     model = PartlyUsed(3, 2)
-    ridden(backward_of(model, 2, find_unused_parameters=True), lanes_of(data(2)))
+    run_lanes(backward_of(model, 2, find_unused_parameters=True), lanes_of(data(2)))
     assert model.forgotten.weight.grad is None
     assert model.used.weight.grad is not None
 
 
-def test_a_batch_without_a_target_is_told() -> None:
+def test_a_batch_without_a_target_is_an_error() -> None:
     with pytest.raises(DataError, match="a batch is a Tensor; the data set must give"):
-        ridden(backward_of(net(), 1), [Lane(0, 0, 4, 4, [0, 1, 2, 3], torch.zeros(4, 3))])
+        run_lanes(backward_of(net(), 1), [Lane(0, 0, 4, 4, [0, 1, 2, 3], torch.zeros(4, 3))])
 
 
 def _double(batch: Batch) -> Batch:
@@ -262,13 +262,13 @@ def _double(batch: Batch) -> Batch:
 # --- losses of all kinds --------------------------------------------------------------------------------------------
 
 
-def test_a_loss_in_float64_is_told_in_float64_and_weighted_in_it() -> None:
+def test_a_loss_in_float64_is_returned_and_weighted_in_float64() -> None:
     def precise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output.double(), target)
 
     model, taken = net().double(), [lane._replace(data=_double(lane.data)) for lane in lanes_of(data(2, short=1))]
     backward = backward_of(model, 2, precise)
-    totals = ridden(backward, taken)
+    totals = run_lanes(backward, taken)
     assert [total.dtype for total in totals[::2]] == [torch.float64] * 2
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     theirs = by_hand(model, taken, precise, 2)
@@ -292,7 +292,7 @@ def test_a_loss_that_counts_by_itself_is_the_mean_over_what_it_has_counted(kind:
         return COUNTED[kind]((each * (target == 1)).sum(), target == 1)
 
     model, batches = net(), data(3, short=1)
-    totals = ridden(backward_of(model, 3, masked), lanes_of(batches))
+    totals = run_lanes(backward_of(model, 3, masked), lanes_of(batches))
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     is_one = y == 1
     loss = nn.functional.cross_entropy(model(x[is_one]), y[is_one])
@@ -311,14 +311,14 @@ def test_counts_have_one_format_on_all_ranks_whatever_the_loss_gives() -> None:
     def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return output.sum(), torch.tensor(len(target))
 
-    ridden(backward_of(net(), 2, counted, world), lanes_of(data(2)))
-    ridden(backward_of(net(), 3, counted, world), lanes_of(data(2)))
+    run_lanes(backward_of(net(), 2, counted, world), lanes_of(data(2)))
+    run_lanes(backward_of(net(), 3, counted, world), lanes_of(data(2)))
     assert [counts.dtype for counts in gathered] == [torch.float64] * 2
 
 
 def test_nothing_counted_is_nothing_learnt() -> None:
     model = net()
-    ridden(backward_of(model, 2, lambda output, target: (output.sum() * 0, 0)), lanes_of(data(2)))
+    run_lanes(backward_of(model, 2, lambda output, target: (output.sum() * 0, 0)), lanes_of(data(2)))
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
@@ -336,7 +336,7 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
     model = Bare()
     backward = backward_of(model, 3, lambda output, target: (output, 1))
     for _ in range(2):
-        ridden(backward, lanes_of(data(3)))
+        run_lanes(backward, lanes_of(data(3)))
         assert model.only.grad == pytest.approx(1.0)
     assert [number_on(number, HERE.device).item() for number in (0, 1, 1 / 12)] == pytest.approx([0, 1, 1 / 12])
 
@@ -344,15 +344,15 @@ def test_numbers_that_are_kept_survive_a_loss_that_is_a_parameter() -> None:
 # --- the NaN flag ---------------------------------------------------------------------------------------------------
 
 
-def voter() -> Guard:
+def guard_of_two_ranks() -> Guard:
     config = build({"model_fn": net, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy})
     return Guard(ForwardState(net()), config, replace(HERE, size=2), on_bad=print, original=list)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("losses", [[3.0], [-3.0], [0.0], [-0.0], [1e30, -1e30], [-2.0, 2.0, -0.0]])
-def test_a_vote_stays_minus_zero_for_losses_of_any_sign(losses: list[float], dtype: torch.dtype) -> None:
-    guard = voter()
+def test_the_nan_flag_stays_minus_zero_for_losses_of_any_sign(losses: list[float], dtype: torch.dtype) -> None:
+    guard = guard_of_two_ranks()
     guard.begin()
     for loss in losses:
         guard.check_loss(torch.tensor(loss, dtype=dtype, requires_grad=True))
@@ -363,10 +363,10 @@ def test_a_vote_stays_minus_zero_for_losses_of_any_sign(losses: list[float], dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("losses", [[torch.nan], [torch.inf], [-torch.inf], [1.0, torch.inf, -2.0], [torch.nan, 1.0]])
-def test_a_vote_is_no_number_once_a_loss_was_not_finite_until_the_next_step(
+def test_the_nan_flag_is_nan_after_a_loss_that_is_not_finite_until_the_next_step(
     losses: list[float], dtype: torch.dtype
 ) -> None:
-    guard = voter()
+    guard = guard_of_two_ranks()
     guard.begin()
     for loss in losses:
         guard.check_loss(torch.tensor(loss, dtype=dtype))
@@ -377,7 +377,7 @@ def test_a_vote_is_no_number_once_a_loss_was_not_finite_until_the_next_step(
 
 
 def test_a_loss_in_float64_that_float32_cannot_hold_is_no_objection() -> None:
-    guard = voter()
+    guard = guard_of_two_ranks()
     guard.begin()
     guard.check_loss(torch.tensor(1e300, dtype=torch.float64))
     assert guard.nan_flag.signbit()

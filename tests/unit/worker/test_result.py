@@ -19,7 +19,7 @@ def clock(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-def test_it_is_written_as_soon_as_there_is_room(clock: FakeClock) -> None:
+def test_it_is_written_as_soon_as_there_is_free_space(clock: FakeClock) -> None:
     progress, tries = Progress(), []
 
     def write() -> None:

@@ -59,15 +59,15 @@ PAIR = fake_world(size=2, gathered=with_tenfold)
 
 
 def make(
-    world: World = HERE, plan: LoopPlan = PLAN, fit: TrainState | None = None
+    world: World = HERE, plan: LoopPlan = PLAN, state: TrainState | None = None
 ) -> tuple[StepLog, TrainState, Listener]:
-    fit, listener = fit or TrainState(), Listener()
+    state, listener = state or TrainState(), Listener()
     clock, stragglers = PhaseClock(), StragglerDetector(["here"] * world.size)
-    record = StepLog(world, fit, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
-    return record, fit, listener
+    record = StepLog(world, state, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
+    return record, state, listener
 
 
-def turn(step: int, *, ends_epoch: bool = False, is_epoch_cut_short: bool = False) -> StepInputs:
+def step_inputs(step: int, *, ends_epoch: bool = False, is_epoch_cut_short: bool = False) -> StepInputs:
     lanes = [Lane(step, lane, 2, 2 * LANES, [step, lane]) for lane in range(LANES)]
     return StepInputs(
         step, 0, lanes, ends_epoch=ends_epoch, ends_run=is_epoch_cut_short, is_epoch_cut_short=is_epoch_cut_short
@@ -89,15 +89,15 @@ def row(step: int, *, is_skipped: bool = False, norm: float = NO_NORM) -> StepRe
     )  # whose sums depend on their order
 
 
-def summed(record: StepLog, fit: TrainState, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
+def summed(record: StepLog, state: TrainState, sends: Sequence[int], collects: Sequence[int], **skipped: Any) -> str:
     for step in range(STEPS):
-        record.add(turn(step), row(step, is_skipped=step in skipped.get("skipped", ())), lr_of(step))
+        record.add(step_inputs(step), row(step, is_skipped=step in skipped.get("skipped", ())), lr_of(step))
         if step in sends:
             record.send()
         if step in collects:
             record.collect()
     record.collect()
-    return repr(fit.sums)  # to the last digit
+    return repr(state.sums)  # to the last digit
 
 
 WHENS = [([], []), (range(STEPS), []), ([], range(STEPS)), ([2, 3, 9], [5]), ([7], [0, 8]), ([11], [11])]
@@ -110,34 +110,34 @@ WHENS = [([], []), (range(STEPS), []), ([], range(STEPS)), ([2, 3, 9], [5]), ([7
 def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[int, ...]) -> None:
     results = set()
     for sends, collects in WHENS:
-        record, fit, _ = make(plan=replace(PLAN, log_every_steps=100))
-        results.add(summed(record, fit, sends, collects, skipped=skipped))
+        record, state, _ = make(plan=replace(PLAN, log_every_steps=100))
+        results.add(summed(record, state, sends, collects, skipped=skipped))
     assert len(results) == 1
     total = 0.0
     for step in range(STEPS):
         if step not in skipped:
             total += row(step).lane_losses[:, 0].double().sum().item()
-    assert fit.sums.epoch == fit.sums.window == total
-    assert fit.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
-    assert record.epoch_mean() == total / fit.sums.epoch_count
+    assert state.sums.epoch == state.sums.window == total
+    assert state.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
+    assert record.epoch_mean() == total / state.sums.epoch_count
 
 
 def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
-    record, fit, listener = make(PAIR)
-    record.add(turn(0), StepResult(torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0])), lr_of(0))
+    record, state, listener = make(PAIR)
+    record.add(step_inputs(0), StepResult(torch.tensor([1.0, 2, 3, 4, 5, 6, NO_NORM, 0])), lr_of(0))
     record.collect()
-    assert (fit.sums.epoch, fit.sums.epoch_count) == (9 + 90, 12 + 120)
+    assert (state.sums.epoch, state.sums.epoch_count) == (9 + 90, 12 + 120)
     [past] = listener.reviewed
     assert past.totals == [[1, 2], [3, 4], [5, 6], [10, 20], [30, 40], [50, 60]]
 
 
 def test_rows_of_several_formats_go_together() -> None:
     """A loss in float64, and the zeros of a step that the host has skipped."""
-    record, fit, _ = make()
-    record.add(turn(0), row(0), lr_of(0))
-    record.add(turn(1), StepResult(torch.zeros(2 * LANES + 2)), lr_of(1))
+    record, state, _ = make()
+    record.add(step_inputs(0), row(0), lr_of(0))
+    record.add(step_inputs(1), StepResult(torch.zeros(2 * LANES + 2)), lr_of(1))
     record.collect()
-    assert fit.sums.epoch_count == 2 * LANES
+    assert state.sums.epoch_count == 2 * LANES
 
 
 # --- skipped steps --------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def test_rows_of_several_formats_go_together() -> None:
 
 @pytest.mark.parametrize(("sends", "collects"), WHENS)
 def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int], collects: Sequence[int]) -> None:
-    record, fit, listener = make()
-    summed(record, fit, sends, collects, skipped=(1, 6, 7))
+    record, state, listener = make()
+    summed(record, state, sends, collects, skipped=(1, 6, 7))
     assert [past.step for past in listener.reviewed] == list(range(STEPS))
     assert [past.step for past in listener.reviewed if past.is_skipped] == [1, 6, 7]
     for past in listener.reviewed:
@@ -156,21 +156,21 @@ def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int
 
 
 def test_there_is_no_mean_where_every_step_was_skipped() -> None:
-    record, fit, listener = make(plan=replace(PLAN, log_every_steps=1))
+    record, state, listener = make(plan=replace(PLAN, log_every_steps=1))
     assert record.epoch_mean() is None
-    record.add(turn(0), row(0, is_skipped=True), lr_of(0))
+    record.add(step_inputs(0), row(0, is_skipped=True), lr_of(0))
     record.send(is_log_point=True)
     record.settle()
     assert record.epoch_mean() is None
     assert listener.of("step")[0]["loss"] is None
-    assert (fit.sums.window, fit.sums.epoch) == (0.0, 0.0)
+    assert (state.sums.window, state.sums.epoch) == (0.0, 0.0)
 
 
 # --- which steps are recorded ---------------------------------------------------------------------------------------
 
 
 def recorded(steps: int, every_steps: int | None = None, epoch: int = 10**9) -> list[int]:
-    turns = (turn(step, ends_epoch=(step + 1) % epoch == 0) for step in range(steps))
+    turns = (step_inputs(step, ends_epoch=(step + 1) % epoch == 0) for step in range(steps))
     return [each.step + 1 for each in turns if is_recorded(each, every_steps)]
 
 
@@ -195,8 +195,8 @@ def test_the_config_may_choose_the_interval() -> None:
 def test_an_epoch_ends_with_a_record_unless_the_run_only_is_epoch_cut_short_there() -> None:
     """So a run that is made longer has the records of one that was as long from the beginning."""
     assert recorded(23, every_steps=10, epoch=8) == [8, 10, 16, 20]
-    assert not is_recorded(turn(12, ends_epoch=True, is_epoch_cut_short=True), 10)
-    assert is_recorded(turn(19, ends_epoch=True, is_epoch_cut_short=True), 10)
+    assert not is_recorded(step_inputs(12, ends_epoch=True, is_epoch_cut_short=True), 10)
+    assert is_recorded(step_inputs(19, ends_epoch=True, is_epoch_cut_short=True), 10)
 
 
 def records(chance: random.Random | None = None) -> list[dict[str, Any]]:
@@ -206,21 +206,21 @@ def records(chance: random.Random | None = None) -> list[dict[str, Any]]:
         return chance is not None and chance.random() < share
 
     plan = replace(PLAN, log_every_steps=None)
-    record, fit, listener = make(plan=plan)
-    saved, written = asdict(fit), list[dict[str, Any]]()
-    while fit.step < 600:
-        step = fit.step
+    record, state, listener = make(plan=plan)
+    saved, written = asdict(state), list[dict[str, Any]]()
+    while state.step < 600:
+        step = state.step
         its_row = row(step, norm=float(step), is_skipped=step % 50 < 3)
-        record.add(turn(step, ends_epoch=step % 97 == 96), its_row, lr_of(step))
-        fit.step += 1
+        record.add(step_inputs(step, ends_epoch=step % 97 == 96), its_row, lr_of(step))
+        state.step += 1
         if happens(0.05):
             record.send(is_log_point=happens(0.5))
         if happens(0.02):
             record.collect()
-            saved = asdict(fit)
+            saved = asdict(state)
         if happens(0.02):  # a kill: the run resumes from the checkpoint, and later events are removed
             written = [event for event in [*written, *listener.of("step")] if event["step"] <= saved["step"]]
-            record, fit, listener = make(plan=plan, fit=TrainState.from_dict(saved))
+            record, state, listener = make(plan=plan, state=TrainState.from_dict(saved))
     record.collect()
     return [{**event, "time": None} for event in [*written, *listener.of("step")]]
 
@@ -232,14 +232,14 @@ def test_records_do_not_depend_on_log_points_checkpoints_and_restarts() -> None:
         assert records(random.Random(seed)) == undisturbed
 
 
-# --- what a record and a log point say ------------------------------------------------------------------------------
+# --- fields of `step` and `pace` events -----------------------------------------------------------------------------
 
 
 def test_a_record_that_is_written_later_has_its_own_step(clock: FakeClock) -> None:
     clock.now = 1000.1234
-    record, fit, listener = make(plan=replace(PLAN, log_every_steps=2))
+    record, state, listener = make(plan=replace(PLAN, log_every_steps=2))
     for step in range(3):  # the last one is of the next window
-        record.add(turn(step), row(step), lr_of(step))
+        record.add(step_inputs(step), row(step), lr_of(step))
     record.send(is_log_point=True)
     assert listener.events == []
     record.settle()
@@ -252,37 +252,39 @@ def test_a_record_that_is_written_later_has_its_own_step(clock: FakeClock) -> No
     }  # fmt: skip
     [pace] = listener.of("pace")
     assert [pace[name] for name in ("step", "steps", "epoch", "epochs")] == [3, 40, 1, 2]
-    assert fit.sums.window == losses[2][0].item()
-    assert fit.seconds > 0
+    assert state.sums.window == losses[2][0].item()
+    assert state.seconds > 0
 
 
 @pytest.mark.parametrize(
-    ("norm", "is_skipped", "told"),
+    ("norm", "is_skipped", "warning"),
     [(2.5, False, 2.5), (0.0, False, 0.0), (NO_NORM, False, None), (float("nan"), True, None), (7.0, True, None)],
 )
 def test_the_norm_of_the_gradients_is_that_of_the_recorded_step(
-    norm: float, is_skipped: bool, told: float | None
+    norm: float, is_skipped: bool, warning: float | None
 ) -> None:
     record, _, listener = make(plan=replace(PLAN, log_every_steps=2))
-    record.add(turn(0), row(0, norm=99.0), lr_of(0))
-    record.add(turn(1), row(1, norm=norm, is_skipped=is_skipped), lr_of(1))
-    record.add(turn(2), row(2, norm=98.0), lr_of(2))
+    record.add(step_inputs(0), row(0, norm=99.0), lr_of(0))
+    record.add(step_inputs(1), row(1, norm=norm, is_skipped=is_skipped), lr_of(1))
+    record.add(step_inputs(2), row(2, norm=98.0), lr_of(2))
     record.collect()
     [event] = listener.events
-    assert event["grad_norm"] == told
+    assert event["grad_norm"] == warning
 
 
-def test_each_rank_tells_its_time_for_a_step_and_its_memory(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reports_its_time_for_a_step_and_its_memory(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time from log point to log point, whatever is collected between them; an evaluation is left out."""
     monkeypatch.setattr("paceline.system.memory.used_on", lambda device: 5_000_000)
     record, _, listener = make(PAIR)
     for step in range(9):
         clock.advance(0.5 if step < 3 else 0.25)
-        record.add(turn(step), row(step), lr_of(step))
+        record.add(step_inputs(step), row(step), lr_of(step))
         if step == 1:
             record.collect()
         if step in (2, 4, 8):
-            record.send(is_log_point=True)  # told later, as on a GPU
+            record.send(is_log_point=True)  # its event is written later, as on a GPU
         if step == 6:
             clock.advance(60)
             record.restart_clock()
@@ -296,7 +298,7 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(clock: FakeClock, mo
 @pytest.mark.parametrize(
     ("step_s", "elapsed_s", "cost_s", "steps"),
     [
-        (3.0, 3.0, 0.0, 1),  # a step that takes long is told at once
+        (3.0, 3.0, 0.0, 1),  # a slow step is logged at once
         (0.12, 0.1, 0.0, 1),
         (0.001, 0.0, 0.0, 100),
         (0.0001, 0.0, 0.0, 1000),
@@ -308,18 +310,18 @@ def test_each_rank_tells_its_time_for_a_step_and_its_memory(clock: FakeClock, mo
         (0.0, 3600.0, 0.0, 1_000_000),  # a clock that stands still
     ],
 )
-def test_log_points_that_nobody_has_asked_for_follow_the_time(
+def test_log_points_that_the_config_does_not_set_follow_the_time(
     step_s: float, elapsed_s: float, cost_s: float, steps: int
 ) -> None:
     assert log_interval(step_s, elapsed_s, cost_s) == steps
 
 
 def test_all_ranks_choose_the_same_log_points(clock: FakeClock) -> None:
-    """By the slowest rank's time, which all of them have been told."""
+    """By the slowest rank's time, which all ranks know."""
     record, _, listener = make(PAIR, replace(PLAN, log_every_steps=None))
     for step in range(1, 120):
         clock.advance(0.001)  # three times as much on the other rank
-        record.add(turn(step - 1), row(step - 1), lr_of(step - 1))
+        record.add(step_inputs(step - 1), row(step - 1), lr_of(step - 1))
         if record.is_due(step):
             record.send(is_log_point=True)
             record.settle()
@@ -327,27 +329,27 @@ def test_all_ranks_choose_the_same_log_points(clock: FakeClock) -> None:
 
 
 def test_a_checkpoint_between_log_points_closes_no_window() -> None:
-    record, fit, listener = make()
+    record, state, listener = make()
     for step in range(4):
-        record.add(turn(step), row(step), lr_of(step))
+        record.add(step_inputs(step), row(step), lr_of(step))
         record.collect()
     assert listener.events == []
-    assert fit.sums.window_count == 4 * 2 * LANES
-    record.add(turn(4), row(4), lr_of(4))
+    assert state.sums.window_count == 4 * 2 * LANES
+    record.add(step_inputs(4), row(4), lr_of(4))
     record.send(is_log_point=True)
     record.settle()
     assert [event["event"] for event in listener.events] == ["step", "pace"]
-    assert fit.sums.window_count == 0
-    assert fit.sums.epoch_count == 5 * 2 * LANES
+    assert state.sums.window_count == 0
+    assert state.sums.epoch_count == 5 * 2 * LANES
 
 
 def test_only_a_log_point_is_overdue_and_only_after_some_steps() -> None:
     record, _, listener = make()
-    record.add(turn(0), row(0), lr_of(0))
+    record.add(step_inputs(0), row(0), lr_of(0))
     assert not record.is_overdue(100)
     record.send()
-    assert not record.is_overdue(100)  # nobody waits for these
-    record.add(turn(1), row(1), lr_of(1))
+    assert not record.is_overdue(100)  # it is not a log point
+    record.add(step_inputs(1), row(1), lr_of(1))
     record.send(is_log_point=True)
     assert [record.is_overdue(step) for step in range(2, 3 + LAG_STEPS)] == [False] * LAG_STEPS + [True]
     record.settle()
@@ -357,24 +359,24 @@ def test_only_a_log_point_is_overdue_and_only_after_some_steps() -> None:
     assert len(listener.events) == 1
 
 
-def test_a_gpu_has_enough_to_do_while_a_log_point_is_told() -> None:
+def test_a_gpu_has_enough_work_while_a_log_point_is_copied() -> None:
     record, _, _ = make(plan=replace(PLAN, log_every_steps=1000))
-    record.add(turn(999), row(999), lr_of(999))
+    record.add(step_inputs(999), row(999), lr_of(999))
     record.send(is_log_point=True)
     assert [record.is_overdue(step) for step in (1002, 1049, 1050)] == [False, False, True]
 
 
 def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
-    record, fit, _ = make()
-    record.add(turn(0), row(0), lr_of(0))
+    record, state, _ = make()
+    record.add(step_inputs(0), row(0), lr_of(0))
     record.collect()
     record.restart_epoch()
     assert record.epoch_mean() is None
-    assert fit.sums.window_count == 2 * LANES
+    assert state.sums.window_count == 2 * LANES
 
 
 def test_a_checkpoint_that_counts_epochs_from_0_is_read_with_epochs_from_1() -> None:
     rows = [{"epoch": 0, "step": 5, "train_loss": 0.5}, {"epoch": 1, "step": 10, "train_loss": 0.25}]
-    fit = TrainState.from_dict({**asdict(TrainState()), "history": rows})
-    assert [row["epoch"] for row in fit.history] == [1, 2]
-    assert TrainState.from_dict(asdict(fit)) == fit
+    state = TrainState.from_dict({**asdict(TrainState()), "history": rows})
+    assert [row["epoch"] for row in state.history] == [1, 2]
+    assert TrainState.from_dict(asdict(state)) == state
