@@ -179,7 +179,7 @@ def commands(folder: RunFolder, sound: RunFolder) -> dict[str, Callable[[], Any]
         "checkpoints": lambda: trained.checkpoints(path),
         "load": lambda: [paceline.load(path, which, trust=True) for which in (None, "best", 3)],
         "load without trust": lambda: paceline.load(path),
-        "compare": lambda: (compare._losses(folder.path), compare._digests(folder.path)),
+        "compare": lambda: (compare.losses_in(folder.path), compare.digests_in(folder.path)),
         "live view": lambda: draw(folder),
     }
 

@@ -44,14 +44,15 @@ def bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, report)
-    _show(report)
+    show_report(report)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _show(report: dict[str, Any]) -> None:
+def show_report(report: dict[str, Any]) -> None:
+    """Print the figures of a benchmark as tables."""
     where = report["machine"]
     on = where["gpu"] or f"{where['cores']} cores"
     typer.echo(f"{on}, torch {where['torch']}, Python {where['python']}; medians, rounds: {report['rounds']}")

@@ -204,7 +204,7 @@ class StepGraph:
             generator.graphsafe_set_state(kept)
             host.restore()
             self._pool = None  # the failed recording may still hold it
-            return _first_cause(error)
+            return first_cause(error)
         return Recording(graphs, tensors_in(copies), row, marks, own)
 
     @contextmanager
@@ -244,7 +244,7 @@ def _check_inputs(tree: Any) -> None:
             raise CannotRecord(f"a batch holds a {type(leaf).__name__}, which is not a tensor")
 
 
-def _first_cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """The first error and its place in the user's code; the end of a recording that has failed raises another one."""
     while error.__context__ is not None and not error.__suppress_context__:  # `raise … from` has the better message
         error = error.__context__

@@ -76,7 +76,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str
             verdict += f"; {_first_difference(config, home, results[0], (rows[0], differing[0]), folder)}"
     comparison = Comparison(rows, not differing, verdict, str(folder))
     write_json(folder / "compare.json", asdict(comparison))
-    curves = {row.name: _losses(Path(row.run_dir)) for row in rows}
+    curves = {row.name: losses_in(Path(row.run_dir)) for row in rows}
     (folder / "compare.html").write_text(_page(config.name, comparison, curves), encoding="utf-8")
     return comparison
 
@@ -142,7 +142,7 @@ def _first_difference(
     log = config.log.model_copy(update={"every_steps": 1, "digests": True})
     traced = config.model_copy(update={"log": log})
     runs = [_train(traced, home, row.name, row.procs, folder / "traced") for row in rows]
-    left, right = (_digests(run.run_dir) for run in runs)
+    left, right = (digests_in(run.run_dir) for run in runs)
     parameters = [name for name, _ in result.model.named_parameters()]
     for step in sorted(left.keys() & right.keys()):
         for name, one, other in zip(parameters, left[step], right[step], strict=True):
@@ -151,12 +151,14 @@ def _first_difference(
     return "the parameters are equal at every step, so it is a buffer that differs"
 
 
-def _losses(run_dir: Path) -> list[tuple[int, float]]:
+def losses_in(run_dir: Path) -> list[tuple[int, float]]:
+    """The logged losses of a run, each with its step."""
     steps = [event for event in read(RunFolder(run_dir).events) if event["event"] == "step"]
     return [(event["step"], event["loss"]) for event in steps if event.get("loss") is not None]
 
 
-def _digests(run_dir: Path) -> dict[int, list[int]]:
+def digests_in(run_dir: Path) -> dict[int, list[int]]:
+    """The digests of all parameters after each step of a run."""
     return {event["step"]: event["digests"] for event in read(RunFolder(run_dir).events) if event["event"] == "digests"}
 
 

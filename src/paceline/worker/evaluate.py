@@ -165,7 +165,7 @@ class Evaluator:
             before.restore(buffers.tensors())
             with self._compiler_stance(), autocast(self.settings.precision, self.world.device):
                 output, target = run_model(model, self.feed.evaluation_batch(batch))
-            return _in_fp32(output), target, len(batch.indices)
+            return in_fp32(output), target, len(batch.indices)
 
         try:
             yield outcome_of
@@ -241,12 +241,12 @@ def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
     return output
 
 
-def _in_fp32(output: Any) -> Any:
+def in_fp32(output: Any) -> Any:
     """Outputs of autocast in fp32: sums and thresholds with 8 bits of precision would be wrong."""
     if isinstance(output, MutableMapping):  # also the output classes of transformers, whose type is kept
         full = copy.copy(output)
         for key, value in output.items():
-            full[key] = _in_fp32(value)
+            full[key] = in_fp32(value)
         return full
     if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
         return output  # the loss computes the last layer, in the dtype of its arguments

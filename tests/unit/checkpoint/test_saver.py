@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import threading
 import time
@@ -26,6 +25,7 @@ from paceline.config import Checkpoint
 from paceline.observe.events import Events, read
 from paceline.world import World
 from support.clocks import FakeClock
+from support.disks import file_size_limit
 from support.worlds import fake_world
 
 WAIT_S = 20
@@ -244,13 +244,8 @@ def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
 
 @contextmanager
 def full_disk(run: Run) -> Iterator[None]:
-    """Let no file grow beyond 100 bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
+    with file_size_limit(100):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

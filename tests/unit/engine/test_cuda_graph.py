@@ -27,7 +27,7 @@ from paceline.engine.cuda_graph import (
     Recording,
     StepGraph,
     _check_inputs,
-    _first_cause,
+    first_cause,
     form_of,
 )
 from support.worlds import fake_world, world_of
@@ -216,7 +216,7 @@ def test_the_first_cause_is_reported_with_the_users_line() -> None:
     with pytest.raises(RuntimeError) as caught:
         leave()
     line = user.__code__.co_firstlineno + 1  # neither json's own line nor what json itself came across
-    assert _first_cause(caught.value) == f"Expecting value: line 1 column 1 (char 0) ({__file__}:{line})"
+    assert first_cause(caught.value) == f"Expecting value: line 1 column 1 (char 0) ({__file__}:{line})"
 
 
 def test_torchs_own_lines_are_not_the_users() -> None:
@@ -224,15 +224,15 @@ def test_torchs_own_lines_are_not_the_users() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(2, 2))
     line = caught.tb.tb_lineno
-    assert _first_cause(caught.value).endswith(f"({__file__}:{line})")
+    assert first_cause(caught.value).endswith(f"({__file__}:{line})")
 
 
 def test_what_we_say_ourselves_needs_no_line() -> None:
     with pytest.raises(CannotRecord) as caught:
         _check_inputs("text")
-    assert _first_cause(caught.value) == "a batch holds a str, which is not a tensor"
-    assert _first_cause(KeyError()) == "KeyError"
-    assert _first_cause(ValueError("one\ntwo")) == "one"
+    assert first_cause(caught.value) == "a batch holds a str, which is not a tensor"
+    assert first_cause(KeyError()) == "KeyError"
+    assert first_cause(ValueError("one\ntwo")) == "one"
 
 
 # --- when a step is recorded and replayed ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from paceline.observe import events as events_module
 from paceline.observe.event_types import parse
 from paceline.observe.events import Events, damage_text, read, rewind
 from support.clocks import FakeClock
+from support.disks import file_size_limit
 
 Open = Callable[[], Events]
 DOCS = Path(__file__).parents[3] / "docs" / "events.md"
@@ -37,21 +37,6 @@ def open_events(path: Path) -> Iterator[Open]:
     yield make
     for events in opened:
         events.close()
-
-
-class FullDisk:
-    """A file on a disk with `free` bytes; a write that does not fit writes what fits, as the system does."""
-
-    def __init__(self, file: Any, free: int) -> None:
-        self._file, self._free = file, free
-        self.fileno = file.fileno
-
-    def write(self, line: bytes) -> int:
-        if not self._free:
-            raise OSError(28, "No space left on device")
-        written: int = self._file.write(line[: self._free])
-        self._free -= written
-        return written
 
 
 def kinds(path: Path) -> list[str]:
@@ -198,12 +183,10 @@ def test_rewinding_leaves_lines_as_they_were_written(path: Path) -> None:
 def test_events_are_kept_in_memory_while_the_disk_is_full(free: int, path: Path, open_events: Open) -> None:
     events = open_events()
     events.write("before")
-    file = events._file
-    events._file = FullDisk(file, free)  # type: ignore[assignment]
-    for n in range(5):
-        events.write("late", n=n)
-    assert len(kinds(path)) < 6
-    events._file = file
+    with file_size_limit(path.stat().st_size + free):
+        for n in range(5):
+            events.write("late", n=n)
+        assert len(kinds(path)) < 6
     events.write("after")
     assert kinds(path) == ["before", *["late"] * 5, "after"]
     assert [event["n"] for event in read(path) if event["event"] == "late"] == list(range(5))
@@ -215,11 +198,9 @@ def test_a_disk_that_stays_full_does_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(events_module, "UNWRITTEN_LIMIT", 1000)
     events = open_events()
-    file = events._file
-    events._file = FullDisk(file, 30)  # type: ignore[assignment]
-    for n in range(200):
-        events.write("late", n=n)
-    events._file = file
+    with file_size_limit(30):
+        for n in range(200):
+            events.write("late", n=n)
     for n in range(2):
         events.write("after", n=n)
     assert path.stat().st_size < 1200
@@ -241,13 +222,8 @@ def test_a_full_disk_while_rewinding_leaves_the_file_as_it_was(path: Path, open_
     for step in range(10):
         events.write("step", step=step)
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            rewind(path, 8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(100), pytest.raises(OSError, match="File too large"):
+        rewind(path, 8)
     assert path.read_bytes() == before
 
 

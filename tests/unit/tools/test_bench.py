@@ -186,7 +186,7 @@ def test_an_error_is_printed_without_markup(capsys: pytest.CaptureFixture[str]) 
     row = {"title": "HF", "package": "transformers", "version": "5", "error": error, "procs": 2}
     model = {"model": "mnist", "title": "small", "procs": 1, "rows": [row], "scaling": [row]}
     where = {"gpu": None, "cores": 2, "torch": "2", "python": "3"}
-    cli._show({"machine": where, "rounds": 1, "models": [model]})
+    cli.show_report({"machine": where, "rounds": 1, "models": [model]})
     assert capsys.readouterr().out.count(error) == 2
 
 

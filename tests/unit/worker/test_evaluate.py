@@ -13,7 +13,7 @@ from paceline.config import Config
 from paceline.data.feed import Feed
 from paceline.engine.digest import sha256_of
 from paceline.errors import ConfigError, DataError
-from paceline.worker.evaluate import Evaluator, _in_fp32
+from paceline.worker.evaluate import Evaluator, in_fp32
 from support.models import RunningLoss
 from support.worlds import world_of
 
@@ -165,18 +165,18 @@ def test_outputs_of_autocast_are_measured_in_full_whatever_holds_them(kind: str)
     if kind == "transformers":
         outputs = pytest.importorskip("transformers").modeling_outputs
         output = outputs.SequenceClassifierOutput(logits=half, hidden_states=(half, half))
-        full = _in_fp32(output)
+        full = in_fp32(output)
         assert type(full) is type(output)
         assert full.logits.dtype == full["logits"].dtype == full.hidden_states[1].dtype == torch.float32
         assert output.logits.dtype == torch.bfloat16  # the model may keep it
         return
     output = {"dict": {"logits": half, "of": {"ids": torch.tensor(3)}}, "tuple": (half, None), "list": [half]}[kind]
     wanted = {"dict": {"logits": whole, "of": {"ids": torch.tensor(3)}}, "tuple": (whole, None), "list": [whole]}[kind]
-    assert str(_in_fp32(output)) == str(wanted)
+    assert str(in_fp32(output)) == str(wanted)
 
 
 def test_the_last_layer_and_what_goes_into_it_stay_in_the_format_that_the_loss_wants() -> None:
     half, weight = torch.ones(2, 3, dtype=torch.bfloat16), nn.Parameter(torch.ones(5, 3))
-    hidden, same = _in_fp32((half, weight))
+    hidden, same = in_fp32((half, weight))
     assert hidden is half
     assert same is weight

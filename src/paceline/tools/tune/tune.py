@@ -87,8 +87,8 @@ def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str]
         ledger = TrialLedger(study, plan.trials, log, may_copy=is_managed)
 
         def config_of(candidate: Candidate) -> dict[str, Any]:
-            run_dir = _run_dir(folder, candidate.number, is_managed)
-            return _trial_config(plan.config_of(candidate.values), run_dir, is_managed)
+            run_dir = trial_run_dir(folder, candidate.number, is_managed)
+            return trial_config(plan.config_of(candidate.values), run_dir, is_managed)
 
         def start(candidate: Candidate, place: int) -> TrialRun:
             raw = config_of(candidate)
@@ -136,7 +136,7 @@ def _identity(plan: TunePlan, goal: Goal) -> dict[str, Any]:
     return identity
 
 
-def _run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
+def trial_run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
     """The run folder of a trial; a new one for each attempt of the user's own loop, which cannot be resumed."""
     run_dir = first = folder.run(number)
     attempt = 1
@@ -146,7 +146,7 @@ def _run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
     return run_dir
 
 
-def _trial_config(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, Any]:
+def trial_config(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, Any]:
     """The config of one trial: on one machine, resumed from its last checkpoint, and not restarted after a failure."""
     launcher = raw.get("launcher") or "auto"
     changes = {"run_dir": str(run_dir), "launcher": "local" if launcher == "auto" else launcher}
