@@ -13,7 +13,8 @@ from exactness_cases import ODD, FollowStudent, Guided, Images
 from torch.nn import functional
 
 from paceline import Callback, Run, Trainer
-from paceline.errors import ConfigError, Stopped
+from paceline.checkpoint.files import load
+from paceline.errors import ConfigError, RankFailed, Stopped
 from support.runs import events_of
 
 OPTIONS: dict[str, Any] = {
@@ -108,6 +109,44 @@ def test_a_run_with_a_callback_resumes_on_other_ranks_to_the_same_bits(tmp_path:
     resumed = Trainer(**options, procs=4, resume="auto", callbacks=[FollowStudent(), AskOnce(0, 99, "stop")]).start()
     assert resumed.weights_sha256 == whole.weights_sha256
     assert resumed.history == whole.history
+
+
+class Unshared(Callback):
+    """Returns its own list, which changes while a checkpoint is written."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self.steps.append(run.step_number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+
+def test_a_checkpoint_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    options = {**OPTIONS, "num_epochs": 6, "checkpoint": {"every_steps": 5, "keep": 9}, "run_dir": tmp_path / "run"}
+    Trainer(**options, callbacks=[Unshared], procs=1).start()
+    for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*")):
+        step = int(path.name.removeprefix("step-"))
+        assert load(path).values["counters"]["callbacks"]["Unshared"]["steps"] == list(range(1, step + 1))
+    assert "callbacks:\n- test_callbacks:Unshared\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+class Drift(Callback):
+    """Changes the weights of one rank, after the last step alone."""
+
+    needs_step_metrics = False
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        if run.step_number == run.total_steps and run.rank == 1:
+            with torch.no_grad():
+                next(run.model.parameters()).add_(1.0)
+
+
+def test_ranks_that_a_callback_makes_different_are_found_also_at_the_last_step(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="ReplicasDiffer"):
+        Trainer(**OPTIONS, callbacks=[Drift()], procs=2, max_restarts=0, run_dir=tmp_path / "run").start()
 
 
 def test_what_is_no_callback_is_one_sentence() -> None:

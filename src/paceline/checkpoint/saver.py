@@ -69,7 +69,7 @@ class Saver:
         self._is_requested = False
         self._has_warned = False
         self.saved_step = -1  # the last step that this rank knows to be published
-        self._reported_step = -1  # the last one that `newly_published` has returned
+        self._published: list[int] = []  # steps since the last call of `newly_published`
 
     def reserve(self, state: CheckpointState) -> None:
         """Allocate the host memory for copies in the background."""
@@ -168,6 +168,7 @@ class Saver:
         """Write the `checkpoint` event, or one warning for a series of failures."""
         if error is None:
             self.saved_step, self._has_warned = pending.step, False
+            self._published.append(self.saved_step)
             seconds = round(time.perf_counter() - pending.started_at, 3)
             self._events.write("checkpoint", step=pending.step, bytes=pending.nbytes, seconds=seconds)
         elif not self._has_warned:
@@ -175,14 +176,10 @@ class Saver:
             text = f"the checkpoint of step {pending.step} could not be saved: {error}; training continues without it"
             self._events.write("warning", text=text, step=pending.step)
 
-    def newly_published(self) -> Path | None:
-        """The checkpoint that was published since the last call, if any; the same on all ranks."""
-        if self.saved_step == self._reported_step:
-            return None
-        self._reported_step = self.saved_step
-        return self._store.path(self.saved_step)
-
-    # --- saves that the caller waits for -----------------------------------------------------------------------
+    def newly_published(self) -> list[Path]:
+        """The checkpoints that were published since the last call; the same on all ranks."""
+        published, self._published = self._published, []
+        return [self._store.path(step) for step in published]
 
     def finish(self) -> None:
         """Wait until no save is pending. All ranks."""

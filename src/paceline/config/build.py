@@ -32,7 +32,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
-    problems += make_callbacks(config)
+    problems += unusable_callbacks(config)
     for check in checks:
         problems += check(config)
     problems += unknown_arguments(config)
@@ -127,18 +127,18 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
     return problems
 
 
-def make_callbacks(config: Config) -> list[str]:
-    """Replace the classes in `callbacks` by objects of them; what is wrong with them, one sentence each."""
+def unusable_callbacks(config: Config) -> list[str]:
+    """What is wrong with the objects and classes in `callbacks`, one sentence each; ranks make objects of the classes."""
     problems = []
     for place, value in enumerate(config.callbacks):
         if isinstance(value, type) and issubclass(value, Callback):
             try:
-                config.callbacks[place] = value()
+                value()
             except TypeError as error:
                 problems.append(
                     f"callbacks.{place}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
                 )
-        elif not isinstance(value, Callback | str):  # a name that was not found is reported already
+        elif not isinstance(value, Callback | str):  # a name that cannot be imported is already reported
             problems.append(
                 f"callbacks.{place}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
             )

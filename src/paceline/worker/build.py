@@ -147,7 +147,8 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
 def build_callbacks(config: Config) -> list[Callback]:
     """The callbacks of the config, and the one for `checkpoint.best`."""
     best = config.checkpoint.best
-    return [*([BestCheckpoint(best.metric, best.mode)] if best is not None else []), *config.callbacks]
+    own = [BestCheckpoint(best.metric, best.mode)] if best is not None else []
+    return [*own, *(value() if isinstance(value, type) else value for value in config.callbacks)]
 
 
 def build_loop(

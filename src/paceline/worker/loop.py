@@ -19,6 +19,7 @@ from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.step import Stepper, StepResult
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
+from paceline.worker.callback_states import check_states, states_of
 from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.state import LoopPlan, TrainState
@@ -33,13 +34,13 @@ class Loop:
 
     callbacks: on_start
     for inputs of each step:
-        begin an exchange: stop? a checkpoint by the clock? is a rank still writing one?
+        begin an exchange: stop? a checkpoint by the clock? is a rank still writing one? does a callback want one?
         stepper.take(inputs)                     forward, backward, reduction, update
         log the step                             losses leave the device at log points
-        compare the replicas                     every check_replicas_every steps
         callbacks: on_step
+        compare the replicas                     every check_replicas_every steps, and at the end
         end the exchange                         all ranks know the answers
-        at the end of an epoch:
+        at the end of an epoch, unless the ranks stop:
             evaluate
             callbacks: on_evaluate
         publish the checkpoint that was written  callbacks: on_checkpoint
@@ -66,7 +67,7 @@ class Loop:
         self.run_view = Run(
             rank=self.world.rank, world_size=self.world.size, device=self.world.device, folder=context.folder.path,
             model=self.module, total_steps=self.plan.total_steps, step_number=state.step,
-            epoch=len(state.history), history=state.history,
+            epoch=state.epoch, history=state.history,
         )  # fmt: skip
         self.on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
 
@@ -93,7 +94,8 @@ class Loop:
             for inputs in self._all_inputs():
                 self._take(inputs)
                 self.stepper.clock.enter(DATA)
-                if is_first:  # the optimizer has its state now
+                if is_first:  # the optimizer has its state now, and callbacks have been called
+                    check_states(self.callbacks)
                     self.saver.reserve(self._capture())
                     is_first = False
         except StopAgreed as agreed:
@@ -107,8 +109,7 @@ class Loop:
         self.progress.phase = "saving"
         self.run_view.save_requested = False
         is_saved = self.saver.save_now(self.state.step, self._state, self._metrics_of_step())
-        if (path := self.saver.newly_published()) is not None:
-            self._call("on_checkpoint", path)
+        self._call_on_checkpoint()
         return is_saved
 
     def reason_text(self, reason: int) -> str:
@@ -148,10 +149,11 @@ class Loop:
         state.step = self.progress.step = inputs.step + 1
         state.samples += inputs.lanes[0].step_samples
         state.stream_position = inputs.stream_position
+        state.epoch = self.run_view.epoch = inputs.epoch + 1
         self.progress.samples = state.samples
         self._log(inputs, result)
-        self._compare_replicas(inputs)
-        self._call_on_step(inputs)
+        self._call_on_step()
+        self._compare_replicas(inputs)  # after the callbacks, which may change the model
         reason, is_time, is_busy, is_asked = self.exchange.end()
         state.is_evaluation_due = inputs.ends_epoch
         is_requested = False
@@ -162,8 +164,7 @@ class Loop:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not is_busy:
             self.saver.advance()
-        if (path := self.saver.newly_published()) is not None:
-            self._call("on_checkpoint", path)
+        self._call_on_checkpoint()
         if reason:
             raise StopAgreed(reason)
         self.saver.request(state.step, is_time=bool(is_time), is_asked=is_requested or bool(is_asked))
@@ -203,7 +204,6 @@ class Loop:
         state.is_evaluation_due = False
         state.history.append(row)
         self.events.write("epoch", **row)
-        self.run_view.epoch = epoch + 1
         self._call("on_evaluate", row)
         self.log.restart_clock()
 
@@ -234,15 +234,20 @@ class Loop:
             if callback.overrides(method):
                 getattr(callback, method)(self.run_view, *arguments)
 
-    def _call_on_step(self, inputs: StepInputs) -> None:
+    def _call_on_step(self) -> None:
         """Call `on_step`, with the numbers of this step where a callback needs them. All ranks."""
         if not self.on_step:
             return
         if any(callback.needs_step_metrics for callback in self.on_step):
             self.log.collect()
-        self.run_view.step_number, self.run_view.epoch = self.state.step, inputs.epoch + 1
+        self.run_view.step_number = self.state.step
         for callback in self.on_step:
             callback.on_step(self.run_view, self.log.last if callback.needs_step_metrics else {})
+
+    def _call_on_checkpoint(self) -> None:
+        """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""
+        for path in self.saver.newly_published():
+            self._call("on_checkpoint", path)
 
     def _is_save_requested(self) -> bool:
         """Whether a callback of any rank has requested a checkpoint of this step. All ranks."""
@@ -276,7 +281,7 @@ class Loop:
         counters = {
             "loop": asdict(self.state),
             "stepper": stepper.counters(),
-            "callbacks": [callback.state_dict() for callback in self.callbacks],
+            "callbacks": states_of(self.callbacks),
         }
         loss = stepper.replica.forward_state.of_loss()
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)

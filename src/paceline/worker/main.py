@@ -148,7 +148,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     state, callbacks = TrainState(), build_callbacks(config)
     if checkpoint is not None:
         progress.phase = "restoring the checkpoint"
-        state = restore(checkpoint, stepper, callbacks)
+        state = restore(context, checkpoint, stepper, callbacks)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
     check_space(context, stepper)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)

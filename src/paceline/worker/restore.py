@@ -18,6 +18,7 @@ from paceline.observe.events import rewind
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import reopen
+from paceline.worker.callback_states import restore_states
 from paceline.worker.context import Context
 from paceline.worker.state import TrainState
 from paceline.world import World
@@ -56,7 +57,9 @@ def report_checkpoint(context: Context, checkpoint: LoadedCheckpoint, identity: 
     context.events.write("resumed", step=manifest.step, checkpoint=str(path), changes=changes)
 
 
-def restore(checkpoint: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]) -> TrainState:
+def restore(
+    context: Context, checkpoint: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]
+) -> TrainState:
     """Restore the optimizer, the averages, the counters and the callbacks; return the state of the loop."""
     settings, state = stepper.settings, checkpoint.state
     groups = [{**group} for group in stepper.optimizer.param_groups]
@@ -71,10 +74,8 @@ def restore(checkpoint: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[
     restore_loss(state, settings.loss_fn, checkpoint.path)
     counters = state.values["counters"]
     stepper.set_counters(counters["stepper"])
-    saved = counters.get("callbacks", [])
-    if len(saved) == len(callbacks):  # otherwise the list of callbacks has changed, and they start without state
-        for callback, content in zip(callbacks, saved, strict=True):
-            callback.load_state_dict(content)
+    for name in restore_states(callbacks, counters.get("callbacks", {})):
+        context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
     return TrainState.from_dict(counters["loop"])
 
 

@@ -57,6 +57,7 @@ class TrainState:
     sums: LossSums = field(default_factory=LossSums)
     is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` has cut short
+    epoch: int = 0  # of the last step, from 1
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
 
@@ -69,4 +70,5 @@ class TrainState:
                 content[name] = content.pop(earlier)
         # Checkpoints of earlier versions count epochs from 0.
         history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
+        content.setdefault("epoch", len(history))
         return cls(**{**content, "history": history, "sums": LossSums(**content["sums"])})

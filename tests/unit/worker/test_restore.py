@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from paceline.callbacks import Callback
 from paceline.checkpoint.state import capture
 from paceline.config import Config
 from paceline.engine.optimizers import make_optimizer
+from paceline.errors import ConfigError
+from paceline.worker.callback_states import check_states, states_of
 from paceline.worker.restore import LoadedCheckpoint, restore
 from paceline.worker.state import EARLIER_NAMES, TrainState
 from support.configs import settings_of
@@ -45,7 +50,7 @@ def test_each_group_resumes_with_the_settings_of_the_present_config(make_config:
     before = stepper_of(make_config(optimizer={"name": "muon", "weight_decay": 0.1, "rest": rest}))
     config = make_config(optimizer={"name": "muon", "weight_decay": 0.3, "rest": {**rest, "momentum": 0.7}})
     after = stepper_of(config)
-    train_state = restore(found(before), after, [])
+    train_state = restore(SimpleNamespace(), found(before), after, [])
     assert train_state.step == 1
     assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.3, 0.0]
     assert [group["momentum"] for group in after.optimizer.param_groups] == [0.95, 0.7]
@@ -59,7 +64,7 @@ def test_a_user_defined_optimizer_resumes_with_the_settings_of_the_checkpoint(ma
         return make_config(optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay))
 
     after = stepper_of(own(0.3))
-    restore(found(stepper_of(own(0.1))), after, [])
+    restore(SimpleNamespace(), found(stepper_of(own(0.1))), after, [])
     assert after.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -74,14 +79,31 @@ class Counter(Callback):
         self.steps = state["steps"]
 
 
-def test_callbacks_get_their_state_back_and_other_callbacks_begin_as_they_are(make_config: MakeConfig) -> None:
+def test_callbacks_get_their_state_back_by_the_names_of_their_classes(make_config: MakeConfig) -> None:
+    context = SimpleNamespace(warn=(warned := []).append)
     stepper, saved, first = stepper_of(make_config()), found(stepper_of(make_config())), Counter()
-    saved.state.values["counters"]["callbacks"] = [{"steps": 7}]
-    restore(saved, stepper, [first])
+    saved.state.values["counters"]["callbacks"] = {"Counter": {"steps": 7}, "Counter 2": {"steps": 9}, "Gone": {"x": 1}}
+    restore(context, saved, stepper, [Callback(), first])
     assert first.steps == 7
-    others = [Counter(), Counter()]
-    restore(saved, stepper, others)
-    assert [other.steps for other in others] == [0, 0]
+    assert [text.partition(",")[0] for text in warned] == [
+        "the checkpoint has the state of a callback Counter 2", "the checkpoint has the state of a callback Gone",
+    ]  # fmt: skip
+
+
+def test_the_state_in_a_checkpoint_is_a_copy_with_plain_numbers() -> None:
+    counter = Counter()
+    counter.steps = [np.float64(0.5), torch.ones(2)]  # type: ignore[assignment]
+    states = states_of([counter, counter])
+    counter.steps[1].zero_()  # type: ignore[index]
+    assert states["Counter 2"]["steps"][1].tolist() == [1.0, 1.0]
+    assert type(states["Counter"]["steps"][0]) is float
+    check_states([counter])
+    counter.steps = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        check_states([counter])
+    counter.steps = print  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the state_dict\(\) of callback Counter cannot be kept in a checkpoint"):
+        check_states([counter])
 
 
 def test_checkpoints_of_earlier_versions_have_other_names() -> None:

@@ -1,0 +1,61 @@
+"""What checkpoints keep of callbacks: a copy of the state of each, under the name of its class."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.callbacks import Callback
+from paceline.data.trees import TreePath, map_leaves
+from paceline.errors import ConfigError
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Copies of the states: a checkpoint is written while callbacks change."""
+    return {name: map_leaves(callback.state_dict(), _copied) for name, callback in _named(callbacks).items()}
+
+
+def _copied(_: TreePath, leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, np.generic) else copy.deepcopy(leaf)
+
+
+def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> list[str]:
+    """Give each callback the state under its name; returns the names of states that no callback has taken."""
+    named = _named(callbacks)
+    for name, callback in named.items():
+        if saved.get(name):
+            callback.load_state_dict(saved[name])
+    return [name for name, state in saved.items() if state and name not in named]
+
+
+def check_states(callbacks: Sequence[Callback]) -> None:
+    """Raise a ConfigError if a checkpoint could not hold the state of a callback, or not give it back."""
+    for name, callback in _named(callbacks).items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(map_leaves(callback.state_dict(), _copied), buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled
+            reason = " ".join(str(error).split())[:100]
+            raise ConfigError(
+                f"the state_dict() of callback {name} cannot be kept in a checkpoint "
+                f"({type(error).__name__}: {reason}…); return numbers, texts, tensors, and lists and dicts of them"
+            ) from None
+
+
+def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """The callbacks by the names of their classes, numbered from the second of a class."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name} {seen[name]}"] = callback
+    return named
