@@ -34,7 +34,7 @@ def run_inference(
         raise ConfigError(problems)
     if is_main_process():
         changed.run_dir = _folder_for(task, trained.run_dir, config.name)
-    named = Task(f"paceline.worker.predict:{task}", {"weights": trained.weights, "is_whole": df is not None})
+    named = Task(f"paceline.worker.inference:{task}", {"weights": trained.weights, "is_whole": df is not None})
     try:
         return launch.start(changed, named, folder).load_value()
     except RankFailed as error:
