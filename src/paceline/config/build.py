@@ -128,7 +128,7 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
 
 def unusable_callbacks(config: Config) -> list[str]:
-    """What is wrong with the objects and classes in `callbacks`, one sentence each; ranks make objects of the classes."""
+    """What is wrong with the objects and classes in `callbacks`, one sentence each; ranks call the classes."""
     problems = []
     for place, value in enumerate(config.callbacks):
         if isinstance(value, type) and issubclass(value, Callback):
