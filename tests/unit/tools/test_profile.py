@@ -26,7 +26,7 @@ from paceline.tools.profile import trace
 from paceline.tools.profile.advice import advice_on
 from paceline.tools.profile.facts import Operator, Profile, StepSettings
 from paceline.tools.profile.profile import profile, shortened
-from paceline.tools.profile.task import Account, StepProfiler, last_in, operators_in, put_together
+from paceline.tools.profile.task import RankProfile, StepProfiler, last_in, operators_in, put_together
 from paceline.tools.profile.trace import Cost, PhaseStart, Span
 
 SETTING = StepSettings(
@@ -333,7 +333,7 @@ def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank
         run.step_number += 1
         watch.on_step(run, {})
     assert run.step_number == 5  # one to warm up, two that are timed, two that are traced
-    account = watch.account([])
+    account = watch.rank_profile([])
     assert sum(account.host_ms) == pytest.approx(account.step_ms)
     assert len(account.own_ms) == 2
     assert sum(account.own_ms) / 2 == pytest.approx(account.step_ms - account.host_ms[REDUCTION])
@@ -343,8 +343,8 @@ def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank
 # --- one profile of all ranks ----------------------------------------------------------------------------------------
 
 
-def account(step_ms: float, busy_ms: dict[str, float] | None = None, **costs: float) -> Account:
-    return Account(
+def account(step_ms: float, busy_ms: dict[str, float] | None = None, **costs: float) -> RankProfile:
+    return RankProfile(
         "here", step_ms, [1.0, 2.0, 3.0, 0.0, 0.0, 0.0], busy_ms or {}, {n: Cost(us, 20) for n, us in costs.items()},
         traced_ms=2 * step_ms, own_ms=[step_ms],
     )  # fmt: skip

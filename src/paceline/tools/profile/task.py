@@ -44,8 +44,8 @@ from paceline.world import World
 MOST_OPERATORS = 10
 
 
-class Account(NamedTuple):
-    """What one rank has found; times in milliseconds a step."""
+class RankProfile(NamedTuple):
+    """The measurements of one rank; times in milliseconds per step."""
 
     host: str
     step_ms: float
@@ -57,8 +57,8 @@ class Account(NamedTuple):
 
 
 def profile(config: Config, folder: RunFolder, world: World, progress: Progress, *, warm_up: int, steps: int) -> None:
-    """Leave where the time of a step goes as the job's value, and a trace of each rank. All ranks."""
-    # Kineto's lines are for those who work on it.
+    """Write a profile of the steps as the value of the job, and a trace of each rank. All ranks."""
+    # Kineto logs lines that only its developers need.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_own_stream(world)
     context = open_context(config, folder, world, progress)
@@ -74,16 +74,16 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     progress.phase = "writing the trace"
     events.write("progress", epoch=0, phase=progress.phase, batch=profiler.total - 1, batches=profiler.total)
     spans = trace.write(profiler.profiler, profiler.traced_marks, folder.trace(world.rank), os.getpid())
-    accounts = world.gather_objects(profiler.account(spans))
+    rank_profiles = world.gather_objects(profiler.rank_profile(spans))
     if world.is_main:
         setting = setting_of(stepper, world)
-        write_value(folder, put_together(accounts, setting, world.device.type, steps, folder))
+        write_value(folder, put_together(rank_profiles, setting, world.device.type, steps, folder))
     events.write("run_finished")
     events.close()
 
 
 class StepProfiler(Callback):
-    """Times the steps of a loop that is warm, then traces as many, then stops it."""
+    """Times steps after a warm-up, then traces as many, then stops the loop."""
 
     needs_step_metrics = False
 
@@ -93,10 +93,10 @@ class StepProfiler(Callback):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # or some versions warn
         self.marks = [PhaseStart(OTHER, time.time_ns())]
-        self._timed: list[int] = []  # the moments between steps
-        self._traced: list[int] = []  # when it began and when it ended
+        self._timed: list[int] = []  # the times between steps, in ns
+        self._traced: list[int] = []  # the start and the end of the trace, in ns
         self._enter = clock.enter
-        # Parts of the step hold on to their clock, so it stays the same one, and is listened to.
+        # The parts of the step have references to this clock, so its method is wrapped instead of the clock.
         clock.enter = self._on_enter  # type: ignore[method-assign]
 
     @property
@@ -105,11 +105,11 @@ class StepProfiler(Callback):
         begin, end = self._traced
         return [*(mark for mark in self.marks if begin <= mark.time_ns <= end), PhaseStart(OTHER, end)]
 
-    def account(self, spans: Sequence[Span]) -> Account:
-        """What has been found; `spans` is the work in the trace."""
+    def rank_profile(self, spans: Sequence[Span]) -> RankProfile:
+        """The measurements of this rank; `spans` is the work in the trace."""
         per_step = 1e6 * self.steps
         host = [trace.spent_ns(self.marks, *step) for step in pairwise(self._timed)]
-        return Account(
+        return RankProfile(
             socket.gethostname(),
             step_ms=(self._timed[-1] - self._timed[0]) / per_step,
             host_ms=[sum(spent) / per_step for spent in zip(*host, strict=True)],
@@ -124,7 +124,7 @@ class StepProfiler(Callback):
         self._enter(phase)
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Begin or end to time or to trace."""
+        """Start or stop timing or tracing, if this step is the one for it."""
         done = run.step_number
         if self.timed_from <= done <= self.traced_from:
             is_end = done in (self.timed_from, self.traced_from)
@@ -149,26 +149,30 @@ class StepProfiler(Callback):
 # --- what all ranks have found together ------------------------------------------------------------------------------
 
 
-def put_together(accounts: list[Account], setting: StepSettings, device: str, steps: int, folder: RunFolder) -> Profile:
+def put_together(
+    rank_profiles: list[RankProfile], setting: StepSettings, device: str, steps: int, folder: RunFolder
+) -> Profile:
     """One profile of what the ranks have found (pure)."""
-    step_ms = [account.step_ms for account in accounts]
+    step_ms = [rank_profile.step_ms for rank_profile in rank_profiles]
     if device == "cuda":
-        phases = {kind: [account.busy_ms[kind] for account in accounts] for kind in trace.KINDS}
+        phases = {kind: [rank_profile.busy_ms[kind] for rank_profile in rank_profiles] for kind in trace.KINDS}
         busy = map(sum, zip(*phases.values(), strict=True))
         phases["idle"] = [max(0.0, step - used) for step, used in zip(step_ms, busy, strict=True)]
     else:
-        phases = {name: [account.host_ms[place] for account in accounts] for place, name in enumerate(PHASES)}
+        phases = {
+            name: [rank_profile.host_ms[place] for rank_profile in rank_profiles] for place, name in enumerate(PHASES)
+        }
     return Profile(
         run_dir=str(folder.path),
         device=device,
         steps=steps,
-        hosts=[account.host for account in accounts],
+        hosts=[rank_profile.host for rank_profile in rank_profiles],
         step_ms=step_ms,
         phase_ms=phases,
-        data_ms=[account.host_ms[DATA] for account in accounts],
-        last_in=last_in([account.own_ms for account in accounts]) if device == "cpu" else [],
-        operators=operators_in(accounts, steps, device),
-        traces=[str(folder.trace(rank)) for rank in range(len(accounts))],
+        data_ms=[rank_profile.host_ms[DATA] for rank_profile in rank_profiles],
+        last_in=last_in([rank_profile.own_ms for rank_profile in rank_profiles]) if device == "cpu" else [],
+        operators=operators_in(rank_profiles, steps, device),
+        traces=[str(folder.trace(rank)) for rank in range(len(rank_profiles))],
         setting=setting,
     )
 
@@ -179,14 +183,16 @@ def last_in(own_ms: list[list[float]]) -> list[float]:
     return [last.count(rank) / len(last) for rank in range(len(own_ms))]
 
 
-def operators_in(accounts: list[Account], steps: int, device: str) -> list[Operator]:
-    """The operators that cost most, as means over ranks and steps. On a CPU, tracing slows them and the step alike."""
-    count = steps * len(accounts)
-    whole = sum(account.traced_ms if device == "cpu" else account.step_ms for account in accounts) / len(accounts)
+def operators_in(rank_profiles: list[RankProfile], steps: int, device: str) -> list[Operator]:
+    """The operators that cost most, as means over ranks and steps. On a CPU, tracing slows down operators and step equally."""
+    count = steps * len(rank_profiles)
+    whole = sum(
+        rank_profile.traced_ms if device == "cpu" else rank_profile.step_ms for rank_profile in rank_profiles
+    ) / len(rank_profiles)
     us: dict[str, float] = {}
     calls: dict[str, int] = {}
-    for account in accounts:
-        for name, cost in account.costs.items():
+    for rank_profile in rank_profiles:
+        for name, cost in rank_profile.costs.items():
             us[name] = us.get(name, 0.0) + cost.us
             calls[name] = calls.get(name, 0) + cost.calls
     dearest = sorted(us, key=us.__getitem__, reverse=True)[:MOST_OPERATORS]
