@@ -184,7 +184,7 @@ def last_in(own_ms: list[list[float]]) -> list[float]:
 
 
 def operators_in(rank_profiles: list[RankProfile], steps: int, device: str) -> list[Operator]:
-    """The operators that cost most, as means over ranks and steps. On a CPU, tracing slows down operators and step equally."""
+    """The operators that cost most, as means over ranks and steps; on a CPU, relative to traced steps."""
     count = steps * len(rank_profiles)
     whole = sum(
         rank_profile.traced_ms if device == "cpu" else rank_profile.step_ms for rank_profile in rank_profiles
