@@ -1,4 +1,4 @@
-"""zero.py without process groups: ranks are threads here, and what they send each other goes through queues."""
+"""Sharding without process groups: ranks are threads here, and what they send each other passes through queues."""
 
 from __future__ import annotations
 
