@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -186,6 +187,22 @@ def test_tools_use_only_what_users_have(tool: str) -> None:
 def test_no_exception_of_a_tool_is_left_over() -> None:
     for tool, names in INSIDE_TOOLS.items():
         assert [name for name in names if not any(is_within(other, [name]) for other in imported_by_tool(tool))] == []
+
+
+# --- the architecture ---------------------------------------------------------------------------------------
+
+NAMED = re.compile(r"`([a-z_/]+\.py)(?:: (\w+))?`")  # `worker/loop.py`, `worker/loop.py: Loop`
+
+
+def test_files_and_names_in_the_architecture_exist() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = [(PACKAGE / file, name) for file, name in NAMED.findall(text) if not file.startswith("tests/")]
+    assert len(named) >= 15  # else this test has gone blind
+    missing = [path for path, _ in named if not path.exists()]
+    assert missing == []
+    for path, name in named:
+        defined = {getattr(node, "name", None) for node in ast.walk(tree_of(path))}
+        assert not name or name in defined, f"{path.name} has no {name}"
 
 
 # --- the environment ----------------------------------------------------------------------------------------
