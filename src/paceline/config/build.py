@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from paceline.callbacks import Callback
 from paceline.config.checks import Check, conflicts
-from paceline.config.functions import FunctionNotFound, full_name, home_of, resolve
+from paceline.config.functions import FunctionNotFound, full_name, home_of, is_object, resolve
 from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
 from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_train_fn
@@ -115,8 +115,9 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
     for key in FUNCTION_KEYS:
         if isinstance(value := getattr(config, key), str):
-            setattr(config, key, resolved(key, value))
-            config._names[key] = full_name(key, value)
+            setattr(config, key, found := resolved(key, value))
+            if is_object(found):
+                config._names[key] = full_name(key, value)
     if isinstance(config.metrics, dict):
         config.metrics = {
             name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric

@@ -268,7 +268,7 @@ class Config(_Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     log: Log = Log()
 
-    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the functions that the user gave by name
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the objects that the user gave by name
 
     def function(self, key: str) -> Callable[..., Any]:
         """The function under `key`, in a config from `build`."""
