@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks import BestCheckpoint, Callback
+from paceline.callbacks import BestCheckpoint, Callback, Run
 from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
@@ -25,6 +26,7 @@ from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
 from paceline.system.signals import Stop
 from paceline.worker.context import Context
+from paceline.worker.cycle import StepCycle
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.loop import Loop
 from paceline.worker.state import LoopPlan, TrainState
@@ -160,7 +162,22 @@ def build_loop(
     if evaluator is not None:
         context.progress.phase = "trying the evaluation"
         evaluator.try_measures(stepper.replica.module)
-    return Loop(context, stepper, inputs, evaluator, plan, saver, stop, state, callbacks)
+
+    def capture_with(counters: dict[str, Any]) -> CheckpointState:
+        counters = {**counters, "stepper": stepper.counters()}
+        loss = stepper.replica.forward_state.of_loss()
+        return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
+
+    world = context.world
+    run = Run(
+        rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
+        model=stepper.replica.module, total_steps=plan.total_steps, step_number=state.step,
+        epoch=state.epoch, history=state.history,
+    )  # fmt: skip
+    cycle = StepCycle(
+        context, stepper.replica, stepper.clock, stepper.guard, plan, saver, stop, state, callbacks, run, capture_with
+    )
+    return Loop(stepper, inputs, evaluator, plan, state, cycle)
 
 
 def build_inputs(

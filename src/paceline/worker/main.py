@@ -156,7 +156,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     del checkpoint, model
 
     reason = loop.run()
-    is_saved = loop.save()
+    is_saved = loop.cycle.save()
     progress.phase = "writing the result"
     loop.finish(reason)
     if reason:
@@ -204,7 +204,7 @@ def check_space(context: Context, stepper: Stepper) -> None:
 
 def write_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> None:
     """Write an event and a file about where and why the run stopped."""
-    facts = {"step": loop.state.step, "reason": loop.reason_text(reason), "is_saved": is_saved}
+    facts = {"step": loop.state.step, "reason": loop.cycle.reason_text(reason), "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
         write_json(context.folder.stopped, facts)

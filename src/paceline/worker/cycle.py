@@ -1,0 +1,202 @@
+"""What surrounds each step in both loops: the ranks agree on stops and saves, log, call callbacks, compare replicas."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from paceline.callbacks import Callback, Run
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.state import CheckpointState
+from paceline.data.lanes import StepInputs
+from paceline.engine.clock import PhaseClock
+from paceline.engine.digest import check_frozen, check_replicas, digests_of
+from paceline.engine.nonfinite import Guard
+from paceline.engine.replica import PlainModel, Replica
+from paceline.engine.step import StepResult
+from paceline.observe.bottleneck import StragglerDetector
+from paceline.system.signals import Stop, StopAgreed, describe
+from paceline.worker.callback_states import check_states, states_of
+from paceline.worker.context import Context
+from paceline.worker.state import LoopPlan, TrainState
+from paceline.worker.step_log import StepLog, is_recorded
+
+BY_CALLBACK = 1_001  # among the numbers of signals and TIME_IS_UP
+
+
+class Answers(NamedTuple):
+    """What all ranks know at the end of a step: the maximum of the numbers that each gave at its beginning."""
+
+    reason: int  # to stop, or 0
+    is_time: int  # to save, by the clock
+    is_busy: int  # whether a rank is still writing a checkpoint
+    is_asked: int  # whether a checkpoint was requested
+
+
+@dataclass
+class StepCycle:
+    """The begin and the end of each step, and the checkpoints of the run."""
+
+    context: Context
+    replica: Replica | PlainModel
+    clock: PhaseClock
+    guard: Guard | None
+    plan: LoopPlan
+    saver: Saver
+    stop: Stop
+    state: TrainState
+    callbacks: list[Callback]
+    run: Run
+    capture: Callable[[dict[str, Any]], CheckpointState]  # the state of model and optimizers, with these counters
+
+    def __post_init__(self) -> None:
+        self.world, self.events, self.progress = self.context.world, self.context.events, self.context.progress
+        self.module = self.replica.module
+        self._on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
+        self._is_reserved = False
+
+    def start(self) -> None:
+        """Prepare for the first step of this attempt. All ranks."""
+        self.exchange = self.world.exchange()
+        is_deferred = self.guard is not None and self.guard.is_deferred
+        review = self.guard.review if self.guard is not None and is_deferred else lambda steps: None
+        # The log gets no reference to this object: in a cycle, DataLoader workers would wait for the garbage collector.
+        stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
+        self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review)
+        self.progress.step, self.progress.samples = self.state.step, self.state.samples
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
+        self.module.train()  # pretrained models start in evaluation mode
+        self.call("on_start")
+
+    # --- one step ----------------------------------------------------------------------------------------------
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Before a step: begin the exchange with the other ranks. All ranks."""
+        self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
+        self.exchange.begin(self.stop_reason(), self.saver.is_time, self.saver.is_busy, self.run.save_requested)
+
+    def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
+        """After a step: count and log it, call the callbacks, compare the replicas, end the exchange. All ranks."""
+        state = self.state
+        state.step = self.progress.step = inputs.step + 1
+        state.samples += inputs.lanes[0].step_samples
+        state.stream_position = inputs.stream_position
+        state.epoch = self.run.epoch = inputs.epoch + 1
+        self.progress.samples = state.samples
+        self._log(inputs, result, lr)
+        self._call_on_step()
+        self._compare_replicas(inputs)  # after the callbacks, which may change the model
+        return Answers(*self.exchange.end())
+
+    def close(self, answers: Answers, *, is_requested: bool = False) -> None:
+        """Publish the checkpoint that was written, raise StopAgreed, or start a checkpoint if one is due. All ranks.
+
+        `is_requested`: a checkpoint of exactly this step is wanted.
+        """
+        if is_requested:
+            self.saver.finish()  # these weights are to be saved, not those of a later step
+        elif not answers.is_busy:
+            self.saver.advance()
+        self._call_on_checkpoint()
+        if answers.reason:
+            raise StopAgreed(answers.reason)
+        self.saver.request(
+            self.state.step, is_time=bool(answers.is_time), is_asked=is_requested or bool(answers.is_asked)
+        )
+        if self.saver.is_due:
+            self.run.save_requested = False
+            self.saver.start(self.state.step, self._complete_state(), self._metrics_of_step())
+            self.clock.discard_sample()
+        if not self._is_reserved:  # the optimizer has its state now, and callbacks have been called
+            self._is_reserved = True
+            check_states(self.callbacks)
+            self.saver.reserve(self._state())
+
+    def stop_reason(self) -> int:
+        """The number of this rank's reason to stop, or 0."""
+        return self.stop.reason or (BY_CALLBACK if self.run.stop_requested is not None else 0)
+
+    def reason_text(self, reason: int) -> str:
+        """Why the loop stopped, in words."""
+        return self.run.stop_requested or "a callback" if reason == BY_CALLBACK else describe(reason)
+
+    def check_stop(self) -> None:
+        """Raise StopAgreed if any rank has a reason to stop. All ranks."""
+        self.exchange.begin(self.stop_reason())
+        [reason] = self.exchange.end()
+        if reason:
+            raise StopAgreed(reason)
+
+    def _log(self, inputs: StepInputs, result: StepResult, lr: float) -> None:
+        """Log the result of a step, and the digests of the weights if they are wanted. All ranks."""
+        self.log.add(inputs, result, lr)
+        self.log.advance(self.state.step, ends_epoch=inputs.ends_epoch)
+        if self.plan.log_digests and is_recorded(inputs, self.plan.log_every_steps):
+            self.events.write("digests", step=self.state.step, digests=digests_of(self.module).tolist())
+
+    def _compare_replicas(self, inputs: StepInputs) -> None:
+        """Stop the run if the weights of the ranks differ. All ranks."""
+        step = self.state.step
+        if step % self.plan.check_replicas_every == 0 or step == 1 or inputs.ends_run:
+            check_frozen(self._frozen, self.world)
+            if self.replica.forward_state.moving:  # differs between lanes; rank 0's values are kept
+                self.replica.share_buffers()
+            check_replicas(self.module, self.world, step)
+
+    # --- callbacks ---------------------------------------------------------------------------------------------
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of all callbacks that have it. All ranks."""
+        self.run.step_number = self.state.step
+        for callback in self.callbacks:
+            if callback.overrides(method):
+                getattr(callback, method)(self.run, *arguments)
+
+    def _call_on_step(self) -> None:
+        """Call `on_step`, with the numbers of this step where a callback needs them. All ranks."""
+        self.run.step_number = self.state.step
+        if any(callback.needs_step_metrics for callback in self._on_step):
+            self.log.collect()
+        for callback in self._on_step:
+            callback.on_step(self.run, self.log.last if callback.needs_step_metrics else {})
+
+    def _call_on_checkpoint(self) -> None:
+        """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""
+        for path in self.saver.newly_published():
+            self.call("on_checkpoint", path)
+
+    def is_save_requested(self) -> bool:
+        """Whether a callback of any rank has requested a checkpoint of this step. All ranks."""
+        if not self.callbacks:
+            return False
+        self.exchange.begin(self.run.save_requested)
+        [is_requested] = self.exchange.end()
+        return bool(is_requested)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self) -> bool:
+        """Save the present state and wait for it; return whether it is on the disk. All ranks."""
+        self.progress.phase = "saving"
+        self.run.save_requested = False
+        is_saved = self.saver.save_now(self.state.step, self._complete_state, self._metrics_of_step())
+        self._call_on_checkpoint()
+        return is_saved
+
+    def _metrics_of_step(self) -> dict[str, float]:
+        """The metrics for a checkpoint: the last row of the history, if it belongs to this step."""
+        row = self.state.history[-1] if self.state.history else {}
+        is_of_now = row.get("step") == self.state.step
+        return {name: value for name, value in row.items() if isinstance(value, float)} if is_of_now else {}
+
+    def _complete_state(self) -> CheckpointState:
+        """The state to save, after the events and buffers of this step are complete. All ranks."""
+        self.log.collect()
+        self.replica.share_buffers()
+        return self._state()
+
+    def _state(self) -> CheckpointState:
+        """The state of model, optimizers, loop and callbacks. All ranks."""
+        return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})
