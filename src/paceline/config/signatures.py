@@ -25,7 +25,7 @@ def wrong_train_fn(config: Config) -> list[str]:
     try:
         signature.bind(*TRAIN_FN_ARGUMENTS, **run)
     except TypeError:
-        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)}), or with a sixth parameter named run"
+        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)}), or with a further parameter run"
         return [f"train_fn={name_of(config.train_fn)} takes {signature}; it is called as {called}"]
     return []
 
