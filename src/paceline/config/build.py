@@ -13,7 +13,7 @@ from paceline.config.checks import Check, conflicts
 from paceline.config.functions import FunctionNotFound, full_name, home_of, resolve
 from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
-from paceline.config.signatures import unknown_arguments, wrong_train_fn
+from paceline.config.signatures import unknown_arguments, wrong_schedule_fn, wrong_train_fn
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
@@ -32,6 +32,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
+    problems += wrong_schedule_fn(config)
     problems += unusable_callbacks(config)
     for check in checks:
         problems += check(config)

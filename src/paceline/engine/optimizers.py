@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate as a pure function of the step.
+"""Optimizers by name, and how their learning rates are set.
 
 An optimizer class may have two methods besides torch's, which are used if they exist: `groups_of(model)`, a static
 method that returns its parameter groups, and `units()`, lists of parameters that `sharding.py` must not separate.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.config import Config, Schedule
+from paceline.config import Config
 from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
 from paceline.errors import ConfigError
@@ -133,7 +132,7 @@ def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return tensor
 
 
-# --- names and rates ------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def problems_with(name: str, options: dict[str, Any]) -> list[str]:
@@ -166,15 +165,3 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
                 f"({type(error).__name__}: {error}); give them as torch.optim.{make.__name__} takes them"
             )
     return problems
-
-
-def lr_at(step: int, base: float, schedule: Schedule, total_steps: int | None) -> float:
-    """The learning rate of the update that takes `step` to `step + 1` (pure)."""
-    if step < schedule.warmup_steps:
-        return base * (step + 1) / schedule.warmup_steps
-    if schedule.name == "constant":
-        return base
-    assert total_steps is not None, "a schedule with an end needs the number of steps"
-    done = (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps)
-    down = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return base * (schedule.final + (1 - schedule.final) * down)
