@@ -44,9 +44,7 @@ def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) 
     [key] = extra
     [problem] = problems({**OWN, **extra})
     if key in OWN_LOOP_KEYS:
-        assert problem.startswith(
-            f"{key} needs a train_fn with the parameter run, or the managed loop; write"
-        )
+        assert problem.startswith(f"{key} needs a train_fn with the parameter run, or the managed loop; write")
     else:
         assert problem == f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
 
