@@ -118,6 +118,8 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             setattr(config, key, found := resolved(key, value))
             if is_object(found):
                 config._names[key] = full_name(key, value)
+    if isinstance(config.sample_weights, str) and ":" in config.sample_weights:  # else it is a column
+        config.sample_weights = resolved("sample_weights", config.sample_weights)
     if isinstance(config.metrics, dict):
         config.metrics = {
             name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric

@@ -98,6 +98,15 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
 
 
+def _order_knows_the_samples(config: Config) -> Iterator[str]:
+    is_split = config.val_fraction > 0 and config.val_df is None and config.val_dataset_fn is None
+    if config.order_fn is not None and is_split:
+        yield (
+            f"val_fraction={config.val_fraction} would take samples out of the data set that order_fn orders; "
+            "set val_fraction: 0, or give val_df or val_dataset_fn"
+        )
+
+
 def _metric_names_are_free(config: Config) -> Iterator[str]:
     for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
@@ -164,6 +173,10 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _no_trackers_with_train_fn: (),
     _exclusive("optimizer", "optimizer_fn"): (),
     _curriculum_has_difficulty: (),
+    _exclusive("sample_weights", "order_fn"): (),
+    _exclusive("sample_weights", "curriculum"): (),
+    _exclusive("order_fn", "curriculum"): (),
+    _order_knows_the_samples: ("order_fn", "val_fraction", "val_df", "val_dataset_fn"),
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
     _metric_names_are_free: (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from paceline.system.paths import problem_with
 Function = Callable[..., Any] | str
 FUNCTION_KEYS = (
     "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn",
+    "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
@@ -179,6 +181,16 @@ def _rendezvous(value: Any) -> Any:
     return value
 
 
+def _packed(value: Any) -> Any:
+    """A list of numbers as an array: config.yaml would list them all."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        return array("d", value)
+    except TypeError:
+        raise ValueError("must be numbers, one for each sample") from None
+
+
 def _local(value: Any) -> Any:
     """Refuses what cannot be a path on this machine, such as a URL."""
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
@@ -215,6 +227,8 @@ class Config(_Section):
     val_dataset_fn: Function | None = None
     val_fraction: float = Field(0.1, ge=0, lt=1)
     collate_fn: Function | None = None
+    sample_weights: Annotated[Any, BeforeValidator(_packed)] = None
+    order_fn: Function | None = None
 
     train_fn: Function | None = None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
 from paceline.data import batches
+from paceline.data.epoch_order import Order
 from paceline.data.loader import Collate, collate_of, loader_options, no_collate
 from paceline.data.order import indices_of
 from paceline.data.rows import as_row_dataset
@@ -15,10 +17,11 @@ from paceline.world import World
 
 
 class EpochSampler(Sampler[list[int]]):
-    """The batches of one rank for one epoch; each `iter` is the next epoch, in a new order if it shuffles."""
+    """The batches of one rank for one epoch; each `iter` is the next epoch, in the order of that epoch."""
 
-    def __init__(self, *, seed: int, size: int, batch_size: int, world: World, shuffle: bool, what: str) -> None:
-        self.seed, self.size, self.world, self.shuffle = seed, size, world, shuffle
+    def __init__(self, *, size: int, batch_size: int, world: World, order: Order | None, what: str) -> None:
+        """Without an order, each epoch has the samples in that of the data set."""
+        self.size, self.world, self.order = size, world, order
         self.batches = batches.batches_per_rank(size, batch_size, world.size, what=what)
         self.epoch = 0
 
@@ -35,10 +38,10 @@ class EpochSampler(Sampler[list[int]]):
             batches.batch_positions(batch, self.world.rank, self.size, self.batches, self.world.size)
             for batch in range(self.batches)
         )
-        if self.shuffle:
-            yield from indices_of(spans, seed=self.seed, epoch=epoch, size=self.size)
-        else:
+        if self.order is None:
             yield from map(list, spans)
+        else:
+            yield from indices_of(spans, partial(self.order, epoch))
 
 
 class EpochLoader(DataLoader[Any]):
@@ -74,11 +77,11 @@ def epoch_loader(
     seed: int,
     workers: int,
     world: World,
-    shuffle: bool,
+    order: Order | None,
     what: str,
     on_batch: Callable[[int, int, int], None],
     collate: Collate | None = None,
 ) -> EpochLoader:
     """A loader with the same number of batches on every rank; `what` names the data set in error messages."""
-    sampler = EpochSampler(seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what)
+    sampler = EpochSampler(size=len(dataset), batch_size=batch_size, world=world, order=order, what=what)
     return EpochLoader(dataset, sampler, on_batch, collate, **loader_options(workers, world, seed))

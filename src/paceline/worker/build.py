@@ -14,6 +14,7 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
+from paceline.data.epoch_order import make_order, paced
 from paceline.data.feed import make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
@@ -196,18 +197,20 @@ def build_inputs(
             stream_position=state.stream_position, world=world, progress=progress, warn=context.warn,
             collate=settings.collate,
         )  # fmt: skip
+    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    total = plan.total_steps
     assert total is not None
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
-        paced, end = curriculum, total
+        pacing, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
-            paced = Curriculum(losses, settings.curriculum, first_epoch=1)
+            pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
         sampler = partial(
             LaneSampler,
             seed=settings.seed,
@@ -216,7 +219,7 @@ def build_inputs(
             lanes=lanes,
             steps=range(state.step, end),
             rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
-            curriculum=paced,
+            order=order if pacing is None else paced(order, pacing),
         )
         return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.data.epoch_loader import EpochSampler, epoch_loader
+from paceline.data.epoch_order import shuffled
 from paceline.data.order import indices_at
 from paceline.errors import DataError
 from support.worlds import world_of
@@ -15,11 +16,10 @@ def epoch_samplers(
 ) -> list[EpochSampler]:
     return [
         EpochSampler(
-            seed=seed,
             size=size,
             batch_size=batch_size,
             world=world_of(rank, world_size),
-            shuffle=shuffle,
+            order=shuffled(seed, size) if shuffle else None,
             what="the training data",
         )
         for rank in range(world_size)
@@ -75,7 +75,7 @@ def test_the_loader_reports_each_batch_of_each_epoch() -> None:
         seed=0,
         workers=0,
         world=world_of(1, 2),
-        shuffle=True,
+        order=shuffled(0, 12),
         what="the training data",
         on_batch=lambda *place: reported.append(place),
     )
@@ -96,7 +96,7 @@ def test_a_loop_that_is_left_early_continues_with_the_next_epoch() -> None:
             seed=0,
             workers=0,
             world=world_of(0, 1),
-            shuffle=True,
+            order=shuffled(0, 12),
             what="the training data",
             on_batch=lambda *place: None,
         )
