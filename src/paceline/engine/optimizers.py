@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import Config, Schedule
+from paceline.config import Config, Schedule, advice_for
 from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
 from paceline.errors import ConfigError
@@ -144,12 +144,8 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
         return [f"optimizer.name={name!r} is not an optimizer of torch.optim; {hint}"]
     accepted = [p for p in inspect.signature(known[name.lower()]).parameters if p != "params"]
-    problems = []
-    for key in options:
-        if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
-            problems.append(f"optimizer.{key} is not an argument of {known[name.lower()].__name__}; {hint}")
+    class_name = known[name.lower()].__name__
+    problems = [_unknown(key, options[key], class_name, accepted) for key in options if key not in accepted]
     if needs_closure(known[name.lower()]):
         return [f"optimizer.name={name.lower()!r} {NEEDS_CLOSURE}"]
     if not problems:
@@ -166,6 +162,15 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
                 f"({type(error).__name__}: {error}); give them as torch.optim.{make.__name__} takes them"
             )
     return problems
+
+
+def _unknown(key: str, value: Any, class_name: str, accepted: list[str]) -> str:
+    """A sentence about a key that is no argument of the optimizer's class."""
+    if advice := advice_for(["optimizer"], key, value):
+        return f"optimizer.{key}={value!r} {advice}"
+    near = difflib.get_close_matches(key, accepted, n=1)
+    hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
+    return f"optimizer.{key} is not an argument of {class_name}; {hint}"
 
 
 def lr_at(step: int, base: float, schedule: Schedule, total_steps: int | None) -> float:

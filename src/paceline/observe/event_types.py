@@ -6,6 +6,7 @@ line gives no event. `complete` adds missing fields, for readers that show all o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -100,6 +101,7 @@ class StepEvent(TypedDict):
     lr: NotRequired[float]
     samples_per_s: NotRequired[Measured]
     grad_norm: NotRequired[float | None]
+    values: NotRequired[dict[str, float | None]]
     step_ms: NotRequired[PerRank]
     phase_ms: NotRequired[dict[str, PerRank]]
     memory_mb: NotRequired[PerRank]
@@ -254,6 +256,13 @@ MISSING: dict[str, Event] = {
 def complete(event: Event) -> Event:
     """The event with all fields that readers show; those that its line did not have get a default."""
     return {**MISSING.get(event["event"], {}), **event}
+
+
+def values_in(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The names and numbers in the field `values` of an event; the event's own fields have precedence."""
+    for name, value in event.get("values", {}).items():
+        if value is not None and name not in event:
+            yield name, value
 
 
 def parse(line: bytes | str) -> Event | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import events as events_module
-from paceline.observe.event_types import parse
+from paceline.observe.event_types import parse, values_in
 from paceline.observe.events import Events, damage_text, read, rewind
 from support.clocks import FakeClock
 from support.disks import file_size_limit
@@ -135,7 +135,7 @@ STEP = {"event": "step", "time": 1.0, "step": 5, "loss": 0.5, "step_ms": [1.0, 2
     [
         {"time": "1"}, {"time": None}, {"time": -1}, {"time": 1e300}, {"step": 5.5}, {"step": True}, {"step": 2**60},
         {"loss": "0.5"}, {"step_ms": 3.0}, {"step_ms": [None]}, {"step_ms": [1e300, 1.0]},
-        {"phase_ms": {"data": [1.0]}},
+        {"phase_ms": {"data": [1.0]}}, {"values": [1.0]}, {"values": {"a": "1"}}, {"values": {"a": [1.0]}},
         {"event": ["step"]}, {"event": None},
     ],
     ids=str,
@@ -143,6 +143,13 @@ STEP = {"event": "step", "time": 1.0, "step": 5, "loss": 0.5, "step_ms": [1.0, 2
 def test_a_step_with_a_wrong_type_is_not_an_event(damage: dict[str, Any]) -> None:
     assert parse(json.dumps(STEP)) == STEP
     assert parse(json.dumps({**STEP, **damage})) is None
+
+
+def test_the_further_values_of_a_step_do_not_replace_its_own_fields() -> None:
+    event = parse(json.dumps({**STEP, "values": {"perplexity": 2, "loss": 9.0, "missing": None, "lr": 0.5}}))
+    assert event is not None
+    assert dict(values_in(event)) == {"perplexity": 2.0, "lr": 0.5}
+    assert dict(values_in(STEP)) == {}
 
 
 def test_unknown_fields_are_dropped_and_unknown_events_are_kept() -> None:

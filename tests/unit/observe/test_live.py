@@ -187,6 +187,14 @@ def test_the_loss_is_that_of_the_last_step_event_and_everything_else_that_of_the
     assert lines(state_after(recorded(8))) == [""]  # the pace is written with it
 
 
+def test_further_values_of_a_step_are_shown_after_the_loss() -> None:
+    values = {"perplexity": 1.5, "margin": None}
+    assert line(state_after(recorded(8, lr=0.5, values=values), pace(8)), "training") == (
+        "loss 0.2500 lr 0.5 perplexity 1.5000"
+    )
+    assert line(state_after(recorded(8, loss=None, values=values), pace(8)), "training") == "perplexity 1.5000"
+
+
 def test_the_length_of_a_bar_is_the_share_that_is_done() -> None:
     shown = lines(state_after(step(50, epoch=5)), 120)
     drawn = [line.count("━") + line.count("╸") for line in shown[1:3]]

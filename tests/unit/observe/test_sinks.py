@@ -99,6 +99,11 @@ def test_a_tracker_receives_plotted_numbers_and_the_ending(folder: RunFolder) ->
     ]
 
 
+def test_a_tracker_receives_the_further_values_of_a_step_under_their_names(folder: RunFolder) -> None:
+    write(folder, ("run_started", {}), ("step", {"step": 2, "loss": 0.5, "values": {"perplexity": 1.5, "loss": 9.0}}))
+    assert deliver_all(folder)[1] == (2, {"loss": 0.5, "perplexity": 1.5})
+
+
 def test_a_later_attempt_reopens_the_remote_run_and_repeats_nothing(folder: RunFolder) -> None:
     write(folder, ("run_started", {}), *steps(1, 2, 3))
     assert deliver_all(folder)[-1] == "failed"

@@ -107,6 +107,13 @@ def test_curves_come_from_step_events_and_times_from_pace_events(tmp_path: Path)
     assert facts.step == 17
 
 
+def test_further_values_of_steps_have_curves(tmp_path: Path) -> None:
+    events = [step(number, values={"perplexity": 2.0 * number, "absent": None}) for number in (1, 5)]
+    curves = facts_of(write_run(tmp_path / "r", STARTED, *events), "r").curves
+    assert (curves["perplexity"].per, curves["perplexity"].value) == ("step", [2.0, 10.0])
+    assert "absent" not in curves
+
+
 def test_phases_are_means_over_all_steps_since_the_number_of_ranks_changed(tmp_path: Path) -> None:
     def timed(number: int, data: list[float], reduction: list[float]) -> dict[str, Any]:
         return step(number, step_ms=[10.0] * len(data), phase_ms={"data": data, "reduction": reduction})

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.observe.bottleneck import find_bottleneck
+from paceline.observe.event_types import values_in
 
 Event = Mapping[str, Any]
 
@@ -165,11 +166,13 @@ def epoch_text(pace: Event) -> str:
 
 
 def training_texts(step: Event | None) -> list[str]:
-    """The loss and the learning rate of a `step` event."""
-    texts = [f"loss {number_text(step['loss'] if step else None)}"]
+    """The loss, the learning rate and the further values of a `step` event."""
+    values = list(values_in(step or {}))
+    loss = step["loss"] if step else None
+    texts = [f"loss {number_text(loss)}"] if loss is not None or not values else []
     if step and "lr" in step:
         texts.append(f"lr {step['lr']:.3g}")
-    return texts
+    return texts + [f"{name} {number_text(value)}" for name, value in values]
 
 
 def speed_text(samples_per_s: float) -> str:

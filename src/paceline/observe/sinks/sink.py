@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.observe.event_types import Event, Parser
+from paceline.observe.event_types import Event, Parser, values_in
 from paceline.observe.tail import Tail
 
 PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which they follow each other at one step
@@ -65,6 +65,7 @@ class SinkFeeder:
 
 def numbers_in(event: Event) -> Iterator[tuple[str, float]]:
     """The names and values of an event that are plotted; a list has one number per rank."""
+    yield from values_in(event)
     for name, value in event.items():
         if isinstance(value, list):
             yield from ((f"{name}/rank-{rank}", number) for rank, number in enumerate(value))

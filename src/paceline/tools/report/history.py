@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.formatting import size_text
-from paceline.observe.event_types import complete
+from paceline.observe.event_types import complete, values_in
 from paceline.tools.report.phases import PhaseSums, own_ms
 from paceline.tools.report.thin import Point, StepTimes
 
@@ -140,7 +140,7 @@ def _append(points: list[Any], point: Point | StepTimes) -> None:
 
 def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a step or an epoch that are drawn; for memory, the largest of all ranks."""
-    for name, value in event.items():
+    for name, value in (*event.items(), *values_in(event)):
         number = max(value, default=None) if name == "memory_mb" else value
         if name not in NOT_DRAWN and isinstance(number, (int, float)) and math.isfinite(number):
             yield name, number
