@@ -142,7 +142,7 @@ BY_WEIGHT = {
 BY_ORDER = {"order_fn": two_random_halves}
 
 
-@pytest.mark.parametrize(("before", "after", "stop_at"), [(1, 4, 4), (4, 2, 11), (2, 1, 7)])
+@pytest.mark.parametrize(("before", "after", "stop_at"), [(1, 4, 4), (4, 2, 11), (2, 1, 8)])
 @pytest.mark.parametrize("keys", [BY_WEIGHT, BY_ORDER], ids=["weights", "order_fn"])
 def test_a_stopped_and_resized_run_has_the_bits_of_an_uninterrupted_one(
     keys: dict[str, Any], before: int, after: int, stop_at: int

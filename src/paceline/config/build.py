@@ -40,6 +40,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)
+    if config.global_batch_size is not None:
+        config.lanes = config.global_batch_size // config.batch_size
     config.folder = folder.resolve() if folder is not None else _home(config)
     return config
 

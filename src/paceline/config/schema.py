@@ -22,15 +22,15 @@ FUNCTION_KEYS = (
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
 MANAGED_KEYS = (  # have no effect on train_fn
-    "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
-    "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
+    "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "global_batch_size",
+    "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 # Keys that do not affect the results of a run, only how and where it is executed.
 EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
-    "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
+    "bucket_mb", "static_graph", "lanes", "global_batch_size", "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip
 DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -246,6 +246,7 @@ class Config(_Section):
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(None, ge=1)
     num_epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     workers: int = Field(0, ge=0)

@@ -162,3 +162,31 @@ def test_an_order_of_the_users_own_excludes_others_and_a_split(keys: dict[str, A
 def test_weights_exclude_a_curriculum() -> None:
     keys = {"sample_weights": [1.0], "curriculum": {"by": "loss"}, "num_epochs": 2}
     assert problems({**MANAGED, **keys}) == ["sample_weights and curriculum are both given; keep one of them"]
+
+
+def test_the_global_batch_size_derives_the_lanes() -> None:
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8}).lanes == 12
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8, "lanes": 12}).lanes == 12  # as in a run folder
+    assert build({**MANAGED, "batch_size": 8}).lanes is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"global_batch_size": 100, "batch_size": 8},
+            "global_batch_size=100 is not a multiple of batch_size=8; use 96 or 104, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 8, "batch_size": 32},
+            "global_batch_size=8 is not a multiple of batch_size=32; use 32, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 96, "batch_size": 8, "lanes": 4},
+            "global_batch_size=96 and batch_size=8 give lanes=12, but lanes=4 is given; leave one of the three out",
+        ),
+    ],
+    ids=["remainder", "too small", "lanes"],
+)
+def test_a_global_batch_size_that_lanes_cannot_fill_is_a_mistake(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **keys}) == [problem]
