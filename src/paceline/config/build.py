@@ -47,6 +47,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)
+    if config.global_batch_size is not None:
+        config.lanes = config.global_batch_size // config.batch_size
     config.folder = folder.resolve() if folder is not None else _home(config)
     return config
 
@@ -125,6 +127,8 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             setattr(config, key, found := resolved(key, value))
             if is_object(found):
                 config._names[key] = full_name(key, value)
+    if isinstance(config.sample_weights, str) and ":" in config.sample_weights:  # else it is a column
+        config.sample_weights = resolved("sample_weights", config.sample_weights)
     if isinstance(config.metrics, dict):
         config.metrics = {
             name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric

@@ -139,6 +139,30 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
 
 
+def _order_knows_the_samples(config: Config) -> Iterator[str]:
+    is_split = config.val_fraction > 0 and config.val_df is None and config.val_dataset_fn is None
+    if config.order_fn is not None and is_split:
+        yield (
+            f"val_fraction={config.val_fraction} would take samples out of the data set that order_fn orders; "
+            "set val_fraction: 0, or give val_df or val_dataset_fn"
+        )
+
+
+def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
+    whole, size, lanes = config.global_batch_size, config.batch_size, config.lanes
+    if whole is None:
+        return
+    if whole % size:
+        near = [whole // size * size or size, (whole // size + 1) * size]
+        advice = " or ".join(map(str, sorted(set(near))))
+        yield f"global_batch_size={whole} is not a multiple of batch_size={size}; use {advice}, or another batch_size"
+    elif lanes not in (None, whole // size):
+        yield (
+            f"global_batch_size={whole} and batch_size={size} give lanes={whole // size}, but lanes={lanes} is given; "
+            "leave one of the three out"
+        )
+
+
 def _metric_names_are_free(config: Config) -> Iterator[str]:
     for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
@@ -207,8 +231,13 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _schedule_has_its_options: (),
     _plateau_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
+    _exclusive("sample_weights", "order_fn"): (),
+    _exclusive("sample_weights", "curriculum"): (),
+    _exclusive("order_fn", "curriculum"): (),
+    _order_knows_the_samples: ("order_fn", "val_fraction", "val_df", "val_dataset_fn"),
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
+    _lanes_fill_the_global_batch: ("global_batch_size", "batch_size", "lanes"),
     _metric_names_are_free: (),
     _best_metric_is_measured: ("metrics",),
     _nodes_have_rendezvous: ("nodes", "rendezvous"),

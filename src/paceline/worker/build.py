@@ -14,6 +14,7 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
+from paceline.data.epoch_order import Order, make_order, paced
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
@@ -188,19 +189,22 @@ def build_inputs(
     curriculum = make_curriculum(settings, training)
     if is_stream(training):
         return lambda losses: stream_steps(context, settings, training, state)
+    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    total = plan.total_steps
     assert total is not None
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
-        paced, end = curriculum, total
+        pacing, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
-            paced = Curriculum(losses, settings.curriculum, first_epoch=1)
-        return steps_in_order(settings, feed, range(state.step, end), total, paced)
+            pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
+        chosen = order if pacing is None else paced(order, pacing)
+        return steps_in_order(settings, feed, range(state.step, end), total, chosen)
 
     return inputs
 
@@ -216,7 +220,7 @@ def stream_steps(context: Context, settings: Settings, training: Any, state: Tra
 
 
 def steps_in_order(
-    settings: Settings, feed: Feed, steps: range, total: int, curriculum: Curriculum | None, *, is_padded: bool = False
+    settings: Settings, feed: Feed, steps: range, total: int, order: Order, *, is_padded: bool = False
 ) -> Iterator[StepInputs]:
     """This rank's inputs of these steps of a run of `total` steps, over a data set with a length."""
     world, lanes, size = feed.world, settings.lanes, len(feed.dataset)
@@ -228,7 +232,7 @@ def steps_in_order(
         lanes=lanes,
         steps=steps,
         rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
-        curriculum=curriculum,
+        order=order,
         is_padded=is_padded,
     )
     per_epoch = batches.steps_per_epoch(size, settings.batch_size, lanes)

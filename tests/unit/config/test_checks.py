@@ -155,3 +155,53 @@ def test_a_train_fn_that_does_not_run_when_called_is_a_mistake() -> None:
     [first], [second] = problems({**OWN, "train_fn": yielding}), problems({**OWN, "train_fn": waiting})
     assert first.endswith("yielding is a generator, so calling it trains nothing; use a plain function")
     assert second.endswith("waiting is async, so calling it trains nothing; use a plain function")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"sample_weights": [1.0]}, "sample_weights and order_fn are both given; keep one of them"),
+        ({"curriculum": {"by": "loss"}, "num_epochs": 2}, "order_fn and curriculum are both given; keep one of them"),
+        (
+            {"val_fraction": 0.2},
+            "val_fraction=0.2 would take samples out of the data set that order_fn orders; set val_fraction: 0, or "
+            "give val_df or val_dataset_fn",
+        ),
+    ],
+    ids=["weights", "curriculum", "split"],
+)
+def test_an_order_of_the_users_own_excludes_others_and_a_split(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, "order_fn": lambda epoch, size: range(size), "val_fraction": 0, **keys}) == [problem]
+
+
+def test_weights_exclude_a_curriculum() -> None:
+    keys = {"sample_weights": [1.0], "curriculum": {"by": "loss"}, "num_epochs": 2}
+    assert problems({**MANAGED, **keys}) == ["sample_weights and curriculum are both given; keep one of them"]
+
+
+def test_the_global_batch_size_derives_the_lanes() -> None:
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8}).lanes == 12
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8, "lanes": 12}).lanes == 12  # as in a run folder
+    assert build({**MANAGED, "batch_size": 8}).lanes is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"global_batch_size": 100, "batch_size": 8},
+            "global_batch_size=100 is not a multiple of batch_size=8; use 96 or 104, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 8, "batch_size": 32},
+            "global_batch_size=8 is not a multiple of batch_size=32; use 32, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 96, "batch_size": 8, "lanes": 4},
+            "global_batch_size=96 and batch_size=8 give lanes=12, but lanes=4 is given; leave one of the three out",
+        ),
+    ],
+    ids=["remainder", "too small", "lanes"],
+)
+def test_a_global_batch_size_that_lanes_cannot_fill_is_a_mistake(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **keys}) == [problem]
