@@ -286,6 +286,12 @@ def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
+def masked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch whose pixels are masked at random, as a collator for language models masks words."""
+    images, labels = map(torch.stack, zip(*samples, strict=True))
+    return images * (torch.rand(images.shape) > 0.2) + np.random.rand() + random.random(), labels
+
+
 def tokens() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(
@@ -367,6 +373,8 @@ CASES: dict[str, dict[str, Any]] = {
     "iterable, shuffled and augmented": {
         "model_fn": conv_net, "dataset_fn": lambda: Stream(augment=True, shuffle=True), "workers": 2, "ema": 0.9,
     },
+    "random masks of a collate_fn": {"dataset_fn": lambda: Images(ODD), "collate_fn": masked, "workers": 2},
+    "random masks of a collate_fn, iterable": {"dataset_fn": Uneven, "collate_fn": masked},
     "iterable with uneven lanes": {"model_fn": conv_net, "dataset_fn": lambda: Uneven(augment=True)},
     "iterable with uneven lanes, and parameters that some use": {
         "model_fn": Sometimes, "find_unused_parameters": True, "dataset_fn": Uneven, "loss_fn": weighted_loss,

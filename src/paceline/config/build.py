@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from paceline.callbacks import Callback
 from paceline.config.checks import Check, conflicts
-from paceline.config.functions import FunctionNotFound, full_name, home_of, resolve
+from paceline.config.functions import FunctionNotFound, full_name, home_of, is_object, resolve
 from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
-from paceline.config.signatures import unknown_arguments, wrong_train_fn
+from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_train_fn
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
@@ -32,6 +32,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
+    problems += unsuitable_collate_fn(config)
     problems += unusable_callbacks(config)
     for check in checks:
         problems += check(config)
@@ -114,7 +115,9 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
     for key in FUNCTION_KEYS:
         if isinstance(value := getattr(config, key), str):
-            setattr(config, key, resolved(key, value))
+            setattr(config, key, found := resolved(key, value))
+            if is_object(found):
+                config._names[key] = full_name(key, value)
     if isinstance(config.metrics, dict):
         config.metrics = {
             name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from paceline.config.functions import is_object
 from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
-FUNCTION_KEYS = ("model_fn", "dataset_fn", "val_dataset_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn")
+FUNCTION_KEYS = (
+    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn",
+)  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
 MANAGED_KEYS = (  # have no effect on train_fn
@@ -211,6 +214,7 @@ class Config(_Section):
     val_df: Any = None
     val_dataset_fn: Function | None = None
     val_fraction: float = Field(0.1, ge=0, lt=1)
+    collate_fn: Function | None = None
 
     train_fn: Function | None = None
 
@@ -264,11 +268,18 @@ class Config(_Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     log: Log = Log()
 
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the objects that the user gave by name
+
     def function(self, key: str) -> Callable[..., Any]:
         """The function under `key`, in a config from `build`."""
         value = getattr(self, key)
         assert callable(value), key
         return value  # type: ignore[no-any-return]
+
+    @property
+    def collate(self) -> Callable[[Any], Any] | None:
+        """The `collate_fn`, in a config from `build`."""
+        return None if self.collate_fn is None else self.function("collate_fn")
 
     @property
     def procs_range(self) -> tuple[int, int] | None:
@@ -283,4 +294,5 @@ class Config(_Section):
     def to_yaml(self) -> str:
         """The config as YAML: functions by name, tables in memory by their type."""
         plain = {key: to_plain(value) for key, value in self.__dict__.items() if value is not None}
-        return dump_yaml(plain)
+        objects = {key: name for key, name in self._names.items() if is_object(self.__dict__[key])}
+        return dump_yaml({**plain, **objects})

@@ -29,6 +29,22 @@ def wrong_train_fn(config: Config) -> list[str]:
     return []
 
 
+def unsuitable_collate_fn(config: Config) -> list[str]:
+    """A problem if `collate_fn` is a class, or has random numbers that would depend on the number of ranks."""
+    collate = config.collate_fn
+    if not callable(collate):
+        return []
+    if isinstance(collate, type):
+        return [f"collate_fn={name_of(collate)} is a class; give an object of it, or a function"]
+    seed = getattr(collate, "seed", None)
+    if seed is not None and hasattr(collate, "generator"):
+        return [
+            f"collate_fn={name_of(collate)} has seed={seed} and so its own random generator, whose numbers "
+            "depend on the number of ranks; leave its seed out: the key seed determines all random numbers"
+        ]
+    return []
+
+
 def unknown_arguments(config: Config) -> list[str]:
     """Names in `model_args` and `dataset_args` that the function certainly does not take."""
     problems = []

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from paceline.data import batches
-from paceline.data.loader import collate_of, loader_options, no_collate
+from paceline.data.loader import Collate, collate_of, loader_options, no_collate
 from paceline.data.order import indices_of
 from paceline.data.rows import as_row_dataset
 from paceline.world import World
@@ -45,12 +45,17 @@ class EpochLoader(DataLoader[Any]):
     """A DataLoader over this rank's batches that reports each of them to `on_batch`."""
 
     def __init__(
-        self, dataset: Any, sampler: EpochSampler, on_batch: Callable[[int, int, int], None], **options: Any
+        self,
+        dataset: Any,
+        sampler: EpochSampler,
+        on_batch: Callable[[int, int, int], None],
+        collate: Collate | None = None,
+        **options: Any,
     ) -> None:
         """`on_batch` takes the epoch, the batch and the number of batches."""
-        by_rows = as_row_dataset(dataset)
-        collate = collate_of(dataset) if by_rows is dataset else no_collate
-        super().__init__(by_rows, batch_sampler=sampler, collate_fn=collate, **options)
+        by_rows = as_row_dataset(dataset) if collate is None else dataset
+        used = collate_of(dataset, collate) if by_rows is dataset else no_collate
+        super().__init__(by_rows, batch_sampler=sampler, collate_fn=used, **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
         self.epochs, self.on_batch = sampler, on_batch
@@ -72,7 +77,8 @@ def epoch_loader(
     shuffle: bool,
     what: str,
     on_batch: Callable[[int, int, int], None],
+    collate: Collate | None = None,
 ) -> EpochLoader:
     """A loader with the same number of batches on every rank; `what` names the data set in error messages."""
     sampler = EpochSampler(seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what)
-    return EpochLoader(dataset, sampler, on_batch, **loader_options(workers, world, seed))
+    return EpochLoader(dataset, sampler, on_batch, collate, **loader_options(workers, world, seed))

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError, DataError, UnusedParameters
 from paceline.world import World
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
+BROADCAST_BYTES = 250 * 2**20  # in one message, as DDP has it
 UNFINISHED_ERROR = "Expected to have finished reduction in the prior iteration"
 
 
@@ -105,6 +106,29 @@ class PlainModel:
 
     def share_buffers(self) -> None:
         """Does nothing: there is only one rank."""
+
+
+class BareReplica:
+    """A model without DDP on each of several ranks, for the user's own loop with `run`; has the interface of `Replica`.
+
+    The user's code may call parts of the model directly, which DDP does not see.
+    """
+
+    def __init__(self, module: torch.nn.Module, world: World) -> None:
+        """Send rank 0's weights and buffers to all ranks. All ranks."""
+        self.module, self.forward_state, self._world = module, ForwardState(module), world
+        self._send([parameter.detach() for parameter in module.parameters()])
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Send rank 0's buffers, such as BatchNorm's statistics, to all ranks. All ranks."""
+        self._send([_flat(buffer) for buffer in self.forward_state.tensors().values()])
+
+    def _send(self, tensors: list[torch.Tensor]) -> None:
+        """Broadcast tensors of rank 0, many in one message. All ranks."""
+        if self._world.size > 1 and tensors:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, 0)
 
 
 def make_model(config: Config) -> torch.nn.Module:

@@ -44,17 +44,30 @@ class StepResult(NamedTuple):
     """
 
     row: torch.Tensor
+    names: tuple[str, ...] = ()  # of the further values of each lane, besides the loss
 
     @classmethod
-    def of(cls, lane_losses: Sequence[torch.Tensor], grad_norm: Number, is_skipped: Number) -> StepResult:
-        """The result of the lanes of one rank; `lane_losses` has the sum and the count of each lane in turn."""
-        device = lane_losses[0].device
-        return cls(torch.stack([*lane_losses, number_on(grad_norm, device), number_on(is_skipped, device)]))
+    def of(cls, lane_sums: Sequence[torch.Tensor], grad_norm: Number, is_skipped: Number) -> StepResult:
+        """The result of the lanes of one rank: the sums and counts of their losses, then those of each further value.
+
+        `lane_sums` has the sum and the count of each lane in turn.
+        """
+        device = lane_sums[0].device
+        return cls(torch.stack([*lane_sums, number_on(grad_norm, device), number_on(is_skipped, device)]))
 
     @property
     def lane_losses(self) -> torch.Tensor:
         """The loss of each lane of the rank: its sum and its count."""
-        return self.row[..., :-2].reshape(*self.row.shape[:-1], -1, 2)
+        return self._lane_sums[..., 0, :, :]
+
+    @property
+    def lane_values(self) -> torch.Tensor:
+        """For each of `names`, the sum and the count of each lane of the rank."""
+        return self._lane_sums[..., 1:, :, :]
+
+    @property
+    def _lane_sums(self) -> torch.Tensor:
+        return self.row[..., :-2].reshape(*self.row.shape[:-1], 1 + len(self.names), -1, 2)
 
     @property
     def grad_norm(self) -> torch.Tensor:

@@ -79,7 +79,7 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
     """Why the task cannot run, as far as this is known before a process starts."""
     if task == "evaluate" and config.loss_fn is None:
         return ["evaluate needs a loss_fn; a run with train_fn computes its metrics in its own loop"]
-    needed = [config.model_fn, config.dataset_fn]
+    needed = [config.model_fn, config.dataset_fn, config.collate_fn]
     if task == "evaluate":
         needed += [config.loss_fn, *(config.metrics.values() if isinstance(config.metrics, dict) else ())]
     if df is None:

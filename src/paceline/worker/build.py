@@ -194,6 +194,7 @@ def build_inputs(
             training, seed=settings.seed, batch_size=settings.batch_size, lanes=lanes, workers=settings.workers,
             epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step,
             stream_position=state.stream_position, world=world, progress=progress, warn=context.warn,
+            collate=settings.collate,
         )  # fmt: skip
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)

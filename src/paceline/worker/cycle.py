@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.callbacks import Callback, Run
@@ -13,8 +14,8 @@ from paceline.checkpoint.state import CheckpointState
 from paceline.data.lanes import StepInputs
 from paceline.engine.clock import PhaseClock
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
-from paceline.engine.nonfinite import Guard
-from paceline.engine.replica import PlainModel, Replica
+from paceline.engine.nonfinite import FinishedStep, Guard
+from paceline.engine.replica import BareReplica, PlainModel, Replica
 from paceline.engine.step import StepResult
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
@@ -35,12 +36,18 @@ class Answers(NamedTuple):
     is_asked: int  # whether a checkpoint was requested
 
 
+def _review(guard: Guard | None, steps: Sequence[FinishedStep]) -> None:
+    """Have the guard look at steps whose numbers were checked on the device. All ranks."""
+    if guard is not None and guard.is_deferred:
+        guard.review(steps)
+
+
 @dataclass
 class StepCycle:
     """The begin and the end of each step, and the checkpoints of the run."""
 
     context: Context
-    replica: Replica | PlainModel
+    replica: Replica | PlainModel | BareReplica
     clock: PhaseClock
     guard: Guard | None
     plan: LoopPlan
@@ -60,8 +67,7 @@ class StepCycle:
     def start(self) -> None:
         """Prepare for the first step of this attempt. All ranks."""
         self.exchange = self.world.exchange()
-        is_deferred = self.guard is not None and self.guard.is_deferred
-        review = self.guard.review if self.guard is not None and is_deferred else lambda steps: None
+        review = partial(_review, self.guard)
         # The log gets no reference to this object: in a cycle, DataLoader workers would wait for the garbage collector.
         stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
         self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review)

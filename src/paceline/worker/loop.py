@@ -112,7 +112,7 @@ class Loop:
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and add the epoch's row to the history. All ranks."""
         state = self.state
-        row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, "train_loss": self.cycle.log.epoch_mean()}
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, **self.cycle.log.epoch_means()}
         if self.evaluator is not None:
             state.metrics = self._evaluate(self.evaluator)
             row |= state.metrics

@@ -106,7 +106,7 @@ def train_in_own_loop(context: Context) -> None:
         reopen(context.folder, config)
     training, validation = build_data(context)
     model = build_model(context)
-    fit_scalers(model, training, config.seed, progress)
+    fit_scalers(model, training, config.seed, progress, config.collate)
     progress.phase = "building the replica"
     replica = replicate(model, build_settings(config, world, channels_last=config.channels_last is True), world)
     began = time.perf_counter()
@@ -143,7 +143,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         report_checkpoint(context, checkpoint, identity)
         restore_weights(checkpoint.state, model, checkpoint.path)
     else:
-        fit_scalers(model, training, config.seed, progress)
+        fit_scalers(model, training, config.seed, progress, config.collate)
     stepper, plan, evaluator = build_step(context, model, training, validation)
     state, callbacks = TrainState(), build_callbacks(config)
     if checkpoint is not None:

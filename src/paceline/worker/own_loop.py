@@ -47,6 +47,7 @@ def run_own_loop(context: Context, replica: Replica | PlainModel, training: Any,
         "seed": config.seed,
         "workers": config.workers,
         "world": world,
+        "collate": config.collate,
     }
     train_loader: Any
     if is_stream(training):

@@ -30,7 +30,7 @@ class LoopPlan:
 
 @dataclass
 class LossSums:
-    """Sums of the losses and their counts: since the last `step` event, and in this epoch."""
+    """Sums of the losses, or of another value, and their counts: since the last `step` event, and in this epoch."""
 
     window: float = 0.0
     window_count: float = 0.0
@@ -44,6 +44,20 @@ class LossSums:
         self.epoch += total
         self.epoch_count += count
 
+    def window_mean(self) -> float | None:
+        """The mean since the last `step` event, from which the next window begins; None if nothing was counted."""
+        mean = self.window / self.window_count if self.window_count else None
+        self.window = self.window_count = 0.0
+        return mean
+
+    def epoch_mean(self) -> float | None:
+        """The mean of this epoch so far; None if nothing was counted."""
+        return self.epoch / self.epoch_count if self.epoch_count else None
+
+    def restart_epoch(self) -> None:
+        """Reset the sums of the epoch."""
+        self.epoch = self.epoch_count = 0.0
+
 
 @dataclass
 class TrainState:
@@ -55,6 +69,7 @@ class TrainState:
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     sums: LossSums = field(default_factory=LossSums)
+    value_sums: dict[str, LossSums] = field(default_factory=dict)  # of further values that a step returns, by name
     is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` has cut short
     epoch: int = 0  # of the last step, from 1
@@ -71,4 +86,6 @@ class TrainState:
         # Checkpoints of earlier versions count epochs from 0.
         history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
         content.setdefault("epoch", len(history))
-        return cls(**{**content, "history": history, "sums": LossSums(**content["sums"])})
+        value_sums = {name: LossSums(**sums) for name, sums in content.get("value_sums", {}).items()}
+        sums = {"sums": LossSums(**content["sums"]), "value_sums": value_sums}
+        return cls(**{**content, "history": history, **sums})

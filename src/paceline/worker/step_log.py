@@ -9,7 +9,6 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +19,8 @@ from paceline.engine.step import StepResult
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.observe.events import Events
 from paceline.system.memory import Memory
-from paceline.worker.state import LoopPlan, TrainState
+from paceline.worker.state import LoopPlan, LossSums, TrainState
+from paceline.worker.step_rows import ArrivedStep, PendingRows, PendingStep, arrived_steps
 from paceline.world import World
 
 SHORTEST_S, LONGEST_S = 0.1, 1.0  # between two log points, unless the config sets log.every_steps
@@ -29,26 +29,6 @@ INTERVALS: list[int] = [digit * 10**power for power in range(10) for digit in (1
 WINDOWS = 200  # a window of recorded steps is at least one step, and at least 1 / 200 of the steps so far
 SAMPLE_S = 1.0  # of training between two steps of a GPU whose phases are timed
 LAG_STEPS, LAG_SHARE = 2, 20  # a GPU runs 2 steps, or 1 / 20 of the interval, before its log point is read
-
-
-class PendingStep(NamedTuple):
-    """What the host knows of a step before its numbers have arrived from the device."""
-
-    step: int  # from 0
-    epoch: int
-    lr: float
-    time: float  # at which the step was queued on the device
-    is_recorded: bool  # in a `step` event
-    lanes: list[tuple[int, Any]]  # of this rank, with their indices
-
-
-class PendingRows(NamedTuple):
-    """The numbers of several steps, while they are copied to the host."""
-
-    numbers: torch.Tensor  # a row for each rank: the rows of its steps, then times and memory of the rank
-    arrived: torch.cuda.Event | None
-    steps: list[PendingStep]
-    is_log_point: bool
 
 
 class StepLog:
@@ -73,7 +53,7 @@ class StepLog:
         self._rows: list[torch.Tensor] = []
         self._steps: list[PendingStep] = []
         self._sent: PendingRows | None = None
-        self.last: dict[str, float | None] = {}  # the loss, grad_norm and lr of the newest step that has arrived
+        self.last: dict[str, float | None] = {}  # the numbers of the newest step that has arrived
         self.restart_clock()
 
     def add(self, inputs: StepInputs, result: StepResult, lr: float) -> None:
@@ -81,7 +61,10 @@ class StepLog:
         self._rows.append(result.row)
         lanes = [(lane.lane, lane.indices) for lane in inputs.lanes]
         is_kept = is_recorded(inputs, self._plan.log_every_steps)
-        self._steps.append(PendingStep(inputs.step, inputs.epoch, lr, time.time(), is_kept, lanes))
+        pending = PendingStep(
+            inputs.step, inputs.epoch, lr, time.time(), is_kept, lanes, result.names, result.row.numel()
+        )
+        self._steps.append(pending)
         self._samples += inputs.lanes[0].step_samples
         self._timed_steps += 1
 
@@ -113,7 +96,7 @@ class StepLog:
         """Begin to copy the rows to the host, without waiting. All ranks."""
         self.settle()
         began = time.perf_counter()
-        rows = torch.stack(self._rows).double().flatten()
+        rows = torch.cat(self._rows).double()
         # Numbers of the host are copied from pinned memory: a copy from other memory would wait for the device.
         is_on_gpu = rows.device.type == "cuda"
         known = [self._memory.used, self._cost_s, *self._clock.mean_ms(self._timed_steps)]
@@ -138,25 +121,14 @@ class StepLog:
             return
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        # Steps × ranks × columns.
-        rows = sent.numbers[:, : self._facts].reshape(len(sent.numbers), len(sent.steps), -1).transpose(0, 1)
-        result = StepResult(rows)
-        skipped = [bool(flag) for flag in result.is_skipped[:, 0].tolist()]
-        # Steps × lanes × 2, in the order of the lanes at any number of ranks: the sums are the same to the last bit.
-        totals = result.lane_losses.reshape(len(skipped), -1, 2).contiguous()
-        norms = result.grad_norm[:, 0].tolist()
+        arrived = arrived_steps(sent)
         with self._events.batch():
             # Step by step, so that the sums do not depend on how many steps arrive together.
-            for step, (total, count), norm, is_skipped in zip(
-                sent.steps, totals.sum(dim=1).tolist(), norms, skipped, strict=True
-            ):
-                self._take_in(step, total, count, norm, is_skipped=is_skipped)
+            for each in arrived:
+                self._take_in(each)
             if sent.is_log_point:
                 self._report_pace(sent)
-        known = zip(sent.steps, totals.tolist(), skipped, strict=True)
-        self._review(
-            [FinishedStep(step.step, step.lanes, of_lanes, was_skipped) for step, of_lanes, was_skipped in known]
-        )
+        self._review([FinishedStep(each.step.step, each.step.lanes, each.totals, each.is_skipped) for each in arrived])
 
     def collect(self) -> None:
         """Write the events of all steps so far. All ranks."""
@@ -165,20 +137,23 @@ class StepLog:
             self.send()
             self.settle()
 
-    def _take_in(self, step: PendingStep, total: float, count: float, norm: float, *, is_skipped: bool) -> None:
-        """Add the loss of one step to the sums; with a recorded step, close the window since the last one."""
-        sums = self._state.sums
-        sums.add(0.0 if is_skipped else total, 0.0 if is_skipped else count)
-        grad_norm = norm if not is_skipped and 0 <= norm < math.inf else None
-        self.last = {"loss": total / count if count and not is_skipped else None, "grad_norm": grad_norm, "lr": step.lr}
+    def _take_in(self, arrived: ArrivedStep) -> None:
+        """Add the numbers of one step to the sums; with a recorded step, close the window since the last one."""
+        state, step, norm = self._state, arrived.step, arrived.grad_norm
+        state.sums.add(*arrived.loss)
+        for name, value in arrived.values.items():
+            state.value_sums.setdefault(name, LossSums()).add(*value)
+        grad_norm = norm if not arrived.is_skipped and 0 <= norm < math.inf else None
+        values = {name: _mean(*value) for name, value in arrived.values.items()}
+        self.last = {**values, "loss": _mean(*arrived.loss), "grad_norm": grad_norm, "lr": step.lr}
         if step.is_recorded:
+            windows = {name: sums.window_mean() for name, sums in state.value_sums.items()}
             self._events.write(
                 "step", time=round(step.time, 3),
                 step=step.step + 1, steps=self._plan.total_steps, epoch=step.epoch + 1, epochs=self._plan.epochs,
-                loss=sums.window / sums.window_count if sums.window_count else None,  # None if every step was skipped
-                lr=step.lr, grad_norm=grad_norm,
+                loss=state.sums.window_mean(),  # None if every step was skipped
+                lr=step.lr, grad_norm=grad_norm, **({"values": windows} if windows else {}),
             )  # fmt: skip
-            sums.window = sums.window_count = 0.0
 
     def _report_pace(self, sent: PendingRows) -> None:
         """Report time and memory since the last log point, and choose the next ones."""
@@ -208,14 +183,15 @@ class StepLog:
             self._clock.sample_next_step()
             self._sample_at_s = self._trained_s + SAMPLE_S
 
-    def epoch_mean(self) -> float | None:
-        """The mean loss of this epoch so far; None if every step was skipped."""
-        sums = self._state.sums
-        return sums.epoch / sums.epoch_count if sums.epoch_count else None
+    def epoch_means(self) -> dict[str, float | None]:
+        """The means of this epoch so far: `train_loss`, and `train_NAME` of each further value."""
+        named = {"loss": self._state.sums, **self._state.value_sums}
+        return {f"train_{name}": sums.epoch_mean() for name, sums in named.items()}
 
     def restart_epoch(self) -> None:
         """Reset the sums of the epoch."""
-        self._state.sums.epoch = self._state.sums.epoch_count = 0.0
+        for sums in (self._state.sums, *self._state.value_sums.values()):
+            sums.restart_epoch()
 
     def restart_clock(self) -> None:
         """Restart the measurement of time, so that an evaluation does not count as slow training."""
@@ -230,6 +206,10 @@ class StepLog:
     def _restart_steps(self) -> None:
         self._timed_steps = 0
         self._clock.restart()
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def is_recorded(inputs: StepInputs, every_steps: int | None) -> bool:

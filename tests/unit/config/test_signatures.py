@@ -60,3 +60,21 @@ def test_a_train_fn_with_another_signature_is_a_mistake(train_fn: Callable[..., 
 )
 def test_a_train_fn_that_takes_the_five_arguments_is_accepted(train_fn: Callable[..., Any]) -> None:
     assert build({**OWN, "train_fn": train_fn}).train_fn is train_fn
+
+
+class Padding:
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed, self.generator = seed, None
+
+    def __call__(self, samples: list[Any]) -> Any: ...
+
+
+def test_a_class_as_collate_fn_is_a_mistake() -> None:
+    [problem] = problems({**MANAGED, "collate_fn": Padding})
+    assert problem == f"collate_fn={__name__}:Padding is a class; give an object of it, or a function"
+
+
+def test_a_collator_with_its_own_generator_is_a_mistake() -> None:
+    assert build({**MANAGED, "collate_fn": Padding()}).collate is not None
+    [problem] = problems({**MANAGED, "collate_fn": Padding(seed=3)})
+    assert problem.startswith(f"collate_fn={__name__}:Padding() has seed=3 and so its own random generator")

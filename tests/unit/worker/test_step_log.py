@@ -119,7 +119,7 @@ def test_sums_do_not_depend_on_when_rows_are_sent_or_collected(skipped: tuple[in
             total += row(step).lane_losses[:, 0].double().sum().item()
     assert state.sums.epoch == state.sums.window == total
     assert state.sums.epoch_count == 2 * LANES * (STEPS - len(skipped))
-    assert record.epoch_mean() == total / state.sums.epoch_count
+    assert record.epoch_means()["train_loss"] == total / state.sums.epoch_count
 
 
 def test_rows_of_other_ranks_are_in_the_sums_and_in_the_order_of_the_lanes() -> None:
@@ -140,6 +140,31 @@ def test_rows_of_several_formats_go_together() -> None:
     assert state.sums.epoch_count == 2 * LANES
 
 
+def test_further_values_are_means_over_all_lanes_in_events_and_epochs() -> None:
+    """Each weighted by its own count; a step that has not computed a value leaves it out."""
+    record, state, listener = make(fake_world(size=2), replace(PLAN, log_every_steps=1))
+    losses, values = [1.0, 2, 3, 2, 5, 2], [4.0, 1, 0, 0, 6, 3]  # the sum and the count of each lane
+    record.add(step_inputs(0), StepResult(torch.tensor([*losses, *values, NO_NORM, 0]), ("error",)), lr_of(0))
+    record.add(step_inputs(1), StepResult(torch.tensor([*losses, NO_NORM, 0])), lr_of(1))
+    record.collect()
+    assert [event["values"] for event in listener.of("step")] == [{"error": 2.5}, {"error": None}]
+    assert [event["loss"] for event in listener.of("step")] == [1.5, 1.5]
+    assert record.epoch_means() == {"train_loss": 1.5, "train_error": 2.5}
+    assert record.last == {"loss": 1.5, "grad_norm": None, "lr": lr_of(1)}
+    assert TrainState.from_dict(asdict(state)) == state
+    record.restart_epoch()
+    assert record.epoch_means() == {"train_loss": None, "train_error": None}
+
+
+def test_further_values_of_a_skipped_step_do_not_count() -> None:
+    record, _, listener = make(plan=replace(PLAN, log_every_steps=1))
+    bad = [torch.nan, 2.0, 3.0, 2.0, 5.0, 2.0]
+    record.add(step_inputs(0), StepResult(torch.tensor([*bad, *bad, NO_NORM, 1]), ("error",)), lr_of(0))
+    record.collect()
+    assert listener.of("step")[0]["values"] == {"error": None}
+    assert record.last["error"] is None
+
+
 # --- skipped steps --------------------------------------------------------------------------------------------------
 
 
@@ -157,11 +182,11 @@ def test_every_step_is_reviewed_once_in_order_with_its_lanes(sends: Sequence[int
 
 def test_there_is_no_mean_where_every_step_was_skipped() -> None:
     record, state, listener = make(plan=replace(PLAN, log_every_steps=1))
-    assert record.epoch_mean() is None
+    assert record.epoch_means() == {"train_loss": None}
     record.add(step_inputs(0), row(0, is_skipped=True), lr_of(0))
     record.send(is_log_point=True)
     record.settle()
-    assert record.epoch_mean() is None
+    assert record.epoch_means() == {"train_loss": None}
     assert listener.of("step")[0]["loss"] is None
     assert (state.sums.window, state.sums.epoch) == (0.0, 0.0)
 
@@ -371,7 +396,7 @@ def test_an_epoch_begins_at_nothing_and_leaves_the_window() -> None:
     record.add(step_inputs(0), row(0), lr_of(0))
     record.collect()
     record.restart_epoch()
-    assert record.epoch_mean() is None
+    assert record.epoch_means() == {"train_loss": None}
     assert state.sums.window_count == 2 * LANES
 
 

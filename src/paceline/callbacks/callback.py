@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -76,20 +75,3 @@ class Callback:
     def overrides(self, method: str) -> bool:
         """Whether a subclass has defined a method of this interface."""
         return getattr(type(self), method) is not getattr(Callback, method)
-
-
-class BestCheckpoint(Callback):
-    """Saves a checkpoint whenever a metric is better than in all epochs before."""
-
-    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
-        self.metric, self.sign = metric, 1 if mode == "min" else -1
-
-    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Compare the last row of the history with the others."""
-        *before, last = (self._value_in(row) for row in run.history)
-        if not math.isnan(last) and all(math.isnan(value) or last < value for value in before):
-            run.save()
-
-    def _value_in(self, row: Mapping[str, Any]) -> float:
-        value = row.get(self.metric)
-        return math.nan if value is None else self.sign * value
