@@ -4,11 +4,18 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from paceline.config import build
 from paceline.config.schema import OWN_LOOP_KEYS
 from paceline.errors import ConfigError
 from support.configs import MANAGED, OWN, dataset, loss, model, problems
+
+
+def test_a_model_in_place_of_a_function_is_a_mistake() -> None:
+    assert problems({**MANAGED, "model_fn": torch.nn.Linear(2, 1)}) == [
+        "model_fn=<Linear> is a model; give a function that returns it, such as model_fn=lambda: model"
+    ]
 
 
 def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:
