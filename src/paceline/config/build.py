@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ from pydantic import ValidationError
 
 from paceline.callbacks import Callback
 from paceline.config.checks import Check, conflicts
-from paceline.config.functions import FunctionNotFound, full_name, home_of, resolve
+from paceline.config.functions import FunctionNotFound, full_name, home_of, is_model_loss, resolve
 from paceline.config.messages import problems_of
+from paceline.config.phases import functions_in, map_functions
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
-from paceline.config.signatures import unknown_arguments, wrong_train_fn
+from paceline.config.signatures import unknown_arguments, wrong_step_functions, wrong_train_fn
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
@@ -32,6 +33,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
+    problems += wrong_step_functions(config)
     problems += unusable_callbacks(config)
     for check in checks:
         problems += check(config)
@@ -105,7 +107,9 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
     """Replace names of functions by the functions; returns one sentence for each that cannot be imported."""
     problems = []
 
-    def resolved(key: str, name: str) -> Callable[..., Any] | str:
+    def resolved(key: str, name: Any) -> Any:
+        if not isinstance(name, str) or is_model_loss(key, name):
+            return name
         try:
             return resolve(full_name(key, name), folder)
         except FunctionNotFound as reason:
@@ -113,17 +117,11 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             return name
 
     for key in FUNCTION_KEYS:
-        if isinstance(value := getattr(config, key), str):
-            setattr(config, key, resolved(key, value))
+        if (value := getattr(config, key)) is not None:
+            setattr(config, key, map_functions(value, resolved, key))
     if isinstance(config.metrics, dict):
-        config.metrics = {
-            name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric
-            for name, metric in config.metrics.items()
-        }
-    config.callbacks = [
-        resolved(f"callbacks.{place}", value) if isinstance(value, str) else value
-        for place, value in enumerate(config.callbacks)
-    ]
+        config.metrics = {name: resolved(f"metrics.{name}", metric) for name, metric in config.metrics.items()}
+    config.callbacks = [resolved(f"callbacks.{place}", value) for place, value in enumerate(config.callbacks)]
     return problems
 
 
@@ -147,5 +145,5 @@ def unusable_callbacks(config: Config) -> list[str]:
 
 def _home(config: Config) -> Path | None:
     """The folder of the first function that is not from an installed package, for commands that import it by name."""
-    functions = (getattr(config, key) for key in FUNCTION_KEYS)
-    return next((home for function in functions if function is not None and (home := home_of(function))), None)
+    functions = (function for key in FUNCTION_KEYS for function in functions_in(getattr(config, key)))
+    return next((home for function in functions if (home := home_of(function))), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from paceline.config.functions import name_of
+from paceline.config.functions import is_model_loss, name_of
 from paceline.config.schema import MANAGED_KEYS, Config
 
 Check = Callable[[Config], Iterable[str]]
@@ -41,8 +41,11 @@ def _required(key: str, example: str) -> Check:
 
 
 def _loop_is_given(config: Config) -> Iterator[str]:
-    if config.train_fn is None and config.loss_fn is None:
-        yield "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
+    if config.train_fn is None and config.loss_fn is None and config.step_fn is None:
+        yield (
+            "train_fn, loss_fn and step_fn are all missing; give train_fn (your own loop), or loss_fn or step_fn (the "
+            "managed loop)"
+        )
 
 
 def _exclusive(first: str, second: str) -> Check:
@@ -57,7 +60,9 @@ def _exclusive(first: str, second: str) -> Check:
 
 
 def _no_managed_keys_with_train_fn(config: Config) -> Iterator[str]:
-    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if config.train_fn is not None and _is_set(config, key)]
+    unused = [
+        key for key in ("loss_fn", "step_fn", *MANAGED_KEYS) if config.train_fn is not None and _is_set(config, key)
+    ]
     if unused:
         belong = "belongs" if len(unused) == 1 else "belong"
         yield f"{', '.join(unused)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
@@ -96,6 +101,8 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"
     elif config.curriculum.by == "loss" and config.num_epochs == 1:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
+    if config.curriculum.by == "loss" and (config.step_fn is not None or is_model_loss("loss_fn", config.loss_fn)):
+        yield "curriculum.by=loss needs a loss_fn(output, target); give that, difficulty_fn or curriculum.column"
 
 
 def _metric_names_are_free(config: Config) -> Iterator[str]:
@@ -105,6 +112,8 @@ def _metric_names_are_free(config: Config) -> Iterator[str]:
 
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
     best, measured = config.checkpoint.best, ["val_loss", "train_loss", *config.metrics]
+    if config.step_fn is not None or config.evaluate_fn is not None:
+        return  # they name their numbers when they run
     if best is not None and best.metric not in measured:
         yield f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}"
 
@@ -157,7 +166,8 @@ def _cpu_suffices(config: Config) -> Iterator[str]:
 CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
-    _loop_is_given: ("train_fn", "loss_fn"),
+    _loop_is_given: ("train_fn", "loss_fn", "step_fn"),
+    _exclusive("loss_fn", "step_fn"): (),
     _no_managed_keys_with_train_fn: (),
     _no_checkpoint_with_train_fn: (),
     _train_fn_runs_when_called: (),

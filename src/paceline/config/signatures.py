@@ -8,24 +8,42 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.config.functions import name_of
+from paceline.config.phases import map_functions
 from paceline.config.schema import Config
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 
 
+STEP_ARGUMENTS = ("model", "batch")  # of step_fn, evaluate_fn and predict_fn
+
+
 def wrong_train_fn(config: Config) -> list[str]:
     """A problem if `train_fn` cannot be called with its five arguments."""
-    if not callable(config.train_fn):
+    return _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS)
+
+
+def wrong_step_functions(config: Config) -> list[str]:
+    """The problems of `step_fn`, `evaluate_fn` and `predict_fn` that cannot be called with a model and a batch."""
+    problems: list[str] = []
+    for key in ("step_fn", "evaluate_fn", "predict_fn"):
+        if (value := getattr(config, key)) is not None:
+            map_functions(value, lambda name, given: problems.extend(_wrong_call(name, given, STEP_ARGUMENTS)), key)
+    return problems
+
+
+def _wrong_call(key: str, function: Any, arguments: tuple[str, ...]) -> list[str]:
+    """A problem if a function cannot be called with these arguments."""
+    if not callable(function):
         return []
     try:
-        signature = inspect.signature(config.train_fn)
+        signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return []
     try:
-        signature.bind(*TRAIN_FN_ARGUMENTS)
+        signature.bind(*arguments)
     except TypeError:
-        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)})"
-        return [f"train_fn={name_of(config.train_fn)} takes {signature}; it is called as {called}"]
+        called = f"{key.partition('.')[0]}({', '.join(arguments)})"
+        return [f"{key}={name_of(function)} takes {signature}; it is called as {called}"]
     return []
 
 
