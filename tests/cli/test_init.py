@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.project import PROJECT_TEMPLATE, init
+from paceline.cli.project import MANAGED, OWN_LOOP, init
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -61,14 +61,40 @@ def test_the_run_is_named_after_the_folder(tmp_path: Path, folder: str, name: st
     assert f'    name="{name}",' in (tmp_path / folder / "main.py").read_text().splitlines()
 
 
-def test_the_project_imports_nothing_that_an_installation_lacks() -> None:
+@pytest.mark.parametrize("templates", [OWN_LOOP, MANAGED])
+def test_the_project_imports_nothing_that_an_installation_lacks(templates: list[Path]) -> None:
     """The files of the template import only Python's modules, the project itself and required dependencies."""
     dependencies = PYPROJECT.read_text().partition("\ndependencies = [")[2].partition("]")[0]
     required = set(re.findall(r'"([\w-]+)', dependencies))
-    sources = {path.stem: path.read_text() for path in PROJECT_TEMPLATE.glob("*.py")}
+    sources = {path.stem: path.read_text() for template in templates for path in template.glob("*.py")}
     imported = {name for text in sources.values() for name in re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)}
     assert "torch" in imported
     assert imported - sys.stdlib_module_names - sources.keys() - {"paceline"} <= required
+
+
+def hash_of(output: str) -> str:
+    return re.findall(r"weights (\w+)", output)[-1]
+
+
+def test_the_managed_project_gives_the_same_weights_on_1_and_2_processes(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mine", "--managed").returncode == 0
+    assert not (tmp_path / "mine" / "train.py").exists()
+    ended = [run("paceline", "train", "mine/config.yaml", "num_epochs=3", "--procs", procs) for procs in ("1", "2")]
+    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
+    assert hash_of(ended[0].stdout) == hash_of(ended[1].stdout)
+
+
+def test_the_managed_project_runs_as_a_script(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mine", "--managed").returncode == 0
+    ended = run("python", "mine/main.py")
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.split("accuracy: ")[1].split()[0]) > 0.85
+
+
+def test_a_recipe_has_its_own_loop(run) -> None:
+    ended = run("paceline", "init", "mine", "--managed", "--recipe", "digits")
+    assert ended.returncode == 2
+    assert "--managed and --recipe digits are both given; keep one of them" in ended.stderr
 
 
 def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:

@@ -13,31 +13,41 @@ import typer
 from paceline.cli.arguments import PACKAGE, RECIPE_CONFIGS, hint
 from paceline.errors import ConfigError
 
-PROJECT_TEMPLATE = PACKAGE / "templates" / "project"
+TEMPLATES = PACKAGE / "templates"
+OWN_LOOP = [TEMPLATES / "project", TEMPLATES / "own_loop"]
+MANAGED = [TEMPLATES / "project", TEMPLATES / "managed"]
 
 
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
+    managed: Annotated[bool, typer.Option("--managed", help="With the managed loop, without train.py.")] = False,
     recipe: Annotated[str | None, typer.Option(help=f"Copy a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
 ) -> None:
     """Create a project folder that runs as it is.
 
-    Writes model_fn.py, dataset_fn.py, train.py, main.py, config.yaml, train.slurm and a little data.
+    Writes model_fn.py, dataset_fn.py, train.py (your loop), main.py, config.yaml, train.slurm and a little data.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
     if recipe is not None and recipe not in RECIPE_CONFIGS:
         raise ConfigError(f"--recipe {recipe} is not known; {hint(recipe)}")
-    source = RECIPE_CONFIGS[recipe].parent if recipe is not None else PROJECT_TEMPLATE
-    left_out = ("__pycache__", "*.yaml") if recipe is not None else ("__pycache__",)
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
+    if recipe is not None and managed:
+        raise ConfigError(f"--managed and --recipe {recipe} are both given; keep one of them")
     if recipe is not None:
+        _copy([RECIPE_CONFIGS[recipe].parent], folder, "*.yaml")
         shutil.copy(RECIPE_CONFIGS[recipe], folder / "config.yaml")
     else:
+        _copy(MANAGED if managed else OWN_LOOP, folder)
         _rename(folder)
     typer.echo(f"{folder} is ready. Try next:")
     for line in _commands(folder, recipe):
         typer.echo(f"  {line}")
+
+
+def _copy(sources: list[Path], folder: Path, *left_out: str) -> None:
+    """Copy the files of several folders into one."""
+    for source in sources:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", *left_out))
 
 
 def _rename(folder: Path) -> None:

@@ -5,6 +5,7 @@ Reports all mistakes of a config at once. Must not know torch, devices, processe
 
 from paceline.config.build import build, override, resolve_tables
 from paceline.config.messages import problems_of
+from paceline.config.other_names import advice_for
 from paceline.config.resolved import Settings
 from paceline.config.schema import (
     EXECUTION_KEYS,
@@ -30,6 +31,7 @@ __all__ = [
     "Pacing",
     "Schedule",
     "Settings",
+    "advice_for",
     "build",
     "dotted_items",
     "dump_yaml",

@@ -72,6 +72,11 @@ def _check_not_shadowed(module_name: str, folder: Path | None) -> None:
         raise FunctionNotFound(f"names {module_name}, which is already imported from {imported}; rename one of them")
 
 
+def is_object(function: Any) -> bool:
+    """Whether a function is an object with `__call__`, whose own name Python does not know."""
+    return callable(function) and not hasattr(function, "__qualname__")
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """ "module:name" for messages and config.yaml; lambdas and closures as Python names them, objects with "()"."""
     named = function if hasattr(function, "__qualname__") else type(function)

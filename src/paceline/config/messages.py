@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from paceline.config.other_names import advice_for
 from paceline.config.schema import FUNCTION_KEYS, Config
 
 
@@ -19,8 +20,7 @@ def problems_of(error: ValidationError) -> list[str]:
 
 def _describe(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        path = [str(part) for part in detail["loc"]]
-        return f"{'.'.join(path)} is not a known key; {_hint(path)}"
+        return _unknown([str(part) for part in detail["loc"]], detail["input"])
     # For a union, the location also names the branch that failed, such as "list[str]"; the user knows only the key.
     path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [part for part in path if part not in ("str", "callable", "bool")]
@@ -29,6 +29,14 @@ def _describe(detail: ErrorDetails) -> str:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
+
+
+def _unknown(path: list[str], value: Any) -> str:
+    """A sentence about an unknown key: what it is called here if another library has it, else what is similar."""
+    key = ".".join(path)
+    if advice := advice_for(path[:-1], path[-1], value):
+        return f"{key}={_short(value)} {advice}"
+    return f"{key} is not a known key; {_hint(path)}"
 
 
 def _hint(path: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.config.functions import name_of
@@ -12,14 +12,20 @@ from paceline.config.phases import map_functions
 from paceline.config.schema import Config
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
-
-
+SCHEDULE_FN_ARGUMENTS = ("step", "total_steps")
 STEP_ARGUMENTS = ("model", "batch")  # of step_fn, evaluate_fn and predict_fn
 
 
 def wrong_train_fn(config: Config) -> list[str]:
     """A problem if `train_fn` cannot be called with its five arguments."""
-    return _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS)
+    run = ["run"] if config.takes_run else []
+    problems = _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS, run)
+    return [f"{problem}, or with a further parameter run" for problem in problems]
+
+
+def wrong_schedule_fn(config: Config) -> list[str]:
+    """A problem if `schedule_fn` cannot be called with a step and the number of steps."""
+    return _wrong_call("schedule_fn", config.schedule_fn, SCHEDULE_FN_ARGUMENTS)
 
 
 def wrong_step_functions(config: Config) -> list[str]:
@@ -31,8 +37,8 @@ def wrong_step_functions(config: Config) -> list[str]:
     return problems
 
 
-def _wrong_call(key: str, function: Any, arguments: tuple[str, ...]) -> list[str]:
-    """A problem if a function cannot be called with these arguments."""
+def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = ()) -> list[str]:
+    """A problem if a function cannot be called with these arguments, by their positions, and `named` by name."""
     if not callable(function):
         return []
     try:
@@ -40,10 +46,26 @@ def _wrong_call(key: str, function: Any, arguments: tuple[str, ...]) -> list[str
     except ValueError:  # a builtin without a signature
         return []
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError:
         called = f"{key.partition('.')[0]}({', '.join(arguments)})"
         return [f"{key}={name_of(function)} takes {signature}; it is called as {called}"]
+    return []
+
+
+def unsuitable_collate_fn(config: Config) -> list[str]:
+    """A problem if `collate_fn` is a class, or has random numbers that would depend on the number of ranks."""
+    collate = config.collate_fn
+    if not callable(collate):
+        return []
+    if isinstance(collate, type):
+        return [f"collate_fn={name_of(collate)} is a class; give an object of it, or a function"]
+    seed = getattr(collate, "seed", None)
+    if seed is not None and hasattr(collate, "generator"):
+        return [
+            f"collate_fn={name_of(collate)} has seed={seed} and so its own random generator, whose numbers "
+            "depend on the number of ranks; leave its seed out: the key seed determines all random numbers"
+        ]
     return []
 
 

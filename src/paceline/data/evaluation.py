@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from paceline.data.loader import keyed_loader
+from paceline.data.loader import Collate, keyed_loader
 from paceline.data.order import Indices
 from paceline.world import World
 
@@ -46,7 +46,9 @@ class EvalSampler(Sampler[EvalBatch]):
             yield EvalBatch(batch, self.convert(positions))
 
 
-def evaluation_loader(dataset: Any, *, batch_size: int, seed: int, workers: int, world: World) -> DataLoader[Any]:
+def evaluation_loader(
+    dataset: Any, *, batch_size: int, seed: int, workers: int, world: World, collate: Collate | None = None
+) -> DataLoader[Any]:
     """This rank's batches of a data set in its own order."""
     sampler = EvalSampler(size=len(dataset), batch_size=batch_size, world=world)
-    return keyed_loader(dataset, sampler, seed=seed, workers=workers, world=world)
+    return keyed_loader(dataset, sampler, seed=seed, workers=workers, world=world, collate=collate)

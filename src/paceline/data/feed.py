@@ -47,23 +47,27 @@ class Feed:
         """The lanes of a sampler, in order; `sampler` makes it, with the `convert` that the rows need."""
         if self.rows is not None:
             return sampler(convert=self.rows.index_converter(self.dataset))
-        config = self.config
-        lanes = keyed_loader(self.dataset, sampler(), seed=config.seed, workers=config.workers, world=self.world)
+        lanes = keyed_loader(self.dataset, sampler(), **self._loader_options())
         return prefetched(lanes, self.world.device) if self.world.device.type == "cuda" else lanes
 
     def evaluation_batches(self) -> tuple[Iterable[EvalBatch], EvalSampler]:
         """This rank's batches of the whole data set in its own order, and their sampler."""
-        config = self.config
+        batch_size = self.config.batch_size
         if self.rows is not None:
             convert = self.rows.index_converter(self.dataset)
-            sampler = EvalSampler(
-                size=len(self.dataset), batch_size=config.batch_size, world=self.world, convert=convert
-            )
+            sampler = EvalSampler(size=len(self.dataset), batch_size=batch_size, world=self.world, convert=convert)
             return sampler, sampler
-        loader = evaluation_loader(
-            self.dataset, batch_size=config.batch_size, seed=config.seed, workers=config.workers, world=self.world
-        )
+        loader = evaluation_loader(self.dataset, batch_size=batch_size, **self._loader_options())
         return loader, loader.batch_sampler  # type: ignore[return-value]
+
+    def _loader_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "seed": config.seed,
+            "workers": config.workers,
+            "world": self.world,
+            "collate": config.collate,
+        }
 
     def inputs(self, lane: Lane, epoch: int) -> LaneInputs:
         """The inputs of a lane, on the device or being copied to it."""
@@ -103,7 +107,8 @@ class Feed:
         indices = np.arange(min(self.config.batch_size if self.rows is not None else 2, len(self.dataset)))
         if self.rows is not None:
             return self.evaluation_batch(EvalBatch(0, self.rows.index_converter(self.dataset)(indices)))
-        return self.evaluation_batch(KeyedDataset(self.dataset, self.config.seed).load(EvalBatch(0, indices.tolist())))
+        keyed = KeyedDataset(self.dataset, self.config.seed, self.config.collate)
+        return self.evaluation_batch(keyed.load(EvalBatch(0, indices.tolist())))
 
     def original_indices(self, indices: Any) -> list[int]:
         """The indices of samples in the data set that dataset_fn returned."""
@@ -114,13 +119,15 @@ class Feed:
 
 def make_feeds(training: Any, validation: Any | None, config: Config, world: World) -> tuple[Feed, Feed | None]:
     """The feeds of training and validation; subsets of one data set share its rows. All ranks."""
-    rows = rows_of(training, config.data_on_device, world)
+    # With a collate_fn of the config, batches are what it makes of the samples.
+    fraction = 0.0 if config.collate_fn is not None else config.data_on_device
+    rows = rows_of(training, fraction, world)
     feed = Feed(training, config, world, rows)
     if validation is None:
         return feed, None
     are_subsets = isinstance(training, SplitSubset) and isinstance(validation, SplitSubset)
     if not (are_subsets and training.base is validation.base):
-        rows = rows_of(validation, config.data_on_device, world)
+        rows = rows_of(validation, fraction, world)
     return feed, Feed(validation, config, world, rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
@@ -33,15 +33,17 @@ class KeyedBatch(Protocol):
 
 
 Keyed = TypeVar("Keyed", bound=KeyedBatch)
+Collate: TypeAlias = Callable[[Any], Any]  # from a list of samples to a batch
 
 
 class KeyedDataset(Dataset[Any]):
     """Fetches a batch with generators keyed by the batch, so that random samples do not depend on the rank."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
+        """`collate` is the config's `collate_fn`."""
         self.dataset = dataset
         self.seed = seed
-        self.collate = collate_of(dataset)
+        self.collate = collate_of(dataset, collate)
 
     def __getitems__(self, batch: Keyed) -> tuple[Keyed, Any]:
         seed_generators(self.seed, *batch.key)
@@ -52,26 +54,30 @@ class KeyedDataset(Dataset[Any]):
         return self.collate_batch(self.__getitems__(batch))
 
     def collate_batch(self, fetched: tuple[Keyed, Any]) -> Keyed:
-        """The batch with its samples collated; called in the DataLoader's worker."""
+        """The batch with its samples collated; called in the DataLoader's worker, right after they were fetched."""
         batch, samples = fetched
         data = self.collate(samples)
-        if data is samples:
+        if data is samples and isinstance(data, (tuple, Mapping)):
             _check_rows(data, len(batch.indices))
         return batch._replace(data=data)
 
 
-def keyed_loader(dataset: Any, sampler: Sampler[Any], *, seed: int, workers: int, world: World) -> DataLoader[Any]:
+def keyed_loader(
+    dataset: Any, sampler: Sampler[Any], *, seed: int, workers: int, world: World, collate: Collate | None = None
+) -> DataLoader[Any]:
     """The batches that a sampler describes, in its order, fetched ahead by `workers` processes."""
-    keyed, options = KeyedDataset(dataset, seed), loader_options(workers, world, seed)
+    keyed, options = KeyedDataset(dataset, seed, collate), loader_options(workers, world, seed)
     return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.collate_batch, **options)  # type: ignore[arg-type]
 
 
-def collate_of(dataset: Any) -> Callable[[Any], Any]:
-    """The data set's own `collate_fn` if it has one, else torch's default."""
+def collate_of(dataset: Any, chosen: Collate | None = None) -> Collate:
+    """The config's `collate_fn` if it has one, else the data set's own, else torch's default."""
+    if chosen is not None:
+        return chosen
     base = dataset.base if isinstance(dataset, SplitSubset) else dataset
     while isinstance(base, Subset) and not hasattr(base, "collate_fn"):
         base = base.dataset
-    collate: Callable[[Any], Any] = getattr(base, "collate_fn", _default_collate)
+    collate: Collate = getattr(base, "collate_fn", _default_collate)
     return collate
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.data.evaluation import EvalBatch
-from paceline.data.loader import KeyedDataset
+from paceline.data.loader import Collate, KeyedDataset
 from paceline.data.rows import RowDataset, as_row_dataset
 from paceline.data.sources import is_stream
 from paceline.errors import DataError
@@ -54,7 +54,9 @@ class StandardScaler(torch.nn.Module):
         self.spread.copy_(torch.where(spread > 1e-12 * mean.abs(), spread, 1.0))
 
 
-def fit_scalers(model: torch.nn.Module, training: Any, seed: int, progress: Progress) -> None:
+def fit_scalers(
+    model: torch.nn.Module, training: Any, seed: int, progress: Progress, collate: Collate | None = None
+) -> None:
     """Fit every StandardScaler of a model on the training data; every rank computes the same numbers."""
     scalers = [(name, module) for name, module in model.named_modules() if isinstance(module, StandardScaler)]
     if not scalers:
@@ -64,7 +66,7 @@ def fit_scalers(model: torch.nn.Module, training: Any, seed: int, progress: Prog
         raise DataError("StandardScaler needs a data set with a length; scale the samples of an iterable one yourself")
     for name, scaler in scalers:
         try:
-            scaler.fit(_chunks(training, seed, scaler.of))
+            scaler.fit(_chunks(training, seed, scaler.of, collate))
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise DataError(
                 f"StandardScaler {name} cannot be fitted on part {scaler.of!r} of the samples: {error}"
@@ -76,8 +78,8 @@ def fit_scalers(model: torch.nn.Module, training: Any, seed: int, progress: Prog
             )
 
 
-def _chunks(dataset: Any, seed: int, of: int | str) -> Iterator[torch.Tensor]:
-    source, keyed = as_row_dataset(dataset), KeyedDataset(dataset, seed)
+def _chunks(dataset: Any, seed: int, of: int | str, collate: Collate | None) -> Iterator[torch.Tensor]:
+    source, keyed = dataset if collate else as_row_dataset(dataset), KeyedDataset(dataset, seed, collate)
     for number, start in enumerate(range(0, len(dataset), CHUNK)):
         indices = list(range(start, min(start + CHUNK, len(dataset))))
         has_rows = isinstance(source, RowDataset)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from paceline.data.lanes import Lane
-from paceline.data.loader import collate_of
+from paceline.data.loader import Collate, collate_of
 from paceline.data.overlap import digest_of_samples
 from paceline.data.seeding import seed_generators
 from paceline.data.shard import DataShard
@@ -78,9 +78,9 @@ class LaneCursor:
 class LaneReader(Dataset[Any]):
     """Reads the lanes of the requests that its process receives, and keeps their cursors between requests."""
 
-    def __init__(self, dataset: Any, *, seed: int, batch_size: int, lanes: int) -> None:
+    def __init__(self, dataset: Any, *, seed: int, batch_size: int, lanes: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.batch_size, self.lanes = dataset, seed, batch_size, lanes
-        self.collate = collate_of(dataset)
+        self.collate = collate_of(dataset, collate)
         self._epoch: int | None = None
         self._cursors: dict[int, LaneCursor] = {}
 
@@ -111,6 +111,8 @@ class LaneReader(Dataset[Any]):
         cursor = self._cursors[number]
         # A rank whose lanes are all empty processes its first lane with the samples of that lane's last batch.
         is_needed = bool(cursor.batch) and (cursor.samples > 0 or number == request.lanes[0])
+        # A collate_fn that draws random numbers, such as masks, gives the same ones whichever process has the lane.
+        seed_generators(self.seed, "collate", request.step, number)
         lane = Lane(
             step=request.step,
             lane=number,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.data.loader import collate_of, loader_options
+from paceline.data.loader import Collate, collate_of, loader_options
 from paceline.data.overlap import check_samples_differ, digest_of_samples
 from paceline.data.shard import DataShard
 from paceline.data.stream import ShardReader, Warn, announce_epoch
@@ -88,12 +88,13 @@ class StreamLoader(DataLoader[Any]):
         world: World,
         on_batch: Callable[[int, int, int], None],
         warn: Warn,
+        collate: Collate | None = None,
     ) -> None:
         """`on_batch` takes the epoch, the batch and the number of samples that all ranks have in it. All ranks."""
         self.sharded = ShardedStream(dataset, seed=seed, world=world)
-        collate = CountingCollate(collate_of(dataset))
+        counting = CountingCollate(collate_of(dataset, collate))
         options = loader_options(workers, world, seed)
-        super().__init__(self.sharded, batch_size=batch_size, collate_fn=collate, **options)
+        super().__init__(self.sharded, batch_size=batch_size, collate_fn=counting, **options)
         self.__dict__["sampler"] = self.sharded  # for loops that call loader.sampler.set_epoch
         self.world, self.on_batch, self.warn = world, on_batch, warn
         self._exchange, self._digests, self._has_warned = world.exchange(), dict[int, int](), False

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from paceline.data import batches
 from paceline.data.lanes import StepInputs
-from paceline.data.loader import loader_options, no_collate
+from paceline.data.loader import Collate, loader_options, no_collate
 from paceline.data.overlap import check_samples_differ
 from paceline.data.stream import Warn
 from paceline.data.stream_lanes import FetchedLane, LaneReader, LaneStatus, ReadRequest, ReadResponse
@@ -61,6 +61,7 @@ class StreamSteps:
     world: World
     progress: Progress
     warn: Warn
+    collate: Collate | None = None
 
     def __iter__(self) -> Iterator[StepInputs]:
         """The inputs of one step after another. All ranks."""
@@ -97,7 +98,9 @@ class StreamSteps:
             step += 1
 
     def _loader(self, requests: RequestSampler) -> DataLoader[Any]:
-        reader = LaneReader(self.dataset, seed=self.seed, batch_size=self.batch_size, lanes=self.lanes)
+        reader = LaneReader(
+            self.dataset, seed=self.seed, batch_size=self.batch_size, lanes=self.lanes, collate=self.collate
+        )
         options = loader_options(requests.processes if self.workers else 0, self.world, self.seed)
         if self.workers:
             options["worker_init_fn"] = _start_lane_worker

@@ -30,6 +30,11 @@ class ForwardState:
         self._tables: list[tuple[BufferKey, Any]] = []  # the dict of its module; TorchScript has a type of its own
         self._scans = 0
 
+    def include(self, name: str, module: torch.nn.Module) -> None:
+        """Include the buffers of a further module."""
+        self._roots.append((f"{name}:", module))
+        self._scans = 0
+
     def add_moving(self, moving: Iterable[ParameterKey]) -> None:
         """Include these frozen parameters."""
         self.moving.update(moving)
@@ -127,6 +132,44 @@ class Snapshot:
     def _changed(self, tensors: Mapping[BufferKey, torch.Tensor]) -> list[BufferKey]:
         both = (key for key in self._copies if key in tensors)
         return [key for key in both if _form(tensors[key]) != _form(self._copies[key])]
+
+
+class LaneBuffers:
+    """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
+
+    The first lane is this rank's; rank 0's is lane 0, and its buffers are sent to the other ranks. If it is empty, the
+    buffers do not change.
+    """
+
+    def __init__(self, state: ForwardState) -> None:
+        self._state, self._before, self._after_first = state, Snapshot(), Snapshot()
+
+    def begin(self, lanes: int, *, keeps_first: bool) -> None:
+        """Begin a step with this number of lanes on this rank."""
+        self._entered, self._keeps_first, self._is_discarded = 0, keeps_first, False
+        self._is_needed = lanes > 1 or not keeps_first
+        if self._is_needed:
+            self._before.take(self._state.tensors())
+
+    def enter(self) -> None:
+        """Before the forward pass of a lane."""
+        if self._is_needed and self._entered:
+            self._before.restore(self._state.tensors())
+        self._entered += 1
+
+    def leave(self) -> None:
+        """After the last forward pass of a lane."""
+        if self._is_needed and self._keeps_first and self._entered == 1:
+            self._after_first.take(self._state.tensors())
+
+    def discard(self) -> None:
+        """Keep the present buffers: the step was undone."""
+        self._is_discarded = True
+
+    def finish(self) -> None:
+        """After the last lane."""
+        if self._is_needed and not self._is_discarded:
+            (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
 
 
 def _is_changeable(tensor: torch.Tensor) -> bool:

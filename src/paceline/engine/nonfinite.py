@@ -25,6 +25,7 @@ from paceline.errors import NotFinite
 from paceline.world import World
 
 LISTED_SAMPLES, LISTED_LANES = 8, 4
+FINITE_LOSSES = "their losses are finite, their gradients are not"
 ADVICE = "look at these samples, lower the learning rate, or set clip_norm"
 
 GROW_AFTER = 2000  # good steps in a row, after which the loss scale is doubled
@@ -96,6 +97,7 @@ class Guard:
         self.settings, self.world, self.on_bad, self.original = settings, world, on_bad, original
         self.scaler = LossScale() if settings.precision == "fp16" else None
         self.is_deferred = is_deferred
+        self.is_fatal = False  # whether the optimizer has applied a bad step, because it cannot skip one on the device
         # −0.0 changes no bit of the number to which it is added. It becomes NaN when a loss is not finite.
         self.nan_flag = torch.tensor(-0.0, device=world.device)
         self.skipped_in_a_row = 0
@@ -137,20 +139,24 @@ class Guard:
             self.scaler.grow()
         return True
 
-    def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, rerun: Rerun) -> None:
-        """Undo a step that is not finite, and warn; raises NotFinite where the run must stop. All ranks."""
+    def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, rerun: Rerun | None) -> None:
+        """Undo a step that is not finite, and warn; raises NotFinite where the run must stop. All ranks.
+
+        Without `rerun`, lanes whose gradients alone are not finite are not searched for.
+        """
         self._restore()
         self.skipped_in_a_row += 1
         bad = self._with_bad_loss(lanes, totals)
         is_overflow = self.scaler is not None and not bad  # the scale was too large, which is normal in fp16
         if self.scaler is not None and is_overflow:
             self.scaler.shrink()
-        elif not bad:
+        elif not bad and rerun is not None:
             bad = self._with_bad_gradients(lanes, rerun)
         if is_overflow:
             last = f"the loss scale fell to {self.scale:g}; use precision: bf16"
         else:
-            where = _list_lanes(bad) or "no lane by itself, only the sum of their gradients"
+            found = "no lane by itself, only the sum of their gradients" if rerun is not None else FINITE_LOSSES
+            where = _list_lanes(bad) or found
             self._warn_or_stop(step, where)
             last = f"{where}; {ADVICE}"
         self._check_limit(step, last)
@@ -181,7 +187,12 @@ class Guard:
         for finished in steps:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if finished.is_skipped else 0
             if finished.is_skipped:
-                where = _list_lanes(self._bad_lanes_of(finished)) or "their losses are finite, their gradients are not"
+                where = _list_lanes(self._bad_lanes_of(finished)) or FINITE_LOSSES
+                if self.is_fatal:
+                    raise NotFinite(
+                        f"step {finished.step + 1} is not finite: {where}; the optimizer cannot skip it on the GPU; "
+                        f"create it with fused=True, or {ADVICE}"
+                    )
                 self.on_bad(f"step {finished.step + 1} is skipped, it is not finite: {where}")
                 self._check_limit(finished.step, f"{where}; {ADVICE}")
 

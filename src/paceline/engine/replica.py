@@ -27,6 +27,7 @@ from paceline.errors import ConfigError, UnusedParameters
 from paceline.world import World
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
+BROADCAST_BYTES = 250 * 2**20  # in one message, as DDP has it
 UNFINISHED_ERROR = "Expected to have finished reduction in the prior iteration"
 
 
@@ -131,6 +132,35 @@ class PlainModel:
         """Does nothing: there is only one rank."""
 
 
+class BareReplica:
+    """A model without DDP on each of several ranks, for the user's own loop with `run`; has the interface of `Replica`.
+
+    The user's code may call parts of the model directly, which DDP does not see.
+    """
+
+    def __init__(self, module: torch.nn.Module, world: World) -> None:
+        """Send rank 0's weights and buffers to all ranks. All ranks."""
+        self.module, self.forward_state, self._world = module, ForwardState(module), world
+        self._send([parameter.detach() for parameter in module.parameters()])
+        self.share_buffers()
+
+    def include(self, name: str, module: torch.nn.Module) -> None:
+        """Treat a further module like the model. All ranks."""
+        self.forward_state.include(name, module)
+        self._send([parameter.detach() for parameter in module.parameters()])
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Send rank 0's buffers, such as BatchNorm's statistics, to all ranks. All ranks."""
+        self._send([_flat(buffer) for buffer in self.forward_state.tensors().values()])
+
+    def _send(self, tensors: list[torch.Tensor]) -> None:
+        """Broadcast tensors of rank 0, many in one message. All ranks."""
+        if self._world.size > 1 and tensors:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, 0)
+
+
 def make_model(config: Config) -> torch.nn.Module:
     """The user's model, on the CPU; the same on every rank, including attributes that are not weights."""
     with keyed_generators(config.seed, "model"):
@@ -169,13 +199,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Replica | PlainModel:
     """Wrap the model in DDP, with rank 0's weights on every rank, unless `ddp` is false. All ranks."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+    check_trainable(model, settings, world)
     model = place_model(model, settings, world.device)
     if settings.sync_batchnorm:
         model = _with_sync_batchnorm(model, settings, world)
-    if settings.train_fn is None and world.size > 1:
-        _check_layers(model)
     if not settings.ddp and world.size > 1:
         raise ConfigError(f"ddp=false needs a single rank, but there are {world.size}; use --procs 1, or ddp: true")
     if settings.compression == "powersgd" and world.size > 1:
@@ -187,6 +214,14 @@ def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Repli
             )
     check_outer_weights(settings)
     return _in_ddp(model, settings, world) if settings.ddp else PlainModel(model, outer_state(settings))
+
+
+def check_trainable(model: torch.nn.Module, settings: Settings, world: World) -> None:
+    """Refuse a model that has nothing to train, or that cannot be kept identical on all ranks."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+    if settings.keeps_state and world.size > 1:
+        _check_layers(model)
 
 
 def _check_layers(model: torch.nn.Module) -> None:

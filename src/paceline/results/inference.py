@@ -83,7 +83,7 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
         measures = [config.evaluate_fn]
     if task == "evaluate" and not any(value is not None for value in measures):
         return ["evaluate needs evaluate_fn(model, batch): a run with train_fn computes its metrics in its own loop"]
-    needed = [config.model_fn, config.dataset_fn]
+    needed = [config.model_fn, config.dataset_fn, config.collate_fn]
     if task == "predict":
         needed += [config.predict_fn]
     if task == "evaluate":

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from paceline.config import build, override
 from paceline.errors import ConfigError
@@ -205,3 +207,12 @@ def test_a_table_with_a_name_that_is_too_long_does_not_exist() -> None:
 def test_windows_drives_and_colons_are_not_urls(tmp_path: Path) -> None:
     for name in ("C:/runs", "lr=1e-3:x/y", str(tmp_path / "a:b")):
         assert build({**MANAGED, "run_dir": name}).run_dir == Path(name)
+
+
+def test_an_object_that_was_given_by_name_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "lab_of_objects.py").write_text("import functools\ncollator = functools.partial(sorted, key=len)\n")
+    config = build({**MANAGED, "collate_fn": "lab_of_objects:collator", "model_fn": model}, folder=tmp_path)
+    assert config.collate is not None
+    for copied in (config, config.model_copy(update={"lanes": 4}), pickle.loads(pickle.dumps(config))):
+        assert yaml.safe_load(copied.to_yaml())["collate_fn"] == "lab_of_objects:collator"
+        assert yaml.safe_load(copied.to_yaml())["model_fn"] == "support.configs:model"

@@ -46,7 +46,8 @@ def six_arguments(model: Any, train_loader: Any, val_loader: Any, device: Any, n
 def test_a_train_fn_with_another_signature_is_a_mistake(train_fn: Callable[..., Any]) -> None:
     [problem] = problems({**OWN, "train_fn": train_fn})
     assert problem.startswith(f"train_fn={__name__}:{train_fn.__name__} takes (")
-    assert problem.endswith("; it is called as train_fn(model, train_loader, val_loader, device, num_epochs)")
+    called = "train_fn(model, train_loader, val_loader, device, num_epochs), or with a further parameter run"
+    assert problem.endswith(f"; it is called as {called}")
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,21 @@ def test_steps_are_called_with_a_model_and_a_batch() -> None:
         "(model: 'Any') -> 'None'; it is called as evaluate_fn(model, batch)",
     ]
     build({**keys, "evaluate_fn": None, "step_fn": functools.partial(lambda scale, model, batch: None, 2.0)})
+
+
+class Padding:
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed, self.generator = seed, None
+
+    def __call__(self, samples: list[Any]) -> Any: ...
+
+
+def test_a_class_as_collate_fn_is_a_mistake() -> None:
+    [problem] = problems({**MANAGED, "collate_fn": Padding})
+    assert problem == f"collate_fn={__name__}:Padding is a class; give an object of it, or a function"
+
+
+def test_a_collator_with_its_own_generator_is_a_mistake() -> None:
+    assert build({**MANAGED, "collate_fn": Padding()}).collate is not None
+    [problem] = problems({**MANAGED, "collate_fn": Padding(seed=3)})
+    assert problem.startswith(f"collate_fn={__name__}:Padding() has seed=3 and so its own random generator")

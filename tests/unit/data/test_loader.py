@@ -112,3 +112,14 @@ def test_a_batch_from_getitems_must_have_one_row_per_sample() -> None:
         DataError, match="__getitems__ returned 2 rows for 3 samples; it must return one row per sample"
     ):
         keyed.load(EvalBatch(0, [4, 7, 9]))
+
+
+def test_the_configs_collate_fn_precedes_that_of_the_data_set() -> None:
+    [batch] = evaluation_loader(WithCollate(4), batch_size=4, seed=0, workers=0, world=world_of(0, 1), collate=sum)
+    assert batch.data == 6
+
+
+def test_a_collate_fn_may_return_the_list_of_samples() -> None:
+    images = [torch.zeros(size, 2) for size in (3, 5)]
+    keyed = KeyedDataset(images, seed=0, collate=lambda samples: samples)
+    assert [len(image) for image in keyed.load(EvalBatch(0, [1, 0])).data] == [5, 3]

@@ -46,8 +46,11 @@ class ExportTask:
     def batch(self) -> Any:
         """The first samples of the data set; images are not normalised yet."""
         places = [place % len(self.dataset) for place in range(BATCH_SIZES[0])]
-        [batch] = DataLoader(self.dataset, batch_sampler=[places], collate_fn=_collate_of(self.dataset))
+        [batch] = DataLoader(self.dataset, batch_sampler=[places], collate_fn=self._collate())
         return dict(batch) if isinstance(batch, Mapping) else batch
+
+    def _collate(self) -> Callable[[Any], Any]:
+        return self.run.config.collate or _collate_of(self.dataset)
 
     def expected(self, batch: Any) -> Any:
         """The output of the trained model for a batch."""

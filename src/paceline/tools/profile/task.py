@@ -65,7 +65,7 @@ def profile(config: Config, folder: RunFolder, world: World, progress: Progress,
     events = context.events
     training, _ = build_data(context)
     model = build_model(context)
-    fit_scalers(model, training, config.seed, progress)
+    fit_scalers(model, training, config.seed, progress, config.collate)
     stepper, plan, _ = build_step(context, model, training, None)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, world, events, stepper.sharding)
     profiler = StepProfiler(stepper.clock, world.device, warm_up, steps, events)
@@ -216,7 +216,7 @@ def setting_of(stepper: Stepper, world: World) -> StepSettings:
         step_mode=config.step_mode,
         is_replayed=stepper.graph is not None and not stepper.graph.is_given_up,
         has_rows=stepper.feed.rows is not None,
-        is_tensors=as_row_dataset(dataset) is not dataset,
+        is_tensors=config.collate_fn is None and as_row_dataset(dataset) is not dataset,
         is_stream=is_stream(dataset),
         is_exact=config.exact,
         compression=config.compression,

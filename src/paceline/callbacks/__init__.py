@@ -1,0 +1,11 @@
+"""What is attached to a training loop: the interface `Callback`, what it sees of a run, and the callbacks we ship.
+
+Owns what each callback does at the points where a loop calls it. Promises that its state is in every checkpoint, and
+that all ranks call it with the same numbers. Must not know how a loop is built: a loop calls methods of `Callback`.
+"""
+
+from paceline.callbacks.best_checkpoint import BestCheckpoint
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.run import Run, current_run
+
+__all__ = ["BestCheckpoint", "Callback", "Run", "current_run"]

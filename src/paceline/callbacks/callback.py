@@ -1,0 +1,45 @@
+"""`Callback`: what users and our own features attach to a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.callbacks.run import Run
+
+
+class Callback:
+    """Attached to a training loop by `Trainer(callbacks=[...])`; every method is optional.
+
+    Each rank has a copy and calls it at the same step with the same numbers. A method that is not overridden costs
+    nothing.
+    """
+
+    needs_step_metrics = True  # False: `on_step` gets an empty mapping, and the ranks exchange nothing for it
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step of this attempt, after a checkpoint was restored."""
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """After an update, with its loss, grad_norm and lr. May change the model under `torch.no_grad()`."""
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """After an epoch and its evaluation, with the epoch's row of `run.history`."""
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        """After a checkpoint was published."""
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """At the end of the loop: the reason of a stop, or None where the run is complete."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, when a run resumes."""
+
+    def overrides(self, method: str) -> bool:
+        """Whether a subclass has defined a method of this interface."""
+        return getattr(type(self), method) is not getattr(Callback, method)

@@ -1,0 +1,292 @@
+"""A step of the user's own loop: `run.backward` and `run.step` over the lanes of a step, with one sum at any ranks.
+
+The user's code runs forward passes between the calls of this class; `worker/own_loop.py` calls `begin`, `enter`,
+`leave` and `end` around the batches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.config import Settings
+from paceline.data.lanes import Lane, StepInputs
+from paceline.data.seeding import seed_generators
+from paceline.engine.buckets import GradientSums
+from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCTION, PhaseClock
+from paceline.engine.ema import Ema
+from paceline.engine.forward_state import LaneBuffers
+from paceline.engine.losses import mean_of, number_on, sum_and_count
+from paceline.engine.nonfinite import Guard, nonfinite_flag
+from paceline.engine.optimizers import can_skip
+from paceline.engine.reduce import Reduction, reduce_after_backward
+from paceline.engine.replica import BareReplica
+from paceline.engine.step import NO_NORM, Number, StepResult
+from paceline.errors import ConfigError
+from paceline.world import World
+
+
+class OwnStep:
+    """The present step of the user's own loop."""
+
+    def __init__(
+        self, replica: BareReplica, settings: Settings, guard: Guard | None, clock: PhaseClock, world: World
+    ) -> None:
+        """All ranks."""
+        self.replica, self.settings, self.guard, self.clock, self.world = replica, settings, guard, clock, world
+        self.lanes_per_rank = settings.lanes // world.size
+        self.reduction = Reduction(world, settings.exact, settings.compression)
+        self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
+        self.lr = 0.0  # of the first group of the optimizer that has stepped last
+        self.lane: Lane | None = None  # of the batch that the user's code has
+        self.is_begun = False  # whether the user's code has called `backward` in this step
+        self._buffers = LaneBuffers(replica.forward_state)
+        self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
+        self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
+        self._form: list[Any] = []  # the calls of the step: None for a backward, else the optimizer
+        self._active: GradientSums | None = None
+        self._is_in_backward = False
+        self._is_plain = False  # whether the user's code has called a plain `loss.backward()` in this step
+        self._is_average_due = False
+        self._watched: dict[torch.nn.Parameter, None] = {}  # in one order on all ranks
+        self._lanes: Sequence[Lane] = ()
+        if world.size > 1:
+            self.watch(replica.module.parameters())
+
+    # --- around the batches ------------------------------------------------------------------------------------
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Prepare for the lanes of a step."""
+        self._lanes = inputs.lanes
+        self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
+        self._norm: Number = NO_NORM
+        self._is_bad: torch.Tensor | None = None
+        self._has_own_count = self._is_updated = self._is_plain = self.is_begun = False
+        self._form = []
+        for sums in self._sums.values():
+            sums.restart()
+        keeps_first = self._lanes[0].samples > 0 and self._place(self._lanes[0]) == 0
+        self._buffers.begin(len(self._lanes), keeps_first=keeps_first)
+        if self.guard is not None:
+            self.guard.begin()
+
+    def enter(self, lane: Lane) -> None:
+        """Before the user's code gets the batch of a lane: its buffers and generators."""
+        self._buffers.enter()
+        seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
+        self.lane = lane
+        self.clock.enter(FORWARD)
+
+    def leave(self) -> None:
+        """After the user's code has processed the batch of a lane."""
+        self.lane = None
+        self._buffers.leave()
+
+    def end(self) -> StepResult:
+        """After the last lane: the numbers of the step. All ranks."""
+        self._buffers.finish()
+        if self.guard is not None and self._is_bad is not None:
+            self.guard.undo_if(self._is_bad)
+        self.replica.share_buffers()
+        if self.ema is not None and self._is_updated:
+            self.ema.update(self._is_bad)
+        self._early = self._repeated_sums()
+        self.clock.enter(OTHER)
+        losses = [number for pair in self._all_totals() for number in pair]
+        return StepResult.of(losses, self._norm, self._is_bad if self._is_bad is not None else 0)
+
+    def _all_totals(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The sum and the count of each lane's loss."""
+        zero = number_on(0, self.world.device)
+        return [(zero, zero) if pair is None else pair for pair in self._totals]
+
+    def _repeated_sums(self) -> GradientSums | None:
+        """The sums of a loop with one `backward` and one `step` for each batch, which can be sent during backward."""
+        optimizers = {call for call in self._form if call is not None}
+        is_simple = len(optimizers) == 1 and self._form == [None, *optimizers] * len(self._lanes)
+        return self._sums[optimizers.pop()] if is_simple and self.world.size > 1 else None
+
+    # --- called by the user's code -----------------------------------------------------------------------------
+
+    def backward(self, loss: Any) -> None:
+        """Compute the gradients of a lane's loss, weighted by the samples of the lane. All ranks."""
+        lane = self._present("run.backward(loss)")
+        self.is_begun = True
+        self._form.append(None)
+        weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
+        self._has_own_count = isinstance(loss, (tuple, list))
+        if self._has_own_count:
+            value, count = sum_and_count(loss, 0, "run.backward")
+            total = value.detach()
+        else:
+            value, count = mean_of(loss, "run.backward"), len(lane.indices)
+            total, weight = value.detach() * count, weight * count
+        if lane.samples:
+            self._add_loss(lane, total, number_on(count, self.world.device))
+        if self._early is not None and lane is self._lanes[-1]:
+            if self._form.count(None) == len(self._lanes):
+                self._early.expect(self._place(lane), is_empty=not lane.samples, flag=self._flag())
+                self._active = self._early
+            else:  # a further loss, which was not there in the step before
+                self._early.cancel()
+        self._is_in_backward = True
+        self.clock.enter(BACKWARD)
+        try:
+            value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
+        finally:
+            self._is_in_backward, self._active = False, None
+        self.clock.enter(FORWARD)
+
+    def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
+        """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
+        lane = self._present("run.step(optimizer)")
+        if not self.is_begun:
+            instead = "loss.backward() was called instead of it" if self._is_plain else "call it first"
+            raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
+        self._form.append(optimizer)
+        sums = self._sums_of(optimizer)
+        if lane is not self._lanes[-1]:
+            if lane.samples:
+                sums.add(self._place(lane))
+            _clear(sums.parameters)
+            return False
+        self.clock.enter(REDUCTION)
+        sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
+        self.clock.enter(OPTIMIZER)
+        if self._has_own_count:
+            self._divide_by_count(sums.parameters)
+        self._update(optimizer, sums.parameters, clip_norm)
+        _clear(sums.parameters)
+        self.clock.enter(FORWARD)
+        return True
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sum the gradients of these parameters over ranks, however backward is called. All ranks."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = None
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def include(self, name: str, module: torch.nn.Module) -> None:
+        """Treat a further module like the model: rank 0's weights, buffers of lane 0, sums of gradients. All ranks."""
+        self.replica.include(name, module)
+        if self.world.size > 1:
+            self.watch(module.parameters())
+
+    def counters(self) -> dict[str, float]:
+        """The numbers on which steps depend, besides weights, optimizers and averages, for a checkpoint."""
+        return self.guard.counters() if self.guard is not None else {}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of all optimizers that have stepped."""
+        return [parameter for sums in self._sums.values() for parameter in sums.parameters]
+
+    # --- the parts of a step -----------------------------------------------------------------------------------
+
+    def _present(self, call: str) -> Lane:
+        if self.lane is None:
+            raise ConfigError(f"{call} was called outside a batch of train_loader, so its samples are not known")
+        return self.lane
+
+    def _place(self, lane: Lane) -> int:
+        return lane.lane % self.lanes_per_rank
+
+    def _flag(self) -> torch.Tensor | None:
+        """What is added to a gradient so that all ranks see a loss that is not finite; a single rank checks losses."""
+        return self.guard.nan_flag if self.guard is not None and self.world.size > 1 else None
+
+    def _add_loss(self, lane: Lane, total: torch.Tensor, count: torch.Tensor) -> None:
+        """Add to the loss of the lane; several losses of one batch are one sum."""
+        if self.guard is not None and self.world.size > 1:
+            self.guard.check_loss(total)
+        before = self._totals[self._place(lane)]
+        self._totals[self._place(lane)] = (total if before is None else before[0] + total), count
+
+    def _sums_of(self, optimizer: torch.optim.Optimizer) -> GradientSums:
+        """The sums of the parameters of an optimizer. All ranks, when it steps for the first time."""
+        others = {call for call in self._form if call is not None} - {optimizer}
+        if others and self.lanes_per_rank > 1:
+            raise ConfigError(
+                f"lanes={self.settings.lanes} on {self.world.size} ranks, but two optimizers step in one batch: the "
+                "loss of the second would see an update of the first that other lanes have not seen; use as many lanes "
+                "as ranks, or step_fn with one function for each optimizer"
+            )
+        if optimizer not in self._sums:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if self.world.size > 1:
+                self.watch(parameters)
+            bucket_bytes = self.settings.bucket_mb * 2**20
+            self._sums[optimizer] = GradientSums(parameters, self.lanes_per_rank, self.reduction, bucket_bytes)
+        return self._sums[optimizer]
+
+    def _update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], clip_norm: float | None
+    ) -> None:
+        """Check the sums, clip them and update the weights. All ranks."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        losses = [total.clone() for total, _ in self._all_totals()] if self.world.size == 1 else []
+        if self.guard is not None:
+            self._choose_check(self.guard, optimizer)
+        if self.guard is not None and self.guard.is_deferred:
+            self._is_bad = nonfinite_flag([*gradients, *losses])
+            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
+        elif self.guard is not None and not self.guard.allows([*gradients, *losses]):
+            self._skip(self.guard)
+            return
+        if clip_norm is not None:
+            self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        optimizer.step()
+        self._is_updated = True
+        self.lr = self._lr_of(optimizer)
+
+    def _choose_check(self, guard: Guard, optimizer: torch.optim.Optimizer) -> None:
+        """On a GPU, leave the check of the numbers to the device: the host would wait for each step."""
+        if self.world.device.type == "cuda" and self.settings.nan == "skip" and self.settings.precision != "fp16":
+            guard.is_deferred, guard.is_fatal = True, not can_skip(optimizer)
+
+    def _lr_of(self, optimizer: torch.optim.Optimizer) -> float:
+        """The learning rate; a tensor on a GPU is not read, which would wait for the device."""
+        lr = optimizer.param_groups[0]["lr"]
+        return self.lr if isinstance(lr, torch.Tensor) and lr.device.type == "cuda" else float(lr)
+
+    def _skip(self, guard: Guard) -> None:
+        """Leave out a step whose numbers are not finite. All ranks."""
+        totals = torch.stack([torch.stack((total, count.to(total))) for total, count in self._all_totals()])
+        guard.skip(self._lanes[0].step, self._lanes, totals, None)
+        self._buffers.discard()
+        self._totals = [None] * self.lanes_per_rank
+
+    def _divide_by_count(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Divide the gradients by the sum of the losses' own counts instead of the number of samples. All ranks."""
+        counts = torch.stack([count.double() for _, count in self._all_totals()])
+        total = torch.cat(self.world.gather_equal(counts)).sum()  # in the order of the lanes at any number of ranks
+        factor = torch.where(total == 0, 0.0, self._lanes[0].step_samples / total)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # --- gradients as backward computes them -------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Called by autograd when the gradient of a parameter is complete. All ranks."""
+        if self._active is not None:
+            self._active.on_gradient(parameter)
+        elif not self._is_in_backward and not self._is_average_due:
+            self._is_plain = self._is_average_due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+
+    def _average(self) -> None:
+        """At the end of a plain `loss.backward()`: average the gradients over the ranks, as DDP does. All ranks."""
+        self._is_average_due = False
+        watched = list(self._watched)
+        gradients = [parameter.grad for parameter in watched]
+        averaged = reduce_after_backward(gradients, watched, self.reduction, self.settings.bucket_mb * 2**20)
+        for parameter, gradient in zip(watched, averaged, strict=True):
+            parameter.grad = None if gradient is None else gradient.div_(self.world.size)
+
+
+def _clear(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pandas as pd
+from torch.nn.functional import cross_entropy
+from paceline import Trainer
+
+from dataset_fn import YourDataset
+from model_fn import get_model
+
+df = pd.read_csv(Path(__file__).with_name("data.csv"))
+
+result = Trainer(
+    name="mylab",
+    model_fn=get_model,
+    dataset_fn=YourDataset,
+    df=df,
+    loss_fn=cross_entropy,
+    metrics=["accuracy"],
+    optimizer={"name": "adamw", "lr": 0.01},
+    schedule="cosine",
+    clip_norm=1.0,
+    batch_size=4,
+    lanes=4,
+    num_epochs=20,
+    procs=2,
+).start()
+print(f"accuracy: {result.metrics['accuracy']:.3f}")
+print(f"run folder: {result.run_dir}")
