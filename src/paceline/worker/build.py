@@ -21,8 +21,9 @@ from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
 from paceline.engine.optimizers import make_optimizer
+from paceline.engine.outer_state import place_loss, place_steps
 from paceline.engine.precision import resolve_precision
-from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.replica import is_channels_last, make_model, replicate
 from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
 from paceline.system.signals import Stop
@@ -65,6 +66,7 @@ def build_settings(config: Config, world: World, *, channels_last: bool) -> Sett
         precision=resolve_precision(config.precision, world.device),
         channels_last=channels_last,
         loss_fn=place_loss(config.loss_fn, world.device),
+        step_fn=place_steps(config.step_fn, world.device),
     )
 
 
