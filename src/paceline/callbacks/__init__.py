@@ -6,5 +6,6 @@ that all ranks call it with the same numbers. Must not know how a loop is built:
 
 from paceline.callbacks.best_checkpoint import BestCheckpoint
 from paceline.callbacks.callback import Callback, Run
+from paceline.callbacks.early_stopping import EarlyStopping
 
-__all__ = ["BestCheckpoint", "Callback", "Run"]
+__all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "Run"]

@@ -26,6 +26,7 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     stop_requested: str | None = None  # the reason that was given to `stop`
     save_requested: bool = False
+    finish_requested: str | None = None  # the reason that was given to `finish`
 
     @property
     def is_main(self) -> bool:
@@ -37,8 +38,12 @@ class Run:
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to save and stop after the next step."""
+        """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
         self.stop_requested = reason
+
+    def finish(self, reason: str) -> None:
+        """Ask to end the run as complete: after this step when called in `on_evaluate`, after the next in `on_step`."""
+        self.finish_requested = reason
 
 
 class Callback:
@@ -57,7 +62,7 @@ class Callback:
         """After an update, with its loss, grad_norm and lr. May change the model under `torch.no_grad()`."""
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """After an epoch and its evaluation, with the epoch's row of `run.history`."""
+        """After an evaluation, with its row: at the end of an epoch, and within it by `evaluate.every_steps`."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint was published."""

@@ -149,6 +149,8 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     if checkpoint is not None:
         progress.phase = "restoring the checkpoint"
         state = restore(context, checkpoint, stepper, callbacks)
+        if checkpoint.path.parent != folder.checkpoints:  # a new run may continue where another has finished early
+            state.is_finished, state.finish_requested = False, None
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
     check_space(context, stepper)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)
@@ -224,8 +226,9 @@ def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> Non
     if world.is_main:
         write_patiently(write, context.progress)
     context.events.write(
-        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes}
-    )
+        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
+        **({"reason": loop.cycle.run.finish_requested or "a callback"} if state.is_finished else {}),
+    )  # fmt: skip
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:
