@@ -297,6 +297,12 @@ def masked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tens
     return images * (torch.rand(images.shape) > 0.2) + np.random.rand() + random.random(), labels
 
 
+def two_random_halves(epoch: int, size: int) -> np.ndarray[Any, Any]:
+    """One half of the samples in each epoch, twice."""
+    half = 2 * np.random.permutation((size + 1) // 2) + epoch % 2
+    return np.concatenate([half, half])[:size] % size
+
+
 def tokens() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(
@@ -327,6 +333,12 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": conv_net, "dataset_fn": lambda: Images(ODD, augment=True),
         "curriculum": {"by": "loss", "start": 0.3, "epochs": 2}, "workers": 2,
     },
+    "samples drawn by weights": {
+        "dataset_fn": lambda: Images(ODD, augment=True), "sample_weights": lambda dataset: 1 + 3.0 * dataset.labels,
+        "val_dataset_fn": None, "val_fraction": 0.3, "workers": 2,
+    },
+    "tensors drawn by weights": {"dataset_fn": tokens, "sample_weights": np.linspace(0, 1, EVEN)},
+    "an order of the user's": {"dataset_fn": lambda: Images(ODD), "order_fn": two_random_halves},
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
     "AdamW": {"optimizer": ADAMW},
     "Muon": {"model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5},

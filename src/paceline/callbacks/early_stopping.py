@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from paceline.callbacks.callback import Callback, Run
+from paceline.callbacks.callback import Callback
 from paceline.callbacks.patience import Patience
+from paceline.callbacks.run import Run
 from paceline.errors import ConfigError
 
 

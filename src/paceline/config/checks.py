@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import name_of
-from paceline.config.schema import MANAGED_KEYS, SCHEDULES, Config, Schedule
+from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
 
 Check = Callable[[Config], Iterable[str]]
 
+ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
 RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
 
@@ -42,6 +43,14 @@ def _required(key: str, example: str) -> Check:
     return check
 
 
+def _model_is_made_by_a_function(config: Config) -> Iterator[str]:
+    if hasattr(config.model_fn, "state_dict") and not isinstance(config.model_fn, type):
+        yield (
+            f"model_fn=<{type(config.model_fn).__name__}> is a model; give a function that returns it, such as "
+            "model_fn=lambda: model"
+        )
+
+
 def _loop_is_given(config: Config) -> Iterator[str]:
     if config.train_fn is None and config.loss_fn is None:
         yield "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
@@ -58,21 +67,6 @@ def _exclusive(first: str, second: str) -> Check:
 # --- train_fn -----------------------------------------------------------------------------------------------------
 
 
-def _no_managed_keys_with_train_fn(config: Config) -> Iterator[str]:
-    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if config.train_fn is not None and _is_set(config, key)]
-    if unused:
-        belong = "belongs" if len(unused) == 1 else "belong"
-        yield f"{', '.join(unused)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
-
-
-def _no_checkpoint_with_train_fn(config: Config) -> Iterator[str]:
-    if config.train_fn is not None and config.resume not in ("auto", "never"):
-        yield (
-            f"resume={config.resume} names a run to continue, but Paceline keeps no checkpoints for train_fn; "
-            "use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
-        )
-
-
 def _train_fn_runs_when_called(config: Config) -> Iterator[str]:
     is_generator = inspect.isgeneratorfunction(config.train_fn)
     if callable(config.train_fn) and (is_generator or inspect.iscoroutinefunction(config.train_fn)):
@@ -80,9 +74,30 @@ def _train_fn_runs_when_called(config: Config) -> Iterator[str]:
         yield f"train_fn={name_of(config.train_fn)} {kind}, so calling it trains nothing; use a plain function"
 
 
-def _no_trackers_with_train_fn(config: Config) -> Iterator[str]:
-    if config.train_fn is not None and config.log.trackers:
-        yield "log.trackers records only the managed loop; remove it, and log inside train_fn"
+def train_fn_problems(config: Config) -> Iterator[str]:
+    """Keys that the user's own loop does not have; called once `train_fn` is imported."""
+    if not callable(config.train_fn):
+        return
+    known = (*OWN_LOOP_KEYS, *EVALUATION_KEYS) if config.takes_run else ()
+    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if key not in known and _is_set(config, key)]
+    without_run = [key for key in unused if key in OWN_LOOP_KEYS]
+    if without_run:
+        need = "needs" if len(without_run) == 1 else "need"
+        yield f"{', '.join(without_run)} {need} a train_fn with the parameter run, or the managed loop; {ADD_RUN}"
+    if managed := [key for key in unused if key not in OWN_LOOP_KEYS]:
+        belong = "belongs" if len(managed) == 1 else "belong"
+        yield f"{', '.join(managed)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+    if config.takes_run:
+        if config.curriculum is not None and config.curriculum.by == "loss":
+            yield "curriculum.by=loss needs the managed loop; give difficulty_fn or curriculum.column instead"
+        return
+    if config.resume not in ("auto", "never"):
+        yield (
+            f"resume={config.resume} names a run to continue, but a train_fn without `run` keeps no checkpoints; "
+            f"{ADD_RUN}, or use --resume auto to start from the beginning"
+        )
+    if config.log.trackers:
+        yield f"log.trackers has nothing to record in a train_fn without `run`; {ADD_RUN}"
 
 
 # --- schedules ----------------------------------------------------------------------------------------------------
@@ -116,7 +131,7 @@ def _early_stop_metric_is_measured(config: Config) -> Iterator[str]:
 def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
     """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
     measured = [*LOSSES, *config.metrics]
-    if metric not in measured:
+    if metric not in measured and config.train_fn is None:  # a train_fn logs any
         yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
     elif mode is None and metric not in LOSSES:
         yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
@@ -135,6 +150,30 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"
     elif config.curriculum.by == "loss" and config.num_epochs == 1:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
+
+
+def _order_knows_the_samples(config: Config) -> Iterator[str]:
+    is_split = config.val_fraction > 0 and config.val_df is None and config.val_dataset_fn is None
+    if config.order_fn is not None and is_split:
+        yield (
+            f"val_fraction={config.val_fraction} would take samples out of the data set that order_fn orders; "
+            "set val_fraction: 0, or give val_df or val_dataset_fn"
+        )
+
+
+def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
+    whole, size, lanes = config.global_batch_size, config.batch_size, config.lanes
+    if whole is None:
+        return
+    if whole % size:
+        near = [whole // size * size or size, (whole // size + 1) * size]
+        advice = " or ".join(map(str, sorted(set(near))))
+        yield f"global_batch_size={whole} is not a multiple of batch_size={size}; use {advice}, or another batch_size"
+    elif lanes not in (None, whole // size):
+        yield (
+            f"global_batch_size={whole} and batch_size={size} give lanes={whole // size}, but lanes={lanes} is given; "
+            "leave one of the three out"
+        )
 
 
 def _metric_names_are_free(config: Config) -> Iterator[str]:
@@ -171,7 +210,7 @@ def _several_processes_use_ddp(config: Config) -> Iterator[str]:
 
 
 def _exact_excludes_rank_dependent_sums(config: Config) -> Iterator[str]:
-    is_exact = config.exact and config.train_fn is None
+    is_exact = config.exact and config.keeps_state
     if config.compression != "none" and is_exact:
         yield f"compression={config.compression} makes results depend on the number of ranks; set exact: false"
     if config.compression == "powersgd" and config.find_unused_parameters:
@@ -196,11 +235,9 @@ def _cpu_suffices(config: Config) -> Iterator[str]:
 CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
+    _model_is_made_by_a_function: (),
     _loop_is_given: ("train_fn", "loss_fn"),
-    _no_managed_keys_with_train_fn: (),
-    _no_checkpoint_with_train_fn: (),
     _train_fn_runs_when_called: (),
-    _no_trackers_with_train_fn: (),
     _exclusive("optimizer", "optimizer_fn"): (),
     _exclusive("schedule", "schedule_fn"): (),
     _exclusive("schedule", "scheduler_fn"): (),
@@ -209,8 +246,13 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _plateau_metric_is_measured: ("metrics",),
     _early_stop_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
+    _exclusive("sample_weights", "order_fn"): (),
+    _exclusive("sample_weights", "curriculum"): (),
+    _exclusive("order_fn", "curriculum"): (),
+    _order_knows_the_samples: ("order_fn", "val_fraction", "val_df", "val_dataset_fn"),
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
+    _lanes_fill_the_global_batch: ("global_batch_size", "batch_size", "lanes"),
     _metric_names_are_free: (),
     _best_metric_is_measured: ("metrics",),
     _nodes_have_rendezvous: ("nodes", "rendezvous"),

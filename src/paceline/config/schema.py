@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,21 +19,27 @@ Function = Callable[..., Any] | str
 Mode = Literal["min", "max"]  # whether less or more of a metric is better
 FUNCTION_KEYS = (
     "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "schedule_fn",
-    "scheduler_fn", "difficulty_fn",
+    "scheduler_fn", "difficulty_fn", "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
-MANAGED_KEYS = (  # have no effect on train_fn
-    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn",
-    "early_stop", "evaluate", "clip_norm", "ema", "max_steps", "lanes", "precision", "exact",
-    "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
+MANAGED_KEYS = (  # have no effect on a train_fn without `run`
+    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "early_stop", "evaluate",
+    "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
+OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
+    "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks",
+    "data_on_device", "early_stop",
+)  # fmt: skip
+EVALUATION_KEYS = ("loss_fn", "metrics")  # are used by `evaluate` after a train_fn with `run`
 # Keys that do not affect the results of a run, only how and where it is executed.
 EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
-    "bucket_mb", "static_graph", "lanes", "threads", "data_on_device", "shard_optimizer", "folder",
+    "bucket_mb", "static_graph", "lanes", "global_batch_size", "threads", "data_on_device", "shard_optimizer", "folder",
 }  # fmt: skip
 DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -230,6 +238,16 @@ def _rendezvous(value: Any) -> Any:
     return value
 
 
+def _packed(value: Any) -> Any:
+    """A list of numbers as an array: config.yaml would list them all."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        return array("d", value)
+    except TypeError:
+        raise ValueError("must be numbers, one for each sample") from None
+
+
 def _local(value: Any) -> Any:
     """Refuses what cannot be a path on this machine, such as a URL."""
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
@@ -266,6 +284,8 @@ class Config(_Section):
     val_dataset_fn: Function | None = None
     val_fraction: float = Field(0.1, ge=0, lt=1)
     collate_fn: Function | None = None
+    sample_weights: Annotated[Any, BeforeValidator(_packed)] = None
+    order_fn: Function | None = None
 
     train_fn: Function | None = None
 
@@ -287,6 +307,7 @@ class Config(_Section):
 
     batch_size: int = Field(32, ge=1)
     lanes: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(None, ge=1)
     num_epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     workers: int = Field(0, ge=0)
@@ -335,6 +356,19 @@ class Config(_Section):
     def collate(self) -> Callable[[Any], Any] | None:
         """The `collate_fn`, in a config from `build`."""
         return None if self.collate_fn is None else self.function("collate_fn")
+
+    @property
+    def takes_run(self) -> bool:
+        """Whether `train_fn` has a parameter `run`, through which it is saved and resumed."""
+        try:
+            return callable(self.train_fn) and "run" in inspect.signature(self.train_fn).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            return False
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold the whole state of the run: in the managed loop, and in a `train_fn` with `run`."""
+        return self.train_fn is None or self.takes_run
 
     @property
     def procs_range(self) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.config.functions import name_of
@@ -16,7 +16,9 @@ SCHEDULE_FN_ARGUMENTS = ("step", "total_steps")
 
 def wrong_train_fn(config: Config) -> list[str]:
     """A problem if `train_fn` cannot be called with its five arguments."""
-    return _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS)
+    run = ["run"] if config.takes_run else []
+    problems = _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS, run)
+    return [f"{problem}, or with a further parameter run" for problem in problems]
 
 
 def wrong_schedule_fn(config: Config) -> list[str]:
@@ -24,8 +26,8 @@ def wrong_schedule_fn(config: Config) -> list[str]:
     return _wrong_call("schedule_fn", config.schedule_fn, SCHEDULE_FN_ARGUMENTS)
 
 
-def _wrong_call(key: str, function: Any, arguments: tuple[str, ...]) -> list[str]:
-    """A problem if a function cannot be called with these arguments, by their positions."""
+def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = ()) -> list[str]:
+    """A problem if a function cannot be called with these arguments, by their positions, and `named` by name."""
     if not callable(function):
         return []
     try:
@@ -33,7 +35,7 @@ def _wrong_call(key: str, function: Any, arguments: tuple[str, ...]) -> list[str
     except ValueError:  # a builtin without a signature
         return []
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError:
         return [f"{key}={name_of(function)} takes {signature}; it is called as {key}({', '.join(arguments)})"]
     return []

@@ -90,10 +90,6 @@ def test_the_words_to_write_are_keys_of_a_config(row: Row) -> None:
             assert is_free or [*sections, key][0] in PLANNED or key in _known_keys(sections)
 
 
-def test_no_key_that_exists_is_still_listed_as_planned() -> None:
-    assert set(Config.model_fields) & PLANNED == set()
-
-
 def test_no_name_of_another_library_is_a_key_of_its_own() -> None:
     assert [name for row in ROWS for name in row.names if name in Config.model_fields] == []
 
