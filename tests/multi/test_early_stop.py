@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from exactness_cases import Images, conv_net
 from faults import events, outcome, saved_steps, start
+from torch.nn import functional
 
-from paceline import Callback, Run
+from paceline import Callback, Run, Trainer
 from paceline.errors import ConfigError
 
 EARLY: dict[str, Any] = {
@@ -100,3 +103,40 @@ def test_early_stopping_needs_something_to_watch() -> None:
     with pytest.raises(ConfigError, match=r"early_stop.metric='f1' is not measured; use val_loss, train_loss"):
         start(early_stop={"metric": "f1"}, metrics=[])
     assert start(early_stop={"metric": "train_loss"}, val_dataset_fn=None, val_fraction=0, run_dir="b").step == 21
+
+
+# --- the user's own loop ------------------------------------------------------------------------------------
+
+
+def own_loop(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Run) -> list[int]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    run.track(optimizer=optimizer)
+    for epoch in run.epochs(num_epochs):
+        for x, y in train_loader:
+            run.backward(functional.cross_entropy(model(x), y))
+            run.step(optimizer)
+        run.log(score=1 / (1 + epoch))
+    return [row["step"] for row in run.history]
+
+
+OWN: dict[str, Any] = {
+    "model_fn": conv_net, "dataset_fn": Images, "train_fn": own_loop, "batch_size": 5, "lanes": 4, "num_epochs": 9,
+    "threads": 1, "device": "cpu",
+}  # fmt: skip
+
+
+def test_an_own_loop_has_no_further_epochs_when_its_metric_no_longer_improves() -> None:
+    keys = {**OWN, "early_stop": {"metric": "score", "mode": "min", "patience": 2, "min_delta": 0.3}}
+    results = [Trainer(**keys, procs=procs, run_dir=f"run-{procs}").start() for procs in (1, 2)]
+    assert [result.value for result in results] == [[4, 8, 12, 16]] * 2  # 1, 1/2, 1/3, 1/4
+    assert results[0].weights_sha256 == results[1].weights_sha256
+    again = Trainer(**keys, procs=2, run_dir="run-1", resume="auto").start()
+    assert (again.value, again.weights_sha256) == (results[0].value, results[0].weights_sha256)
+    assert events("run_finished", "run-1")[-1]["reason"].startswith("score has not improved in 2 evaluations")
+
+
+def test_the_loaders_of_an_own_loop_end_where_a_callback_ends_the_run() -> None:
+    result = Trainer(**OWN, procs=2, run_dir="run", callbacks=[FinishAt(5)]).start()
+    assert result.value == [4, 6]
+    assert result.step == 6
+    assert result.history[-1]["score"] == 0.5
