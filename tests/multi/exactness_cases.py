@@ -437,6 +437,13 @@ CASES: dict[str, dict[str, Any]] = {
     "a scheduler of torch that waits for evaluations": {
         "scheduler_fn": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3),
     },
+    "evaluations within epochs": {
+        "model_fn": conv_net, "evaluate": {"every_steps": 3, "every_epochs": 2, "batch_size": 7},
+        "schedule": {"name": "plateau", "patience": 1, "factor": 0.5, "min_delta": 0.05},
+    },
+    "a run that finishes early": {
+        "num_epochs": 9, "early_stop": {"metric": "accuracy", "mode": "max", "patience": 2, "min_delta": 0.05},
+    },
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
