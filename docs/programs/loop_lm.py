@@ -90,4 +90,4 @@ result = paceline.Trainer(
     num_epochs=3,
     procs=int(sys.argv[1]) if sys.argv[1:] else 2,
 ).start()
-print(f"weights {result.weights_sha256}")
+print(f"hash {result.weights_sha256}")

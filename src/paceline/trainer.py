@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
     """A valid config whose launcher, trackers, optimizer, metrics and loss exist; otherwise one ConfigError for all."""
-    return build(raw, folder=folder, checks=[_unknown_launcher, _unknown_trackers, _engine_problems])
+    return build(raw, folder=folder, checks=[_unknown_launcher, _unknown_trackers, _data_problems, _engine_problems])
 
 
 def _unknown_launcher(config: Config) -> Iterator[str]:
@@ -28,6 +28,12 @@ def _unknown_trackers(config: Config) -> list[str]:
     from paceline.observe.sinks.registry import problems_with
 
     return problems_with(config.log.trackers)
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    from paceline.data.weights import weight_problems  # imports torch, as the engine does
+
+    yield from weight_problems(config)
 
 
 def _engine_problems(config: Config) -> Iterator[str]:

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo  # the first optimizer would import it
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from paceline import Callback, Run, StandardScaler, Sum, Trainer, shard
@@ -286,10 +287,20 @@ def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+
+
 def masked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch whose pixels are masked at random, as a collator for language models masks words."""
     images, labels = map(torch.stack, zip(*samples, strict=True))
     return images * (torch.rand(images.shape) > 0.2) + np.random.rand() + random.random(), labels
+
+
+def two_random_halves(epoch: int, size: int) -> np.ndarray[Any, Any]:
+    """One half of the samples in each epoch, twice."""
+    half = 2 * np.random.permutation((size + 1) // 2) + epoch % 2
+    return np.concatenate([half, half])[:size] % size
 
 
 def tokens() -> TensorDataset:
@@ -322,10 +333,27 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": conv_net, "dataset_fn": lambda: Images(ODD, augment=True),
         "curriculum": {"by": "loss", "start": 0.3, "epochs": 2}, "workers": 2,
     },
+    "samples drawn by weights": {
+        "dataset_fn": lambda: Images(ODD, augment=True), "sample_weights": lambda dataset: 1 + 3.0 * dataset.labels,
+        "val_dataset_fn": None, "val_fraction": 0.3, "workers": 2,
+    },
+    "tensors drawn by weights": {"dataset_fn": tokens, "sample_weights": np.linspace(0, 1, EVEN)},
+    "an order of the user's": {"dataset_fn": lambda: Images(ODD), "order_fn": two_random_halves},
     "clipping by the global norm": {"model_fn": conv_net, "clip_norm": 0.05},
     "AdamW": {"optimizer": ADAMW},
     "Muon": {"model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5},
     "warm-up and cosine": {"schedule": {"name": "cosine", "warmup_steps": 3, "final": 0.1}, "optimizer": ADAMW},
+    "warm-up, stable, decay": {"schedule": {"name": "wsd", "warmup_steps": 3}, "optimizer": ADAMW},
+    "one cycle": {"schedule": "onecycle", "optimizer": ADAMW},
+    "a learning rate that falls when the metric does not": {
+        "num_epochs": 5, "metrics": ["accuracy"],
+        "schedule": {"name": "plateau", "metric": "accuracy", "mode": "max", "patience": 1, "factor": 0.3},
+    },
+    "a factor of the user's": {"schedule_fn": lambda step, total_steps: 1 / (1 + step), "optimizer": ADAMW},
+    "a scheduler of torch that also sets momentum": {"scheduler_fn": one_cycle},
+    "a scheduler of torch that waits for evaluations": {
+        "scheduler_fn": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3),
+    },
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},

@@ -5,21 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import torch
+from exactness_cases import ODD, Images, two_random_halves
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline import Trainer, shard
+from paceline.errors import RankFailed, Stopped
 from support.datasets import StreamDataset
-
-transformers = pytest.importorskip("transformers")
 
 WORDS = 20
 
 
 def make_tokenizer() -> Any:
+    transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *map(str, range(WORDS))])}
     return transformers.PreTrainedTokenizerFast(
@@ -67,7 +69,7 @@ def of_words(output: torch.Tensor, target: torch.Tensor) -> paceline.Sum:
 
 
 def padding() -> dict[str, Any]:
-    collator = transformers.DataCollatorWithPadding(make_tokenizer())
+    collator = pytest.importorskip("transformers").DataCollatorWithPadding(make_tokenizer())
     return {
         "model_fn": Reader, "dataset_fn": Sentences, "collate_fn": collator,
         "loss_fn": nn.functional.cross_entropy, "metrics": ["accuracy"],
@@ -75,7 +77,9 @@ def padding() -> dict[str, Any]:
 
 
 def masking() -> dict[str, Any]:
-    collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(), mlm_probability=0.5)
+    collator = pytest.importorskip("transformers").DataCollatorForLanguageModeling(
+        make_tokenizer(), mlm_probability=0.5
+    )
     return {
         "model_fn": lambda: Reader(per_word=True), "dataset_fn": lambda: Sentences(has_labels=False),
         "collate_fn": collator, "loss_fn": of_words,
@@ -127,3 +131,59 @@ def test_the_users_own_loop_gets_the_batches_of_the_collate_fn(tmp_path: Path) -
     options = {key: value for key, value in padding().items() if key not in ("loss_fn", "metrics")}
     keys = start({**options, "train_fn": train, "lanes": None}, procs=2).value
     assert {tuple(batch) for batch in keys} == {("attention_mask", "input_ids", "labels")}
+
+
+# --- weights and orders ---------------------------------------------------------------------------------------------
+
+BY_WEIGHT = {
+    "dataset_fn": lambda: Images(ODD, augment=True), "val_dataset_fn": None, "val_fraction": 0.2,
+    "sample_weights": lambda dataset: 1 + 3.0 * dataset.labels,
+}  # fmt: skip
+BY_ORDER = {"order_fn": two_random_halves}
+
+
+@pytest.mark.parametrize(("before", "after", "stop_at"), [(1, 4, 4), (4, 2, 11), (2, 1, 8)])
+@pytest.mark.parametrize("keys", [BY_WEIGHT, BY_ORDER], ids=["weights", "order_fn"])
+def test_a_stopped_and_resized_run_has_the_bits_of_an_uninterrupted_one(
+    keys: dict[str, Any], before: int, after: int, stop_at: int
+) -> None:
+    class StopOnce(paceline.Callback):
+        def on_step(self, run: paceline.Run, metrics: Any) -> None:
+            if run.step_number == stop_at and before == run.world_size:
+                run.stop("a test")
+
+    whole = faults.start(**keys, procs=2, run_dir="whole")
+    with pytest.raises(Stopped):
+        faults.start(**keys, procs=before, callbacks=[StopOnce()])
+    resumed = faults.start(**keys, procs=after, resume="auto", callbacks=[StopOnce()])
+    assert [event["step"] for event in faults.events("resumed")] == [stop_at + 1]  # the request takes one step
+    assert faults.outcome(resumed) == faults.outcome(whole)
+
+
+def test_an_order_that_differs_between_ranks_is_refused_on_all_of_them() -> None:
+    def by_rank(epoch: int, size: int) -> Any:
+        return [torch.distributed.get_rank()] * size
+
+    with pytest.raises(RankFailed, match="order_fn gives different orders on different ranks; compute it from its"):
+        faults.start(procs=2, order_fn=by_rank)
+
+
+def test_the_users_own_loop_draws_by_weights_and_follows_an_order() -> None:
+    def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[list[int]]:
+        seen = [[int(number) for batch, _ in train_loader for number in batch] for _ in range(2)]
+        return [sorted(first + second) for first, second in zip(*gather(seen), strict=True)]
+
+    def gather(mine: Any) -> list[Any]:
+        parts: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(parts, mine)
+        return parts
+
+    options = {
+        "model_fn": lambda: nn.Linear(1, 1), "train_fn": train, "procs": 2, "threads": 1, "batch_size": 4,
+        "dataset_fn": lambda: TensorDataset(torch.arange(20.0), torch.zeros(20)), "val_fraction": 0,
+    }  # fmt: skip
+    drawn = Trainer(**options, sample_weights=[0.0] * 15 + [1.0] * 5).start().value
+    assert [set(epoch) for epoch in drawn] == [{15, 16, 17, 18, 19}] * 2
+    assert drawn[0] != drawn[1]
+    ordered = Trainer(**options, order_fn=lambda epoch, size: [epoch] * size).start().value
+    assert ordered == [[0] * 20, [1] * 20]

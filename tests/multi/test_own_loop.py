@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Trainer
 from paceline.checkpoint.weights import load_weights
@@ -265,7 +265,7 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
     with pytest.raises(RankFailed, match="the first attempt fails"):
         trainer.start()
     assert trainer.start().value == "trained"
-    assert "keeps no checkpoints for train_fn: it starts from the beginning" in capfd.readouterr().err
+    assert "train_fn takes no `run`, so nothing of it was saved: it starts from the beginning" in capfd.readouterr().err
     result = (tmp_path / "mine" / "result.json").read_bytes()
     with pytest.raises(ConfigError, match="holds a finished run"):
         trainer.start()
@@ -295,3 +295,18 @@ def test_a_value_that_was_in_the_folder_before_is_not_executed(tmp_path: Path, l
     assert result.value is None
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "run/value.pkl").exists()
+
+
+def test_accuracy_over_the_length_of_the_validation_data_is_right_for_the_share_of_each_rank() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs):
+        seen = sum(len(batch) for batch, _ in val_loader)
+        mine = torch.tensor([seen, len(val_loader.dataset), len(train_loader.dataset)])
+        ranks = [torch.zeros_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(ranks, mine)
+        return [rank.tolist() for rank in ranks]
+
+    result = Trainer(
+        lambda: torch.nn.Linear(1, 1), lambda: TensorDataset(torch.zeros(50, 1), torch.zeros(50)), train_fn=train,
+        val_fraction=0.5, batch_size=4, procs=2, threads=1,
+    ).start()  # fmt: skip
+    assert result.value == [[12, 12, 25], [13, 13, 25]]

@@ -38,8 +38,11 @@ class RestorePoint:
         """The lanes of the run, None if not known yet; a ConfigError if the config gives another number."""
         settled = self.settled.get("lanes")
         if settled is not None and config.lanes is not None and settled != config.lanes:
+            key = "lanes" if config.global_batch_size is None else "global_batch_size"
+            given = "" if key == "lanes" else f"{key}={config.global_batch_size} gives "
             raise ConfigError(
-                f"lanes={config.lanes} but the run began with lanes={settled}; leave lanes out, or begin a new run"
+                f"{given}lanes={config.lanes} but the run began with lanes={settled}; leave {key} out, "
+                "or begin a new run"
             )
         return config.lanes or settled
 

@@ -9,13 +9,15 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import name_of
-from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, Config
+from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
 
 Check = Callable[[Config], Iterable[str]]
 
 ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
 RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
+
+LOSSES = ("val_loss", "train_loss")  # metrics of which less is better
 
 
 def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
@@ -98,6 +100,38 @@ def train_fn_problems(config: Config) -> Iterator[str]:
         yield f"log.trackers has nothing to record in a train_fn without `run`; {ADD_RUN}"
 
 
+# --- schedules ----------------------------------------------------------------------------------------------------
+
+
+def _schedule_has_its_options(config: Config) -> Iterator[str]:
+    """Options that belong to another schedule, and options that a schedule cannot do without."""
+    name, options, schedule = config.schedule.name, SCHEDULES[config.schedule.name], config.schedule
+    for key in (key for key in Schedule.model_fields if key != "name" and key not in options):
+        value = getattr(schedule, key)
+        if value is not None and value != Schedule.model_fields[key].default:
+            owners = ", ".join(each for each, known in SCHEDULES.items() if key in known)
+            takes = f"schedule.name={name} takes {', '.join(options)}"
+            yield f"schedule.{key}={value} belongs to {owners}; {takes}"
+    if name == "exponential" and schedule.final == 0:
+        yield "schedule.name=exponential needs final, the last factor of the learning rate; give final: 0.01"
+    if name == "step" and (schedule.every_epochs is None) == (schedule.every_steps is None):
+        yield "schedule.name=step needs one of every_epochs and every_steps; give for example every_epochs: 30"
+
+
+def _plateau_metric_is_measured(config: Config) -> Iterator[str]:
+    if config.schedule.name == "plateau":
+        yield from _unmeasured(config, "schedule", config.schedule.option("metric"), config.schedule.mode)
+
+
+def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
+    """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
+    measured = [*LOSSES, *config.metrics]
+    if metric not in measured:
+        yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
+    elif mode is None and metric not in LOSSES:
+        yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
+
+
 # --- data and metrics ---------------------------------------------------------------------------------------------
 
 
@@ -113,13 +147,37 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
 
 
+def _order_knows_the_samples(config: Config) -> Iterator[str]:
+    is_split = config.val_fraction > 0 and config.val_df is None and config.val_dataset_fn is None
+    if config.order_fn is not None and is_split:
+        yield (
+            f"val_fraction={config.val_fraction} would take samples out of the data set that order_fn orders; "
+            "set val_fraction: 0, or give val_df or val_dataset_fn"
+        )
+
+
+def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
+    whole, size, lanes = config.global_batch_size, config.batch_size, config.lanes
+    if whole is None:
+        return
+    if whole % size:
+        near = [whole // size * size or size, (whole // size + 1) * size]
+        advice = " or ".join(map(str, sorted(set(near))))
+        yield f"global_batch_size={whole} is not a multiple of batch_size={size}; use {advice}, or another batch_size"
+    elif lanes not in (None, whole // size):
+        yield (
+            f"global_batch_size={whole} and batch_size={size} give lanes={whole // size}, but lanes={lanes} is given; "
+            "leave one of the three out"
+        )
+
+
 def _metric_names_are_free(config: Config) -> Iterator[str]:
     for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
 
 
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
-    best, measured = config.checkpoint.best, ["val_loss", "train_loss", *config.metrics]
+    best, measured = config.checkpoint.best, [*LOSSES, *config.metrics]
     if best is not None and best.metric not in measured:
         yield f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}"
 
@@ -176,9 +234,19 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _loop_is_given: ("train_fn", "loss_fn"),
     _train_fn_runs_when_called: (),
     _exclusive("optimizer", "optimizer_fn"): (),
+    _exclusive("schedule", "schedule_fn"): (),
+    _exclusive("schedule", "scheduler_fn"): (),
+    _exclusive("schedule_fn", "scheduler_fn"): (),
+    _schedule_has_its_options: (),
+    _plateau_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
+    _exclusive("sample_weights", "order_fn"): (),
+    _exclusive("sample_weights", "curriculum"): (),
+    _exclusive("order_fn", "curriculum"): (),
+    _order_knows_the_samples: ("order_fn", "val_fraction", "val_df", "val_dataset_fn"),
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
+    _lanes_fill_the_global_batch: ("global_batch_size", "batch_size", "lanes"),
     _metric_names_are_free: (),
     _best_metric_is_measured: ("metrics",),
     _nodes_have_rendezvous: ("nodes", "rendezvous"),

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from paceline.data import batches
+from paceline.data.epoch_order import Order
 from paceline.data.loader import Collate, collate_of, loader_options, no_collate
-from paceline.data.order import indices_of
+from paceline.data.order import Indices, indices_of
 from paceline.data.rows import as_row_dataset
+from paceline.data.share import RankShare
 from paceline.world import World
 
 
 class EpochSampler(Sampler[list[int]]):
-    """The batches of one rank for one epoch; each `iter` is the next epoch, in a new order if it shuffles."""
+    """The batches of one rank for one epoch; each `iter` is the next epoch, in the order of that epoch."""
 
-    def __init__(self, *, seed: int, size: int, batch_size: int, world: World, shuffle: bool, what: str) -> None:
-        self.seed, self.size, self.world, self.shuffle = seed, size, world, shuffle
+    def __init__(self, *, size: int, batch_size: int, world: World, order: Order | None, what: str) -> None:
+        """Without an order, each epoch has the samples of this rank in their order, counted from 0 (`share`)."""
+        self.size, self.world, self.order = size, world, order
         self.batches = batches.batches_per_rank(size, batch_size, world.size, what=what)
         self.epoch = 0
 
@@ -31,14 +36,22 @@ class EpochSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        spans = (
-            batches.batch_positions(batch, self.world.rank, self.size, self.batches, self.world.size)
-            for batch in range(self.batches)
-        )
-        if self.shuffle:
-            yield from indices_of(spans, seed=self.seed, epoch=epoch, size=self.size)
-        else:
-            yield from map(list, spans)
+        if self.order is not None:
+            yield from indices_of(self._spans(), partial(self.order, epoch))
+            return
+        first = 0
+        for span in self._spans():
+            yield list(range(first, first + len(span)))
+            first += len(span)
+
+    def share(self) -> Indices:
+        """The samples of this rank in the order of the data set."""
+        return np.concatenate([np.arange(span.start, span.stop) for span in self._spans()])
+
+    def _spans(self) -> Iterator[range]:
+        """The positions of each batch."""
+        for batch in range(self.batches):
+            yield batches.batch_positions(batch, self.world.rank, self.size, self.batches, self.world.size)
 
 
 class EpochLoader(DataLoader[Any]):
@@ -55,6 +68,8 @@ class EpochLoader(DataLoader[Any]):
         """`on_batch` takes the epoch, the batch and the number of batches."""
         by_rows = as_row_dataset(dataset) if collate is None else dataset
         used = collate_of(dataset, collate) if by_rows is dataset else no_collate
+        if sampler.order is None and sampler.world.size > 1:
+            by_rows = RankShare(by_rows, sampler.share())
         super().__init__(by_rows, batch_sampler=sampler, collate_fn=used, **options)
         # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
@@ -74,11 +89,14 @@ def epoch_loader(
     seed: int,
     workers: int,
     world: World,
-    shuffle: bool,
+    order: Order | None,
     what: str,
     on_batch: Callable[[int, int, int], None],
     collate: Collate | None = None,
 ) -> EpochLoader:
-    """A loader with the same number of batches on every rank; `what` names the data set in error messages."""
-    sampler = EpochSampler(seed=seed, size=len(dataset), batch_size=batch_size, world=world, shuffle=shuffle, what=what)
+    """A loader with the same number of batches on every rank; `what` names the data set in error messages.
+
+    Without an order, its `dataset` is the rank's own share, so that an average over `len(loader.dataset)` is right.
+    """
+    sampler = EpochSampler(size=len(dataset), batch_size=batch_size, world=world, order=order, what=what)
     return EpochLoader(dataset, sampler, on_batch, collate, **loader_options(workers, world, seed))

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from paceline.data import batches
-from paceline.data.curriculum import Curriculum
+from paceline.data.epoch_order import Order, shuffled
 from paceline.data.order import Indices, indices_of
 
 
@@ -55,17 +55,18 @@ class LaneSampler(Sampler[Lane]):
         lanes: int,
         steps: range,
         rank_lanes: range,
-        curriculum: Curriculum | None = None,
+        order: Order | None = None,
         convert: Callable[[Indices], Any] = np.ndarray.tolist,
         is_padded: bool = False,
     ) -> None:
-        """`convert` makes the indices of many lanes into the list or tensor that each lane's are slices of.
+        """`order` is that of the samples in each epoch; without it they are shuffled.
 
-        With `is_padded`, all ranks have the same number of lanes in each step, some of them empty.
+        `convert` makes the indices of many lanes into the list or tensor that each lane's are slices of. With
+        `is_padded`, all ranks have the same number of lanes in each step, some of them empty.
         """
-        self.is_padded = is_padded
-        self.seed, self.size, self.batch_size, self.lanes = seed, size, batch_size, lanes
-        self.steps, self.rank_lanes, self.curriculum, self.convert = steps, rank_lanes, curriculum, convert
+        self.size, self.batch_size, self.lanes, self.is_padded = size, batch_size, lanes, is_padded
+        self.steps, self.rank_lanes, self.convert = steps, rank_lanes, convert
+        self.order = order or shuffled(seed, size)
 
     def __iter__(self) -> Iterator[Lane]:
         per_epoch = batches.steps_per_epoch(self.size, self.batch_size, self.lanes)
@@ -74,14 +75,9 @@ class LaneSampler(Sampler[Lane]):
             last = min(self.steps.stop - epoch * per_epoch, per_epoch)
             lanes, ahead = tee(self._lanes_of(range(first, last)))
             spans = (positions for *_, positions in ahead)
-            convert = partial(self._choose, epoch=epoch) if self.curriculum is not None else self.convert
-            chosen = indices_of(spans, seed=self.seed, epoch=epoch, size=self.size, convert=convert)
+            chosen = indices_of(spans, partial(self.order, epoch), self.convert)
             for (step, lane, samples, step_samples, _), indices in zip(lanes, chosen, strict=True):
                 yield Lane(epoch * per_epoch + step, lane, samples, step_samples, indices)
-
-    def _choose(self, indices: Indices, epoch: int) -> Any:
-        assert self.curriculum is not None
-        return self.convert(self.curriculum.choose(indices, epoch))
 
     def _lanes_of(self, steps: range) -> Iterator[tuple[int, int, int, int, range]]:
         """The lanes of each step: step, lane, samples of the lane and of the step, positions."""

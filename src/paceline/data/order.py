@@ -19,6 +19,7 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 16  # even; with 12, sizes of 5 and 6 still show a bias over 30,000 epochs
+GOLDEN = 0x9E3779B97F4A7C15  # the step between the states of SplitMix64
 CHUNK = 8192  # positions computed at once: numpy's cost per call is then spread over many batches
 
 
@@ -41,10 +42,20 @@ def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) ->
     return cells.astype(np.int64).reshape(where.shape)
 
 
+def uniform_at(*, seed: int, epoch: int, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """A random number in [0, 1) for each position of an epoch: a keyed hash of the position, with 53 bits."""
+    words = (np.asarray(positions, dtype=np.int64).astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    digest = shake_128(f"paceline draws {seed} {epoch}".encode()).digest(8)
+    words += np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    _mix(words, np.empty_like(words))
+    numbers: npt.NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
 def indices_of(
-    spans: Iterable[range], *, seed: int, epoch: int, size: int, convert: Callable[[Indices], Any] = np.ndarray.tolist
+    spans: Iterable[range], at: Callable[[Indices], Indices], convert: Callable[[Indices], Any] = np.ndarray.tolist
 ) -> Iterator[Any]:
-    """The indices of each span of positions; they are computed for many spans at once.
+    """The indices of each span of positions; `at` computes them for many spans at once.
 
     `convert` makes the indices of many spans into a list or a tensor, of which each span's are a slice.
     """
@@ -58,7 +69,7 @@ def indices_of(
         if not chunk:
             return
         positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-        indices = convert(indices_at(seed=seed, epoch=epoch, size=size, positions=positions))
+        indices = convert(at(positions))
         first = 0
         for span in chunk:
             yield indices[first : first + len(span)]

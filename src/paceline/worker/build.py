@@ -14,16 +14,17 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
+from paceline.data.epoch_order import Order, make_order, paced
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
-from paceline.engine.optimizers import lr_at, make_optimizer
+from paceline.engine.optimizers import make_optimizer
 from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
-from paceline.errors import ConfigError
 from paceline.system.signals import Stop
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
@@ -88,7 +89,7 @@ def build_step(
         optimizer,
         settings,
         feed,
-        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
+        rates=make_rates(config, optimizer, plan.total_steps, plan.steps_per_epoch),
         lanes_per_rank=settings.lanes // world.size,
         world=world,
         warn=context.warn,
@@ -101,12 +102,13 @@ def build_step(
 def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     """The length of the run and its intervals of logging and comparing; warns of suspicious settings."""
     config = context.config
-    total, epochs = length_of(config, training, lanes)
+    total, epochs, per_epoch = length_of(config, training, lanes)
     for text in suspicious_settings(config, total):
         context.warn(text)
     return LoopPlan(
         total_steps=total,
         epochs=epochs,
+        steps_per_epoch=per_epoch,
         log_every_steps=config.log.every_steps,
         check_replicas_every=config.check_replicas_every,
         log_digests=config.log.digests,
@@ -114,19 +116,14 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     )
 
 
-def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int]:
-    """The number of steps, or None if it is not known in advance, and the number of epochs."""
+def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int, int | None]:
+    """The number of steps, of epochs and of steps in an epoch; None where an iterable data set decides."""
     size = size_of(training)
-    if size is not None:
-        per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
-        total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
-        return total, -(-total // per_epoch)
-    if config.max_steps is None and config.schedule.name != "constant":
-        raise ConfigError(
-            f"schedule.name={config.schedule.name} needs the number of steps, which is not known for an iterable data "
-            "set; set max_steps, or use schedule.name: constant"
-        )
-    return config.max_steps, config.num_epochs
+    if size is None:
+        return config.max_steps, config.num_epochs, None
+    per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
+    total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
+    return total, -(-total // per_epoch), per_epoch
 
 
 def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
@@ -192,19 +189,22 @@ def build_inputs(
     curriculum = make_curriculum(settings, training)
     if is_stream(training):
         return lambda losses: stream_steps(context, settings, training, state)
+    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
+    total = plan.total_steps
     assert total is not None
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
-        paced, end = curriculum, total
+        pacing, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
-            paced = Curriculum(losses, settings.curriculum, first_epoch=1)
-        return steps_in_order(settings, feed, range(state.step, end), total, paced)
+            pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
+        chosen = order if pacing is None else paced(order, pacing)
+        return steps_in_order(settings, feed, range(state.step, end), total, chosen)
 
     return inputs
 
@@ -220,7 +220,7 @@ def stream_steps(context: Context, settings: Settings, training: Any, state: Tra
 
 
 def steps_in_order(
-    settings: Settings, feed: Feed, steps: range, total: int, curriculum: Curriculum | None, *, is_padded: bool = False
+    settings: Settings, feed: Feed, steps: range, total: int, order: Order, *, is_padded: bool = False
 ) -> Iterator[StepInputs]:
     """This rank's inputs of these steps of a run of `total` steps, over a data set with a length."""
     world, lanes, size = feed.world, settings.lanes, len(feed.dataset)
@@ -232,7 +232,7 @@ def steps_in_order(
         lanes=lanes,
         steps=steps,
         rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
-        curriculum=curriculum,
+        order=order,
         is_padded=is_padded,
     )
     per_epoch = batches.steps_per_epoch(size, settings.batch_size, lanes)

@@ -12,6 +12,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture_own, tracked_states
 from paceline.data import batches
 from paceline.data.curriculum import make_curriculum
+from paceline.data.epoch_order import make_order, paced
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs
 from paceline.data.sources import is_stream
@@ -96,12 +97,14 @@ def build_own_loop(
     per_epoch = None
     if not is_stream(feed.dataset):
         per_epoch = batches.steps_per_epoch(len(feed.dataset), settings.batch_size, settings.lanes)
-    curriculum = make_curriculum(settings, feed.dataset)
+        order = make_order(settings, feed.dataset, world, epoch=state.step // per_epoch)
+        curriculum = make_curriculum(settings, feed.dataset)
+        order = order if curriculum is None else paced(order, curriculum)
 
     def inputs_from(first: int, end: int) -> Iterator[StepInputs]:
         if per_epoch is None:
             return iter(stream_steps(context, settings, feed.dataset, state))
-        return steps_in_order(settings, feed, range(first, end), end, curriculum, is_padded=True)
+        return steps_in_order(settings, feed, range(first, end), end, order, is_padded=True)
 
     run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs_from, per_epoch)
     return run

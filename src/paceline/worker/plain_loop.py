@@ -11,6 +11,7 @@ from paceline.checkpoint.weights import save_weights
 from paceline.config import Config
 from paceline.data.batches import even_part
 from paceline.data.epoch_loader import epoch_loader
+from paceline.data.epoch_order import make_order
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import is_stream
 from paceline.data.stream_loader import StreamLoader
@@ -59,13 +60,17 @@ def run_plain_loop(context: Context, replica: Replica | PlainModel, training: An
         )
     else:
         train_loader = epoch_loader(
-            training, shuffle=True, what="the training data", on_batch=on_training_batch, **shared
+            training,
+            order=make_order(config, training, world),
+            what="the training data",
+            on_batch=on_training_batch,
+            **shared,
         )
     val_loader = None
     if validation is not None:
         val_loader = epoch_loader(
             validation,
-            shuffle=False,
+            order=None,
             what=f"the validation data{_of_split(config)}",
             on_batch=on_validation_batch,
             **shared,

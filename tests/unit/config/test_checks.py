@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from paceline.config import build
+from paceline.config.schema import OWN_LOOP_KEYS
+from paceline.errors import ConfigError
 from support.configs import MANAGED, OWN, dataset, loss, model, problems
 
 
@@ -47,16 +49,29 @@ def test_without_train_fn_and_loss_fn_both_are_named() -> None:
 )
 def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) -> None:
     [key] = extra
-    assert problems({**OWN, **extra}) == [
-        f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
-    ]
+    [problem] = problems({**OWN, **extra})
+    if key in OWN_LOOP_KEYS:
+        assert problem.startswith(f"{key} needs a train_fn with the parameter run, or the managed loop; write")
+    else:
+        assert problem == f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
+
+
+@pytest.mark.parametrize("key", ["clip_norm", "lanes", "time_limit"])
+def test_a_train_fn_with_run_has_keys_of_the_managed_loop(key: str) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):  # type: ignore[no-untyped-def]
+        """The user's own loop."""
+
+    build({**OWN, "train_fn": train, key: 2, "resume": "auto", "loss_fn": "cross_entropy"})
+    with pytest.raises(ConfigError, match="schedule belongs to the managed loop"):
+        build({**OWN, "train_fn": train, "schedule": "cosine"})
 
 
 def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> None:
     build({**OWN, "resume": "auto"})
     assert problems({**OWN, "resume": "runs/a/checkpoints/step-00000003"}) == [
-        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but Paceline keeps no checkpoints for "
-        "train_fn; use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
+        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but a train_fn without `run` keeps no "
+        "checkpoints; write def train(model, train_loader, val_loader, device, num_epochs, run), or use --resume auto "
+        "to start from the beginning"
     ]
 
 
@@ -147,3 +162,53 @@ def test_a_train_fn_that_does_not_run_when_called_is_a_mistake() -> None:
     [first], [second] = problems({**OWN, "train_fn": yielding}), problems({**OWN, "train_fn": waiting})
     assert first.endswith("yielding is a generator, so calling it trains nothing; use a plain function")
     assert second.endswith("waiting is async, so calling it trains nothing; use a plain function")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"sample_weights": [1.0]}, "sample_weights and order_fn are both given; keep one of them"),
+        ({"curriculum": {"by": "loss"}, "num_epochs": 2}, "order_fn and curriculum are both given; keep one of them"),
+        (
+            {"val_fraction": 0.2},
+            "val_fraction=0.2 would take samples out of the data set that order_fn orders; set val_fraction: 0, or "
+            "give val_df or val_dataset_fn",
+        ),
+    ],
+    ids=["weights", "curriculum", "split"],
+)
+def test_an_order_of_the_users_own_excludes_others_and_a_split(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, "order_fn": lambda epoch, size: range(size), "val_fraction": 0, **keys}) == [problem]
+
+
+def test_weights_exclude_a_curriculum() -> None:
+    keys = {"sample_weights": [1.0], "curriculum": {"by": "loss"}, "num_epochs": 2}
+    assert problems({**MANAGED, **keys}) == ["sample_weights and curriculum are both given; keep one of them"]
+
+
+def test_the_global_batch_size_derives_the_lanes() -> None:
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8}).lanes == 12
+    assert build({**MANAGED, "global_batch_size": 96, "batch_size": 8, "lanes": 12}).lanes == 12  # as in a run folder
+    assert build({**MANAGED, "batch_size": 8}).lanes is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"global_batch_size": 100, "batch_size": 8},
+            "global_batch_size=100 is not a multiple of batch_size=8; use 96 or 104, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 8, "batch_size": 32},
+            "global_batch_size=8 is not a multiple of batch_size=32; use 32, or another batch_size",
+        ),
+        (
+            {"global_batch_size": 96, "batch_size": 8, "lanes": 4},
+            "global_batch_size=96 and batch_size=8 give lanes=12, but lanes=4 is given; leave one of the three out",
+        ),
+    ],
+    ids=["remainder", "too small", "lanes"],
+)
+def test_a_global_batch_size_that_lanes_cannot_fill_is_a_mistake(keys: dict[str, Any], problem: str) -> None:
+    assert problems({**MANAGED, **keys}) == [problem]

@@ -19,8 +19,7 @@ COLUMNS = ("Lightning", "transformers", "Accelerate", "torchrun, scripts", "Pace
 ROWS = [row for rows in TABLE.values() for row in rows]
 # Keys that this version of the config does not have yet.
 PLANNED = {
-    "early_stop", "evaluate", "global_batch_size", "step_fn", "evaluate_fn", "predict_fn", "order_fn",
-    "sample_weights",
+    "early_stop", "evaluate", "step_fn", "evaluate_fn", "predict_fn",
 }  # fmt: skip
 
 

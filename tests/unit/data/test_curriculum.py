@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from paceline import Sum
 from paceline.config import Config, Pacing
 from paceline.data.curriculum import Curriculum, fraction_at, make_curriculum
+from paceline.data.epoch_order import paced, shuffled
 from paceline.data.feed import Feed
 from paceline.data.lanes import LaneSampler
 from paceline.data.sources import SplitSubset
@@ -55,8 +56,9 @@ def test_at_least_one_sample_is_used_and_equal_ones_keep_their_order() -> None:
 def test_lanes_follow_the_curriculum_also_in_a_resumed_run() -> None:
     curriculum = Curriculum(np.arange(40)[::-1], Pacing(start=0.25, epochs=2))
     options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "lanes": 2, "rank_lanes": range(2)}
-    whole = list(LaneSampler(**options, steps=range(15), curriculum=curriculum))
-    later = list(LaneSampler(**options, steps=range(7, 15), curriculum=curriculum))
+    order = paced(shuffled(1, 40), curriculum)
+    whole = list(LaneSampler(**options, steps=range(15), order=order))
+    later = list(LaneSampler(**options, steps=range(7, 15), order=order))
     assert later == whole[14:]
     first = [index for lane in whole[:10] for index in lane.indices]
     assert set(first) == set(range(30, 40))

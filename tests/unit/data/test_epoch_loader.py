@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from paceline.data.epoch_loader import EpochSampler, epoch_loader
+from paceline.data.epoch_order import shuffled
 from paceline.data.order import indices_at
+from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
+from support.datasets import MapDataset
 from support.worlds import world_of
 
 
@@ -15,11 +23,10 @@ def epoch_samplers(
 ) -> list[EpochSampler]:
     return [
         EpochSampler(
-            seed=seed,
             size=size,
             batch_size=batch_size,
             world=world_of(rank, world_size),
-            shuffle=shuffle,
+            order=shuffled(seed, size) if shuffle else None,
             what="the training data",
         )
         for rank in range(world_size)
@@ -35,7 +42,7 @@ def test_each_epoch_has_every_sample_on_one_rank_in_the_same_number_of_batches(
 ) -> None:
     samplers = epoch_samplers(size, batch_size, world_size, shuffle=shuffle)
     for _epoch in range(3):
-        ranks = [list(sampler) for sampler in samplers]
+        ranks = [[batch if shuffle else sampler.share()[batch].tolist() for batch in sampler] for sampler in samplers]
         assert sorted(index for rank in ranks for batch in rank for index in batch) == list(range(size))
         assert {len(rank) for rank in ranks} == {len(samplers[0])}
         assert all(1 <= len(batch) <= max(batch_size, 2) for rank in ranks for batch in rank)
@@ -75,7 +82,7 @@ def test_the_loader_reports_each_batch_of_each_epoch() -> None:
         seed=0,
         workers=0,
         world=world_of(1, 2),
-        shuffle=True,
+        order=shuffled(0, 12),
         what="the training data",
         on_batch=lambda *place: reported.append(place),
     )
@@ -96,7 +103,7 @@ def test_a_loop_that_is_left_early_continues_with_the_next_epoch() -> None:
             seed=0,
             workers=0,
             world=world_of(0, 1),
-            shuffle=True,
+            order=shuffled(0, 12),
             what="the training data",
             on_batch=lambda *place: None,
         )
@@ -105,3 +112,43 @@ def test_a_loop_that_is_left_early_continues_with_the_next_epoch() -> None:
     next(iter(left_early))
     list(whole)
     assert [batch.tolist() for batch in left_early] == [batch.tolist() for batch in whole]
+
+
+def validation_loader(rank: int, dataset: Any, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"batch_size": 4, "seed": 0, "workers": 0, "what": "", "on_batch": lambda *place: None}
+    return epoch_loader(dataset, **{**defaults, **options}, world=world_of(rank, 3), order=None)
+
+
+class Named(MapDataset):
+    classes = ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(torch.arange(25.0)),
+        Named(25, lambda index: (torch.tensor(float(index)),)),
+        SplitSubset(TensorDataset(torch.arange(30.0)), 0, range(25)),
+    ],
+    ids=["rows", "map", "split"],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_data_set_of_a_validation_loader_is_the_share_of_its_rank(dataset: Any, workers: int) -> None:
+    everything = []
+    for rank in range(3):
+        loader = validation_loader(rank, dataset, workers=workers)
+        batches = [batch.tolist() for (batch,) in loader]
+        share = [float(sample) for (sample,) in loader.dataset]
+        assert [number for batch in batches for number in batch] == share
+        assert len(loader.dataset) == len(share) == 25 // 3 + (rank == 2)
+        assert loader.dataset[-1][0] == share[-1]
+        everything += share
+    assert sorted(everything) == sorted(float(dataset[index][0]) for index in range(25))
+
+
+def test_attributes_of_a_share_are_those_of_the_data_set() -> None:
+    share = validation_loader(1, Named(7, float)).dataset
+    assert share.classes == ("cat", "dog")
+    assert pickle.loads(pickle.dumps(validation_loader(1, range(7)).dataset))[0] == share[0]
+    with pytest.raises(IndexError):
+        share[3]

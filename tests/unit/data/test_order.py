@@ -4,6 +4,7 @@ import math
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.order import CHUNK, Indices, indices_at, indices_of
+from paceline.data.epoch_order import shuffled
+from paceline.data.order import CHUNK, Indices, indices_at, indices_of, uniform_at
 
 SEEDS = st.integers(-(2**63), 2**64)
 EPOCHS = st.integers(-1, 10**9)
@@ -107,7 +109,7 @@ def test_spans_have_the_same_indices_together_and_alone(lengths: list[int], seed
     ends = np.cumsum([0, *lengths]).tolist()
     spans = [range(first, last) for first, last in pairwise(ends)]
     size = max(1, ends[-1])
-    together = list(indices_of(iter(spans), seed=seed, epoch=epoch, size=size))
+    together = list(indices_of(iter(spans), partial(shuffled(seed, size), epoch)))
     alone = [indices_at(seed=seed, epoch=epoch, size=size, positions=list(span)).tolist() for span in spans]
     assert together == alone
 
@@ -115,7 +117,7 @@ def test_spans_have_the_same_indices_together_and_alone(lengths: list[int], seed
 def test_spans_that_reach_over_several_chunks_give_the_whole_order() -> None:
     size, length = 2 * CHUNK + 123, 1000
     spans = [range(first, min(first + length, size)) for first in range(0, size, length)]
-    together = list(indices_of(spans, seed=3, epoch=2, size=size))
+    together = list(indices_of(spans, partial(shuffled(3, size), 2)))
     assert [len(indices) for indices in together] == [len(span) for span in spans]
     assert list(chain.from_iterable(together)) == whole(size, seed=3, epoch=2).tolist()
 
@@ -128,7 +130,7 @@ def test_spans_are_taken_only_as_they_are_needed() -> None:
             taken.append(first)
             yield range(first, first + CHUNK)
 
-    next(indices_of(spans(), seed=0, epoch=0, size=100 * CHUNK))
+    next(indices_of(spans(), partial(shuffled(0, 100 * CHUNK), 0)))
     assert len(taken) == 1
 
 
@@ -218,3 +220,21 @@ def test_even_and_odd_permutations_are_equally_frequent_at_odd_squares(size: int
     orders = 400
     odd = sum((size - len(cycle_lengths(whole(size, seed=seed)))) % 2 for seed in range(orders))
     assert abs(odd / orders - 0.5) < 4 * 0.5 / math.sqrt(orders)
+
+
+def test_random_numbers_depend_on_seed_epoch_and_position_alone() -> None:
+    draws = uniform_at(seed=3, epoch=2, positions=range(1000))
+    assert uniform_at(seed=3, epoch=2, positions=[999, 4]).tolist() == draws[[999, 4]].tolist()
+    assert uniform_at(seed=3, epoch=2, positions=[0, 1]).tolist() == [0.8360018144115686, 0.7703204475367607]
+    others = [uniform_at(seed=3, epoch=3, positions=range(1000)), uniform_at(seed=4, epoch=2, positions=range(1000))]
+    for other in others:
+        assert abs(np.corrcoef(draws, other)[0, 1]) < 0.1
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.1
+
+
+def test_random_numbers_are_uniform() -> None:
+    draws = uniform_at(seed=0, epoch=0, positions=range(100_000))
+    assert 0 <= draws.min() < 1e-4
+    assert 1 - 1e-4 < draws.max() < 1
+    counts = np.histogram(draws, bins=100, range=(0, 1))[0]
+    assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-squared with 99 degrees of freedom: 1 in 10,000

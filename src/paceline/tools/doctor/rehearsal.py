@@ -67,7 +67,7 @@ def few_samples(config: Config, needed: int) -> dict[str, Any]:
     count = needed + SAMPLES
     keys = {"dataset_fn": partial(few_of, config.function("dataset_fn"), count), "val_fraction": SAMPLES / count}
     has_column = config.curriculum is not None and config.curriculum.column is not None  # a number for every sample
-    return keys | ({"curriculum": None} if has_column else {})
+    return keys | {"sample_weights": None} | ({"curriculum": None} if has_column else {})
 
 
 def few_of(make: Callable[..., Any], count: int, *table: Any, **arguments: Any) -> Any:
