@@ -31,7 +31,8 @@ MANAGED_KEYS = (  # have no effect on a train_fn without `run`
 )  # fmt: skip
 OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
     "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
-    "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks", "data_on_device",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks",
+    "data_on_device",
 )  # fmt: skip
 EVALUATION_KEYS = ("loss_fn", "metrics")  # are used by `evaluate` after a train_fn with `run`
 # Keys that do not affect the results of a run, only how and where it is executed.
