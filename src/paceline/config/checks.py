@@ -183,7 +183,7 @@ def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
 
 def _names_its_numbers(config: Config) -> bool:
     """Whether the names of metrics are known only when a function of the user has run."""
-    return config.step_fn is not None or config.evaluate_fn is not None
+    return any(function is not None for function in (config.step_fn, config.evaluate_fn, config.train_fn))
 
 
 def _metric_names_are_free(config: Config) -> Iterator[str]:
