@@ -6,13 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "Callback", "Muon", "Result", "Run", "Sink", "StandardScaler", "Sum", "Trainer", "cached_tensors", "datasets",
-    "errors", "indices_at", "linear_cross_entropy", "load", "models", "shard",
+    "Callback",
+    "Muon",
+    "Result",
+    "Run",
+    "Sink",
+    "StandardScaler",
+    "Sum",
+    "Trainer",
+    "cached_tensors",
+    "current_run",
+    "datasets",
+    "errors",
+    "indices_at",
+    "linear_cross_entropy",
+    "load",
+    "models",
+    "shard",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from paceline import errors
-    from paceline.callbacks import Callback, Run
+    from paceline.callbacks import Callback, Run, current_run
     from paceline.data.order import indices_at
     from paceline.data.scaler import StandardScaler
     from paceline.data.shard import shard
@@ -30,6 +45,7 @@ _HOMES = {
     "Trainer": "paceline.trainer",
     "Callback": "paceline.callbacks",
     "Run": "paceline.callbacks",
+    "current_run": "paceline.callbacks",
     "Result": "paceline.results.result",
     "Muon": "paceline.engine.muon",
     "Sink": "paceline.observe.sinks.sink",

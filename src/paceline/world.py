@@ -190,7 +190,7 @@ def _configure_torch(config: Config, device: torch.device) -> None:
     """Set the threads, the device and deterministic kernels of this process, for every task."""
     use_threads(config)
     if device.type == "cuda":
-        is_exact = config.exact and config.train_fn is None
+        is_exact = config.exact and config.keeps_state
         if is_exact:  # cuBLAS reads this when the first context is created
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.benchmark = False

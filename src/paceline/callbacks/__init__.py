@@ -5,6 +5,7 @@ that all ranks call it with the same numbers. Must not know how a loop is built:
 """
 
 from paceline.callbacks.best_checkpoint import BestCheckpoint
-from paceline.callbacks.callback import Callback, Run
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.run import Run, current_run
 
-__all__ = ["BestCheckpoint", "Callback", "Run"]
+__all__ = ["BestCheckpoint", "Callback", "Run", "current_run"]

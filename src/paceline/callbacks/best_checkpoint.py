@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from paceline.callbacks.callback import Callback, Run
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.run import Run
 
 
 class BestCheckpoint(Callback):

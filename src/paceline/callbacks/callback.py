@@ -1,48 +1,16 @@
-"""`Callback`, what users and our own features attach to the managed loop, and `Run`, what a callback sees of a run."""
+"""`Callback`: what users and our own features attach to a training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass
-class Run:
-    """A run as its callbacks see it. Everything but `rank` and `device` is equal on all ranks."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    folder: Path
-    model: torch.nn.Module  # without DDP's wrapper
-    total_steps: int | None  # None where an iterable data set decides
-    step_number: int = 0  # updates completed
-    epoch: int = 0  # from 1; 0 before the first step
-    history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
-    stop_requested: str | None = None  # the reason that was given to `stop`
-    save_requested: bool = False
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def save(self) -> None:
-        """Ask for a checkpoint: of this step when called in `on_evaluate`, of the next one in `on_step`."""
-        self.save_requested = True
-
-    def stop(self, reason: str) -> None:
-        """Ask all ranks to save and stop after the next step."""
-        self.stop_requested = reason
+from paceline.callbacks.run import Run
 
 
 class Callback:
-    """Attached to the managed loop by `Trainer(callbacks=[...])`; every method is optional.
+    """Attached to a training loop by `Trainer(callbacks=[...])`; every method is optional.
 
     Each rank has a copy and calls it at the same step with the same numbers. A method that is not overridden costs
     nothing.

@@ -59,13 +59,13 @@ def find_restore_point(config: Config) -> RestorePoint:
         return _restore_point_at(Path(config.resume), config)
     if config.run_dir is not None:
         folder = RunFolder(config.run_dir.resolve())
-        if config.train_fn is not None and folder.has_result():  # a second run would overwrite the result
+        if not config.keeps_state and folder.has_result():  # a second run would overwrite the result
             raise ConfigError(
-                f"run_dir={config.run_dir} holds a finished run, and train_fn can only start from the beginning; "
-                "choose another folder or remove it"
+                f"run_dir={config.run_dir} holds a finished run, and a train_fn without `run` starts from the "
+                "beginning; choose another folder or remove it"
             )
         return _restore_point_of(folder) if _is_run(folder) else RestorePoint()
-    if config.train_fn is not None:  # the user's own loop writes no checkpoints to resume from
+    if not config.keeps_state:  # a train_fn without `run` writes no checkpoints to resume from
         return RestorePoint()
     parent = (Path("runs") / config.name).resolve()
     for path in sorted(parent.iterdir(), reverse=True) if parent.is_dir() else []:

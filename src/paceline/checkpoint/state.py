@@ -60,13 +60,33 @@ def capture(
     groups: dict[str, Tensors] = {"weights": {}, "optimizer": {}}
     values["weights"] = _extract_tensors(weights, groups["weights"])
     optimizer_state = optimizer.state_dict() if sharding is None else sharding.state_dict()
-    values["optimizer"] = _extract_tensors(_with_float_rates(optimizer_state), groups["optimizer"])
+    values["optimizer"] = _extract_tensors(with_float_rates(optimizer_state), groups["optimizer"])
     if ema is not None:
         groups["ema"] = ema.averages()
     if loss:
         groups["loss"] = {}
         values["loss"] = _extract_tensors(loss, groups["loss"])
     return CheckpointState(groups, values, sharding.owners_in(groups["optimizer"]) if sharding is not None else {})
+
+
+def capture_own(
+    model: torch.nn.Module, tracked: Mapping[str, Any], ema: Ema | None, counters: dict[str, Any]
+) -> CheckpointState:
+    """Return the current state of the user's own loop; `tracked` has the state dict of each of its objects by name."""
+    weights, aliases = split_aliases(model.state_dict())
+    groups: dict[str, Tensors] = {"weights": {}, "tracked": {}}
+    values: dict[str, Any] = {"aliases": aliases, "counters": counters}
+    values["weights"] = _extract_tensors(weights, groups["weights"])
+    values["tracked"] = _extract_tensors(dict(tracked), groups["tracked"])
+    if ema is not None:
+        groups["ema"] = ema.averages()
+    return CheckpointState(groups, values)
+
+
+def tracked_states(state: CheckpointState) -> dict[str, Any]:
+    """Return the state dicts that `capture_own` was given."""
+    states: dict[str, Any] = _insert_tensors(state.values.get("tracked", {}), state.groups.get("tracked", {}))
+    return states
 
 
 def split_aliases(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -90,7 +110,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _with_float_rates(state: dict[str, Any]) -> dict[str, Any]:
+def with_float_rates(state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with learning rates as floats. Waits for the GPU if a rate is a tensor there."""
     groups = [
         {**group, "lr": group["lr"].item()} if isinstance(group.get("lr"), torch.Tensor) else group
@@ -152,6 +172,13 @@ def restore_optimizer(
 ) -> None:
     """Load the optimizer's state; with `places`, only that of the parameters with these indices in the state dict."""
     loaded = _insert_tensors(state.values["optimizer"], state.groups.get("optimizer", {}))
+    load_optimizer(loaded, optimizer, source, places)
+
+
+def load_optimizer(
+    loaded: dict[str, Any], optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None
+) -> None:
+    """Load a state dict into an optimizer, which keeps its kernel options; raise a ConfigError if it does not fit."""
     _check_param_groups(loaded["param_groups"], optimizer.state_dict()["param_groups"], source)
     if places is not None:
         loaded["state"] = {place: value for place, value in loaded["state"].items() if place in places}

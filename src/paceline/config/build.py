@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.callbacks import Callback
-from paceline.config.checks import Check, conflicts
+from paceline.config.checks import Check, conflicts, train_fn_problems
 from paceline.config.functions import FunctionNotFound, full_name, home_of, is_object, resolve
 from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
@@ -32,6 +32,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
+    problems += train_fn_problems(config)
     problems += unsuitable_collate_fn(config)
     problems += unusable_callbacks(config)
     for check in checks:

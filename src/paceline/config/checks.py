@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import name_of
-from paceline.config.schema import MANAGED_KEYS, Config
+from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, Config
 
 Check = Callable[[Config], Iterable[str]]
 
+ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
 RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
 
@@ -56,21 +57,6 @@ def _exclusive(first: str, second: str) -> Check:
 # --- train_fn -----------------------------------------------------------------------------------------------------
 
 
-def _no_managed_keys_with_train_fn(config: Config) -> Iterator[str]:
-    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if config.train_fn is not None and _is_set(config, key)]
-    if unused:
-        belong = "belongs" if len(unused) == 1 else "belong"
-        yield f"{', '.join(unused)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
-
-
-def _no_checkpoint_with_train_fn(config: Config) -> Iterator[str]:
-    if config.train_fn is not None and config.resume not in ("auto", "never"):
-        yield (
-            f"resume={config.resume} names a run to continue, but Paceline keeps no checkpoints for train_fn; "
-            "use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
-        )
-
-
 def _train_fn_runs_when_called(config: Config) -> Iterator[str]:
     is_generator = inspect.isgeneratorfunction(config.train_fn)
     if callable(config.train_fn) and (is_generator or inspect.iscoroutinefunction(config.train_fn)):
@@ -78,9 +64,30 @@ def _train_fn_runs_when_called(config: Config) -> Iterator[str]:
         yield f"train_fn={name_of(config.train_fn)} {kind}, so calling it trains nothing; use a plain function"
 
 
-def _no_trackers_with_train_fn(config: Config) -> Iterator[str]:
-    if config.train_fn is not None and config.log.trackers:
-        yield "log.trackers records only the managed loop; remove it, and log inside train_fn"
+def train_fn_problems(config: Config) -> Iterator[str]:
+    """Keys that the user's own loop does not have; called once `train_fn` is imported."""
+    if not callable(config.train_fn):
+        return
+    known = (*OWN_LOOP_KEYS, *EVALUATION_KEYS) if config.takes_run else ()
+    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if key not in known and _is_set(config, key)]
+    without_run = [key for key in unused if key in OWN_LOOP_KEYS]
+    if without_run:
+        need = "needs" if len(without_run) == 1 else "need"
+        yield f"{', '.join(without_run)} {need} a train_fn with the parameter run, or the managed loop; {ADD_RUN}"
+    if managed := [key for key in unused if key not in OWN_LOOP_KEYS]:
+        belong = "belongs" if len(managed) == 1 else "belong"
+        yield f"{', '.join(managed)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+    if config.takes_run:
+        if config.curriculum is not None and config.curriculum.by == "loss":
+            yield "curriculum.by=loss needs the managed loop; give difficulty_fn or curriculum.column instead"
+        return
+    if config.resume not in ("auto", "never"):
+        yield (
+            f"resume={config.resume} names a run to continue, but a train_fn without `run` keeps no checkpoints; "
+            f"{ADD_RUN}, or use --resume auto to start from the beginning"
+        )
+    if config.log.trackers:
+        yield f"log.trackers has nothing to record in a train_fn without `run`; {ADD_RUN}"
 
 
 # --- data and metrics ---------------------------------------------------------------------------------------------
@@ -156,7 +163,7 @@ def _several_processes_use_ddp(config: Config) -> Iterator[str]:
 
 
 def _exact_excludes_rank_dependent_sums(config: Config) -> Iterator[str]:
-    is_exact = config.exact and config.train_fn is None
+    is_exact = config.exact and config.keeps_state
     if config.compression != "none" and is_exact:
         yield f"compression={config.compression} makes results depend on the number of ranks; set exact: false"
     if config.compression == "powersgd" and config.find_unused_parameters:
@@ -182,10 +189,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
     _loop_is_given: ("train_fn", "loss_fn"),
-    _no_managed_keys_with_train_fn: (),
-    _no_checkpoint_with_train_fn: (),
     _train_fn_runs_when_called: (),
-    _no_trackers_with_train_fn: (),
     _exclusive("optimizer", "optimizer_fn"): (),
     _curriculum_has_difficulty: (),
     _exclusive("sample_weights", "order_fn"): (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from array import array
 from collections.abc import Callable
@@ -21,11 +22,17 @@ FUNCTION_KEYS = (
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
-MANAGED_KEYS = (  # have no effect on train_fn
+MANAGED_KEYS = (  # have no effect on a train_fn without `run`
     "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "global_batch_size",
     "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
+OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
+    "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks",
+    "data_on_device",
+)  # fmt: skip
+EVALUATION_KEYS = ("loss_fn", "metrics")  # are used by `evaluate` after a train_fn with `run`
 # Keys that do not affect the results of a run, only how and where it is executed.
 EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
@@ -295,6 +302,19 @@ class Config(_Section):
     def collate(self) -> Callable[[Any], Any] | None:
         """The `collate_fn`, in a config from `build`."""
         return None if self.collate_fn is None else self.function("collate_fn")
+
+    @property
+    def takes_run(self) -> bool:
+        """Whether `train_fn` has a parameter `run`, through which it is saved and resumed."""
+        try:
+            return callable(self.train_fn) and "run" in inspect.signature(self.train_fn).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            return False
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether checkpoints hold the whole state of the run: in the managed loop, and in a `train_fn` with `run`."""
+        return self.train_fn is None or self.takes_run
 
     @property
     def procs_range(self) -> tuple[int, int] | None:

@@ -21,10 +21,11 @@ def wrong_train_fn(config: Config) -> list[str]:
         signature = inspect.signature(config.train_fn)
     except ValueError:  # a builtin without a signature
         return []
+    run = {"run": "run"} if config.takes_run else {}
     try:
-        signature.bind(*TRAIN_FN_ARGUMENTS)
+        signature.bind(*TRAIN_FN_ARGUMENTS, **run)
     except TypeError:
-        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)})"
+        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)}), or with a sixth parameter named run"
         return [f"train_fn={name_of(config.train_fn)} takes {signature}; it is called as {called}"]
     return []
 

@@ -57,11 +57,14 @@ class LaneSampler(Sampler[Lane]):
         rank_lanes: range,
         order: Order | None = None,
         convert: Callable[[Indices], Any] = np.ndarray.tolist,
+        is_padded: bool = False,
     ) -> None:
         """`order` is that of the samples in each epoch; without it they are shuffled.
 
-        `convert` makes the indices of many lanes into the list or tensor that each lane's are slices of.
+        `convert` makes the indices of many lanes into the list or tensor that each lane's are slices of. With
+        `is_padded`, all ranks have the same number of lanes in each step, some of them empty.
         """
+        self.is_padded = is_padded
         self.size, self.batch_size, self.lanes = size, batch_size, lanes
         self.steps, self.rank_lanes, self.convert = steps, rank_lanes, convert
         self.order = order or shuffled(seed, size)
@@ -81,15 +84,18 @@ class LaneSampler(Sampler[Lane]):
         """The lanes of each step: step, lane, samples of the lane and of the step, positions."""
         for step in steps:
             step_samples = len(batches.step_positions(step, self.size, self.batch_size, self.lanes))
-            is_empty = True
+            needed = self.lanes_in(step) if self.is_padded else 1
             for lane in self.rank_lanes:
                 if positions := self._positions(step, lane):
                     yield step, lane, len(positions), step_samples, positions
-                    is_empty = False
-            if is_empty:
-                # The rank must take part in the reduction of the step: its first lane borrows the samples of lane 0,
-                # with weight zero.
-                yield step, self.rank_lanes[0], 0, step_samples, self._positions(step, 0)
+                elif lane - self.rank_lanes[0] < needed:
+                    # The rank must take part in the reduction of the step: its lane borrows the samples of lane 0, with
+                    # weight zero.
+                    yield step, lane, 0, step_samples, self._positions(step, 0)
+
+    def lanes_in(self, step: int) -> int:
+        """The largest number of lanes with samples that a rank has in a step of an epoch: that of rank 0."""
+        return sum(1 for lane in range(len(self.rank_lanes)) if self._positions(step, lane))
 
     def _positions(self, step: int, lane: int) -> range:
         return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -29,19 +30,32 @@ def seed_generators(*key: int | str) -> None:
     random.seed(seed)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """The states of the generators that `seed_generators` keys."""
+    import torch
+
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return np.random.get_state(), random.getstate(), torch.default_generator.get_state(), device
+
+
+def restore_generators(states: tuple[Any, ...]) -> None:
+    """Set the states that `generator_states` returned."""
+    import torch
+
+    numpy, python, host, device = states
+    np.random.set_state(numpy)
+    random.setstate(python)
+    torch.default_generator.set_state(host)
+    if device is not None:
+        torch.cuda.set_rng_state(device)
+
+
 @contextmanager
 def keyed_generators(*key: int | str) -> Iterator[None]:
     """Key the generators inside the block, and restore their states after it."""
-    import torch
-
-    numpy, python, host = np.random.get_state(), random.getstate(), torch.default_generator.get_state()
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    before = generator_states()
     seed_generators(*key)
     try:
         yield
     finally:
-        np.random.set_state(numpy)
-        random.setstate(python)
-        torch.default_generator.set_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+        restore_generators(before)

@@ -37,6 +37,14 @@ def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return sha256_of({f"{place}.{key}": value for place, kept in state.items() for key, value in kept.items()})
 
 
+def sha256_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """SHA-256 over the states of several optimizers in their order; None without any."""
+    hashes = [sha256_of_optimizer(optimizer) for optimizer in optimizers]
+    if len(hashes) > 1:
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    return hashes[0] if hashes else None
+
+
 def digests_of(model: torch.nn.Module) -> torch.Tensor:
     """The `digest_of` each parameter; a single changed value always changes it."""
     return torch.stack([digest_of(parameter) for parameter in model.parameters()])

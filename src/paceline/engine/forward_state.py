@@ -137,8 +137,8 @@ class Snapshot:
 class LaneBuffers:
     """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
 
-    The first lane of this rank, that is; rank 0's is lane 0, and its buffers are sent to the other ranks. If the first lane is empty, the buffers
-    do not change.
+    The first lane is this rank's; rank 0's is lane 0, and its buffers are sent to the other ranks. If it is empty, the
+    buffers do not change.
     """
 
     def __init__(self, state: ForwardState) -> None:

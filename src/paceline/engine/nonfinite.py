@@ -190,7 +190,7 @@ class Guard:
                 where = _list_lanes(self._bad_lanes_of(finished)) or FINITE_LOSSES
                 if self.is_fatal:
                     raise NotFinite(
-                        f"step {finished.step + 1} is not finite: {where}; its optimizer cannot skip a step on the GPU; "
+                        f"step {finished.step + 1} is not finite: {where}; the optimizer cannot skip it on the GPU; "
                         f"create it with fused=True, or {ADVICE}"
                     )
                 self.on_bad(f"step {finished.step + 1} is skipped, it is not finite: {where}")

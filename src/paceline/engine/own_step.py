@@ -169,6 +169,16 @@ class OwnStep:
                 self._watched[parameter] = None
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
+    def include(self, name: str, module: torch.nn.Module) -> None:
+        """Treat a further module like the model: rank 0's weights, buffers of lane 0, sums of gradients. All ranks."""
+        self.replica.include(name, module)
+        if self.world.size > 1:
+            self.watch(module.parameters())
+
+    def counters(self) -> dict[str, float]:
+        """The numbers on which steps depend, besides weights, optimizers and averages, for a checkpoint."""
+        return self.guard.counters() if self.guard is not None else {}
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of all optimizers that have stepped."""
         return [parameter for sums in self._sums.values() for parameter in sums.parameters]
@@ -199,9 +209,9 @@ class OwnStep:
         others = {call for call in self._form if call is not None} - {optimizer}
         if others and self.lanes_per_rank > 1:
             raise ConfigError(
-                f"lanes={self.settings.lanes} on {self.world.size} ranks, but two optimizers step in one batch: the loss of "
-                "the second would see an update of the first that other lanes have not seen; use as many lanes as "
-                "ranks, or step_fn with one function for each optimizer"
+                f"lanes={self.settings.lanes} on {self.world.size} ranks, but two optimizers step in one batch: the "
+                "loss of the second would see an update of the first that other lanes have not seen; use as many lanes "
+                "as ranks, or step_fn with one function for each optimizer"
             )
         if optimizer not in self._sums:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

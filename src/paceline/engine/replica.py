@@ -120,6 +120,12 @@ class BareReplica:
         self._send([parameter.detach() for parameter in module.parameters()])
         self.share_buffers()
 
+    def include(self, name: str, module: torch.nn.Module) -> None:
+        """Treat a further module like the model. All ranks."""
+        self.forward_state.include(name, module)
+        self._send([parameter.detach() for parameter in module.parameters()])
+        self.share_buffers()
+
     def share_buffers(self) -> None:
         """Send rank 0's buffers, such as BatchNorm's statistics, to all ranks. All ranks."""
         self._send([_flat(buffer) for buffer in self.forward_state.tensors().values()])
@@ -169,13 +175,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Replica | PlainModel:
     """Wrap the model in DDP, with rank 0's weights on every rank, unless `ddp` is false. All ranks."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+    check_trainable(model, settings, world)
     model = place_model(model, settings, world.device)
     if settings.sync_batchnorm:
         model = _with_sync_batchnorm(model, settings, world)
-    if settings.train_fn is None and world.size > 1:
-        _check_layers(model)
     if not settings.ddp and world.size > 1:
         raise ConfigError(f"ddp=false needs a single rank, but there are {world.size}; use --procs 1, or ddp: true")
     if settings.compression == "powersgd" and world.size > 1:
@@ -186,6 +189,14 @@ def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Repli
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
     return _in_ddp(model, settings, world) if settings.ddp else PlainModel(model, settings.loss_fn)
+
+
+def check_trainable(model: torch.nn.Module, settings: Settings, world: World) -> None:
+    """Refuse a model that has nothing to train, or that cannot be kept identical on all ranks."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+    if settings.keeps_state and world.size > 1:
+        _check_layers(model)
 
 
 def _check_layers(model: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ from paceline.launch.attempt import Launch, run_attempt
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
-from paceline.launch.setup import is_managed, staged, with_lanes_and_threads
+from paceline.launch.setup import can_save, staged, with_lanes_and_threads
 from paceline.observe import hangs
 from paceline.run import job
 from paceline.run.job import Task
@@ -55,7 +55,7 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
                 if request.signal:
                     raise request.stopped("before it began")
                 # The managed loop is asked to save and stop; any other task is ended by a signal at once.
-                stop_request = request if is_managed(config, task) else None
+                stop_request = request if can_save(config, task) else None
                 _run_attempts(Launch(config, machines, folder, watcher, began, stop_request))
             return collect(folder)
 
@@ -63,7 +63,7 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
 def _run_attempts(launch: Launch) -> None:
     """Start the ranks, and restart them from the last checkpoint as often as the rules allow."""
     folder, request = launch.folder, launch.request
-    restarts = Restarts(limit_of(launch.config, is_managed=request is not None))
+    restarts = Restarts(limit_of(launch.config, can_save=request is not None))
     report = ""
     while True:
         _gather(launch.machines, request, f"while no rank was running; resume with --resume {quote(str(folder.path))}")

@@ -33,7 +33,7 @@ from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.launch.ray_worker import WorkerOptions
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import final_error, limit_of
-from paceline.launch.setup import is_managed, staged, with_lanes_and_threads
+from paceline.launch.setup import can_save, staged, with_lanes_and_threads
 from paceline.observe import hangs
 from paceline.observe.screen.follower import Follower
 from paceline.run import job
@@ -78,7 +78,7 @@ def start(config: Config, task: Task) -> Outcome:
                 with staged(packed, folder, config), _temporary_files(folder):
                     if request.signal:
                         raise request.stopped("before it began")
-                    stop_request = request if is_managed(config, task) else None
+                    stop_request = request if can_save(config, task) else None
                     _run(RayRun(config, folder, watcher, ranks, resources, stop_request), began)
                 return collect(folder)
 
@@ -109,8 +109,8 @@ def _run(run: RayRun, began: float) -> None:
 
 def _trainer(run: RayRun, began: float) -> TorchTrainer:
     """Ray Train's trainer: the workers, their resources, and how often they may fail."""
-    has_managed_loop = run.request is not None
-    options = WorkerOptions(str(run.folder.path), str(Path.cwd()), began, has_managed_loop, run.config.hang_timeout_s)
+    can_save = run.request is not None
+    options = WorkerOptions(str(run.folder.path), str(Path.cwd()), began, can_save, run.config.hang_timeout_s)
     share = run.resources.share(run.ranks, run.config.device)
     return TorchTrainer(
         _work,
@@ -120,7 +120,7 @@ def _trainer(run: RayRun, began: float) -> TorchTrainer:
         run_config=train.RunConfig(
             name="train",
             storage_path=str(run.folder.ray),
-            failure_config=train.FailureConfig(max_failures=limit_of(run.config, is_managed=has_managed_loop)),
+            failure_config=train.FailureConfig(max_failures=limit_of(run.config, can_save=can_save)),
             logging_config=train.LoggingConfig(log_level="ERROR"),
         ),
     )

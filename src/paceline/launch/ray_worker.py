@@ -35,7 +35,7 @@ class WorkerOptions:
     run_dir: str
     working_folder: str  # of the ranks
     began: float
-    is_managed: bool  # the ranks save when they are asked to stop
+    can_save: bool  # the ranks save when they are asked to stop
     hang_timeout_s: float
 
 
@@ -56,7 +56,7 @@ def run_rank(options: WorkerOptions, rank: int, ranks: int, variables: dict[str,
         folder=options.working_folder,
         log=str(folder.log(rank)),
         arguments=(str(folder.job), "", str(options.began)),
-        has_signals_ignored=options.is_managed,
+        has_signals_ignored=options.can_save,
     )
     with processes.ranks(is_passive=ranks > 1) as started:
         started.start([spec])

@@ -17,9 +17,9 @@ MAX_RESTARTS = 3  # of the managed loop; the user's own loop would start from th
 TRANSIENT = "ReplicasDiffer"  # the only error of Paceline's own that may not repeat
 
 
-def limit_of(config: Config, *, is_managed: bool) -> int:
+def limit_of(config: Config, *, can_save: bool) -> int:
     """How often the ranks may be restarted without progress."""
-    return config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if is_managed else 0
+    return config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if can_save else 0
 
 
 class Restarts:

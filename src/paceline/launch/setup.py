@@ -21,9 +21,9 @@ from paceline.system.cores import chosen_threads
 TRAIN = Task("paceline.worker.main:train")
 
 
-def is_managed(config: Config, task: Task) -> bool:
-    """Whether the ranks run the managed loop, which saves when it is asked to stop."""
-    return task == TRAIN and config.train_fn is None
+def can_save(config: Config, task: Task) -> bool:
+    """Whether the ranks save when they are asked to stop."""
+    return task == TRAIN and config.keeps_state
 
 
 def with_lanes_and_threads(
@@ -34,7 +34,7 @@ def with_lanes_and_threads(
     # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
     threads = restore_point.threads(config) or chosen_threads(ranks_per_machine(lanes or ranks))
     config = config.model_copy(update={"threads": threads})
-    if config.train_fn is None:
+    if config.keeps_state:
         config = config.model_copy(update={"lanes": lanes or new_lanes})
     batches.lanes_of(0, ranks, config.lanes or ranks)  # refuses here what would fail in every rank
     return config

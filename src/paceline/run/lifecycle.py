@@ -72,8 +72,8 @@ def keep_hang_report(folder: RunFolder) -> Path | None:
 def _check_is_free(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError if the folder holds a run already."""
     if folder.config.exists() or folder.has_checkpoints():
-        is_final = config.train_fn is not None and folder.has_result()
-        action = "start it again" if config.train_fn is not None else "resume it"
+        is_final = not config.keeps_state and folder.has_result()
+        action = "resume it" if config.keeps_state else "start it again"
         way_out = "" if is_final else f"{action} with --resume auto, "
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; {way_out}choose another folder or remove it")
 

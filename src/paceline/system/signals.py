@@ -145,8 +145,11 @@ def _note(number: int, frame: FrameType | None) -> None:
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-class StopAgreed(Exception):
-    """All ranks have agreed to stop, in the middle of an operation that need not be finished."""
+class StopAgreed(BaseException):
+    """All ranks have agreed to stop, in the middle of an operation that need not be finished.
+
+    It passes through the user's own loop, where `except Exception` must not catch it.
+    """
 
 
 class Stop:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks import BestCheckpoint, Callback, Run
+from paceline.callbacks import BestCheckpoint, Callback
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
-from paceline.data.epoch_order import make_order, paced
-from paceline.data.feed import make_feeds
+from paceline.data.epoch_order import Order, make_order, needs_length, paced
+from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
@@ -30,6 +30,7 @@ from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.loop import Loop
+from paceline.worker.rank_run import RankRun
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
@@ -47,7 +48,9 @@ def build_data(context: Context) -> tuple[Any, Any | None]:
     """The training and the validation data."""
     context.progress.phase = "building the data set"
     seed_generators(context.config.seed, "data set")
-    return make_datasets(context.config)
+    training, validation = make_datasets(context.config)
+    needs_length(context.config, training)
+    return training, validation
 
 
 def build_model(context: Context) -> torch.nn.Module:
@@ -170,8 +173,8 @@ def build_loop(
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
     world = context.world
-    run = Run(
-        rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
+    run = RankRun(
+        world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
         model=stepper.replica.module, total_steps=plan.total_steps, step_number=state.step,
         epoch=state.epoch, history=state.history,
     )  # fmt: skip
@@ -191,18 +194,12 @@ def build_inputs(
         progress.phase = "ranking the samples"
     curriculum = make_curriculum(settings, training)
     if is_stream(training):
-        return lambda losses: StreamSteps(
-            training, seed=settings.seed, batch_size=settings.batch_size, lanes=lanes, workers=settings.workers,
-            epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step,
-            stream_position=state.stream_position, world=world, progress=progress, warn=context.warn,
-            collate=settings.collate,
-        )  # fmt: skip
-    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
-    order = make_order(settings, training, world, epoch=state.step // per_epoch)
+        return lambda losses: stream_steps(context, settings, training, state)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total = plan.total_steps
+    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
     assert total is not None
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
@@ -211,16 +208,36 @@ def build_inputs(
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
             pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
-        sampler = partial(
-            LaneSampler,
-            seed=settings.seed,
-            size=len(training),
-            batch_size=settings.batch_size,
-            lanes=lanes,
-            steps=range(state.step, end),
-            rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
-            order=order if pacing is None else paced(order, pacing),
-        )
-        return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)
+        return steps_in_order(settings, feed, range(state.step, end), total, paced(order, pacing))
 
     return inputs
+
+
+def stream_steps(context: Context, settings: Settings, training: Any, state: TrainState) -> StreamSteps:
+    """This rank's inputs of each remaining step, over an iterable data set."""
+    return StreamSteps(
+        training, seed=settings.seed, batch_size=settings.batch_size, lanes=settings.lanes, workers=settings.workers,
+        epochs=settings.num_epochs, max_steps=settings.max_steps, step=state.step,
+        stream_position=state.stream_position, world=context.world, progress=context.progress, warn=context.warn,
+        collate=settings.collate,
+    )  # fmt: skip
+
+
+def steps_in_order(
+    settings: Settings, feed: Feed, steps: range, total: int, order: Order, *, is_padded: bool = False
+) -> Iterator[StepInputs]:
+    """This rank's inputs of these steps of a run of `total` steps, over a data set with a length."""
+    world, lanes, size = feed.world, settings.lanes, len(feed.dataset)
+    sampler = partial(
+        LaneSampler,
+        seed=settings.seed,
+        size=size,
+        batch_size=settings.batch_size,
+        lanes=lanes,
+        steps=steps,
+        rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
+        order=order,
+        is_padded=is_padded,
+    )
+    per_epoch = batches.steps_per_epoch(size, settings.batch_size, lanes)
+    return steps_of(feed.lanes(sampler), steps_per_epoch=per_epoch, total_steps=total)

@@ -37,17 +37,22 @@ def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> l
 def check_states(callbacks: Sequence[Callback]) -> None:
     """Raise a ConfigError if a checkpoint could not hold the state of a callback, or not give it back."""
     for name, callback in _named(callbacks).items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(map_leaves(callback.state_dict(), _copied), buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled
-            reason = " ".join(str(error).split())[:100]
-            raise ConfigError(
-                f"the state_dict() of callback {name} cannot be kept in a checkpoint "
-                f"({type(error).__name__}: {reason}…); return numbers, texts, tensors, and lists and dicts of them"
-            ) from None
+        check_plain(f"the state_dict() of callback {name}", map_leaves(callback.state_dict(), _copied))
+
+
+def check_plain(what: str, state: Any) -> None:
+    """Raise a ConfigError if a checkpoint could not hold a state, or not give it back."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled
+        reason = " ".join(str(error).split())[:100]
+        raise ConfigError(
+            f"{what} cannot be kept in a checkpoint ({type(error).__name__}: {reason}…); "
+            "use numbers, texts, tensors, and lists and dicts of them"
+        ) from None
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -21,6 +21,7 @@ from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.callback_states import check_states, states_of
 from paceline.worker.context import Context
+from paceline.worker.logged_values import LoggedValues
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import StepLog, is_recorded
 
@@ -57,6 +58,7 @@ class StepCycle:
     callbacks: list[Callback]
     run: Run
     capture: Callable[[dict[str, Any]], CheckpointState]  # the state of model and optimizers, with these counters
+    logged: LoggedValues | None = None  # what the user's own loop logs; None in the managed loop
 
     def __post_init__(self) -> None:
         self.world, self.events, self.progress = self.context.world, self.context.events, self.context.progress
@@ -70,9 +72,10 @@ class StepCycle:
         review = partial(_review, self.guard)
         # The log gets no reference to this object: in a cycle, DataLoader workers would wait for the garbage collector.
         stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
-        self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review)
+        self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review, self.logged)
         self.progress.step, self.progress.samples = self.state.step, self.state.samples
-        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
+        is_managed = self.logged is None  # the user's own loop may unfreeze parameters
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if is_managed and not p.requires_grad]
         self.module.train()  # pretrained models start in evaluation mode
         self.call("on_start")
 
@@ -96,7 +99,7 @@ class StepCycle:
         self._compare_replicas(inputs)  # after the callbacks, which may change the model
         return Answers(*self.exchange.end())
 
-    def close(self, answers: Answers, *, is_requested: bool = False) -> None:
+    def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
         """Publish the checkpoint that was written, raise StopAgreed, or start a checkpoint if one is due. All ranks.
 
         `is_requested`: a checkpoint of exactly this step is wanted.
@@ -111,11 +114,11 @@ class StepCycle:
         self.saver.request(
             self.state.step, is_time=bool(answers.is_time), is_asked=is_requested or bool(answers.is_asked)
         )
-        if self.saver.is_due:
+        if self.saver.is_due and can_save:
             self.run.save_requested = False
             self.saver.start(self.state.step, self._complete_state(), self._metrics_of_step())
             self.clock.discard_sample()
-        if not self._is_reserved:  # the optimizer has its state now, and callbacks have been called
+        if not self._is_reserved and can_save:  # the optimizer has its state now, and callbacks have been called
             self._is_reserved = True
             check_states(self.callbacks)
             self.saver.reserve(self._state())
@@ -175,7 +178,7 @@ class StepCycle:
 
     def is_save_requested(self) -> bool:
         """Whether a callback of any rank has requested a checkpoint of this step. All ranks."""
-        if not self.callbacks:
+        if not self.callbacks and self.logged is None:
             return False
         self.exchange.begin(self.run.save_requested)
         [is_requested] = self.exchange.end()

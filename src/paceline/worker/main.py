@@ -16,15 +16,19 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.resume import identity_of
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import capture, restore_weights
 from paceline.checkpoint.store import Store
 from paceline.config import Config
+from paceline.data.feed import make_feeds
 from paceline.data.scaler import fit_scalers
+from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
+from paceline.engine.digest import sha256_of_optimizers
 from paceline.engine.replica import replicate
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
@@ -37,7 +41,7 @@ from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import reopen
 from paceline.system.processes import DONE, die_with_parent
-from paceline.system.signals import Stop
+from paceline.system.signals import Stop, StopAgreed
 from paceline.worker.build import (
     build_callbacks,
     build_data,
@@ -47,9 +51,12 @@ from paceline.worker.build import (
     build_step,
     use_own_stream,
 )
+from paceline.worker.build_own import build_own_loaders, build_own_loop, build_own_step, restore_own
 from paceline.worker.context import Context, open_context
+from paceline.worker.cycle import StepCycle
 from paceline.worker.loop import Loop
-from paceline.worker.own_loop import compare_ranks, run_own_loop
+from paceline.worker.own_run import OwnRun
+from paceline.worker.plain_loop import compare_ranks, run_plain_loop
 from paceline.worker.restore import begin_attempt, find_checkpoint, report_checkpoint, restore
 from paceline.worker.result import write_patiently, write_result
 from paceline.worker.state import TrainState
@@ -89,19 +96,19 @@ def _end(code: int) -> NoReturn:
 
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
     """Build everything and train, in the user's own loop or in the managed one. All ranks."""
-    if config.train_fn is not None:
-        train_in_own_loop(open_context(config, folder, world, progress))
+    if not config.keeps_state:
+        train_in_plain_loop(open_context(config, folder, world, progress))
         return
     stop = Stop(deadline=progress.began + config.time_limit if config.time_limit is not None else None)
     with stop.listening():
-        train_managed(config, folder, world, progress, stop)
+        (train_managed if config.train_fn is None else train_in_own_loop)(config, folder, world, progress, stop)
 
 
-def train_in_own_loop(context: Context) -> None:
-    """Call `train_fn` with the model and the loaders; rank 0 writes the result. All ranks."""
+def train_in_plain_loop(context: Context) -> None:
+    """Call a `train_fn` without `run`, with the model in DDP and the loaders; rank 0 writes the result. All ranks."""
     config, world, progress = context.config, context.world, context.progress
     if config.resume == "auto":
-        context.warn("Paceline keeps no checkpoints for train_fn: it starts from the beginning")
+        context.warn("train_fn takes no `run`, so nothing of it was saved: it starts from the beginning")
     if world.is_main:
         reopen(context.folder, config)
     training, validation = build_data(context)
@@ -111,7 +118,7 @@ def train_in_own_loop(context: Context) -> None:
     replica = replicate(model, build_settings(config, world, channels_last=config.channels_last is True), world)
     began = time.perf_counter()
     trained = {name for name, parameter in replica.module.named_parameters() if parameter.requires_grad}
-    value = run_own_loop(context, replica, training, validation)
+    value = run_plain_loop(context, replica, training, validation)
     seconds = time.perf_counter() - began
     compare_ranks(context, replica.module, trained)
     progress.phase = "writing the result"
@@ -160,10 +167,66 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     progress.phase = "writing the result"
     loop.finish(reason)
     if reason:
-        write_stop(context, loop, reason, is_saved)
+        write_stop(context, loop.cycle, reason, is_saved)
     else:
         finish_run(context, loop, identity["config"])
     context.events.close()
+
+
+def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
+    """Call a `train_fn` with `run`, from the last checkpoint or from the beginning. All ranks."""
+    checkpoint = find_checkpoint(config, folder, world, progress)
+    context = open_context(config, folder, world, progress, is_held=folder.events.exists())
+    warn_of_other_bits(context)
+    training, validation = build_data(context)
+    model = build_model(context)
+    lanes = config.lanes or world.size
+    identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
+    if checkpoint is not None:
+        progress.phase = "restoring the checkpoint"
+        report_checkpoint(context, checkpoint, identity)
+        restore_weights(checkpoint.state, model, checkpoint.path)
+    else:
+        fit_scalers(model, training, config.seed, progress)
+    feed, _ = make_feeds(training, None, config, world)
+    step, callbacks = build_own_step(context, model, feed), build_callbacks(config)
+    restored = restore_own(context, checkpoint, step, callbacks)
+    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events)
+    run = build_own_loop(context, step, feed, saver, stop, callbacks, restored)
+    loaders = build_own_loaders(context, run.loop, validation)
+    begin_attempt(context, checkpoint)
+    del checkpoint, model
+
+    reason, value = call_train_fn(context, run, *loaders)
+    is_saved = run.loop.save()
+    progress.phase = "writing the result"
+    run.loop.cycle.call("on_stop", run.loop.cycle.reason_text(reason) if reason else None)
+    if reason:
+        write_stop(context, run.loop.cycle, reason, is_saved)
+    else:
+        compare_ranks(context, run.model, {name for name, _ in run.model.named_parameters()})
+        finish_own_run(context, run, value, identity["config"])
+    context.events.close()
+
+
+def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: Any) -> tuple[int, Any]:
+    """Call the user's `train_fn`; return 0 or the number of the reason to stop, and what it returned. All ranks."""
+    config, loop = context.config, run.loop
+    loop.cycle.start()
+    seed_generators(config.seed, "train_fn")
+    context.progress.phase = "training"
+    set_current_run(run)
+    try:
+        value = config.function("train_fn")(
+            run.model, train_loader, val_loader, context.world.device, config.num_epochs, run=run
+        )
+        loop.finish()
+    except StopAgreed as agreed:
+        return int(agreed.args[0]), None
+    finally:
+        set_current_run(None)
+        context.progress.batch = None
+    return 0, value
 
 
 def warn_of_other_bits(context: Context) -> None:
@@ -202,9 +265,9 @@ def check_space(context: Context, stepper: Stepper) -> None:
     context.world.decide(check)
 
 
-def write_stop(context: Context, loop: Loop, reason: int, is_saved: bool) -> None:
+def write_stop(context: Context, cycle: StepCycle, reason: int, is_saved: bool) -> None:
     """Write an event and a file about where and why the run stopped."""
-    facts = {"step": loop.state.step, "reason": loop.cycle.reason_text(reason), "is_saved": is_saved}
+    facts = {"step": cycle.state.step, "reason": cycle.reason_text(reason), "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
         write_json(context.folder.stopped, facts)
@@ -222,6 +285,23 @@ def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> Non
         lanes=lanes, seconds=round(state.seconds, 3), samples=state.samples,
     )  # fmt: skip
     if world.is_main:
+        write_patiently(write, context.progress)
+    context.events.write(
+        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes}
+    )
+
+
+def finish_own_run(context: Context, run: OwnRun, value: Any, identity: dict[str, object]) -> None:
+    """Write the weights, the value and the result of a complete run of the user's own loop. All ranks."""
+    loop, state = run.loop, run.loop.state
+    lanes, epochs = loop.step.settings.lanes, len(state.history)
+    write = partial(
+        write_result, context.folder, run.model, loop.step.ema, value,
+        optimizer_sha256=sha256_of_optimizers(loop.tracked.optimizers()), metrics=state.metrics, history=state.history,
+        step=state.step, epoch=epochs, world_size=run.world_size, lanes=lanes, seconds=round(state.seconds, 3),
+        samples=state.samples,
+    )  # fmt: skip
+    if context.world.is_main:
         write_patiently(write, context.progress)
     context.events.write(
         "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes}

@@ -1,116 +1,226 @@
-"""The user's own loop: calls `train_fn` with the model in DDP and two loaders, and compares the ranks afterwards."""
+"""The user's own loop with `run`: what happens between its batches and between its epochs, on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from paceline.checkpoint.weights import save_weights
-from paceline.config import Config
-from paceline.data.batches import even_part
-from paceline.data.epoch_loader import epoch_loader
-from paceline.data.epoch_order import make_order
+from paceline.data.feed import Feed
+from paceline.data.lanes import StepInputs
 from paceline.data.seeding import seed_generators
-from paceline.data.sources import is_stream
-from paceline.data.stream_loader import StreamLoader
-from paceline.engine.digest import find_difference
-from paceline.engine.replica import PlainModel, Replica
-from paceline.errors import ReplicasDiffer
+from paceline.engine.clock import DATA
+from paceline.engine.own_step import OwnStep
+from paceline.errors import ConfigError
+from paceline.system.signals import StopAgreed
 from paceline.worker.context import Context
-from paceline.worker.result import write_patiently
-from paceline.world import is_joined
+from paceline.worker.cycle import StepCycle
+from paceline.worker.logged_values import LoggedValues, checked
+from paceline.worker.state import LoopPlan, TrainState
+from paceline.worker.tracked import Tracked
 
 
-def run_own_loop(context: Context, replica: Replica | PlainModel, training: Any, validation: Any | None) -> Any:
-    """Call the user's `train_fn` and return what it returns. All ranks."""
-    config, world, events, progress = context.config, context.world, context.events, context.progress
-    progress.phase = "building the loaders"
+@dataclass(eq=False)
+class OwnLoop:
+    """The place of the user's code in the run.
 
-    def on_training_batch(epoch: int, batch: int, batches: int) -> None:
-        note_training_batch(epoch, batch, batches, len(even_part(len(training), batches, batch)))
+    for epoch in run.epochs(n):              callbacks: on_evaluate, for the epoch before
+        for batch in train_loader:
+            (the user's code)                run.backward begins the exchange of the ranks, run.step updates
+            after the last lane of a step:   log, callbacks: on_step, compare the replicas, end the exchange,
+                                             publish, stop or start a checkpoint
 
-    def note_training_batch(epoch: int, batch: int, batches: int | None, samples: int) -> None:
-        progress.phase, progress.epoch, progress.batch = "training", epoch, batch
-        progress.step = (progress.step or 0) + 1
-        progress.samples += samples
-        events.write_sometimes("progress", phase="training", epoch=epoch + 1, batch=batch, batches=batches)
-
-    def on_validation_batch(epoch: int, batch: int, batches: int) -> None:
-        progress.phase, progress.batch = "validating", batch
-        events.write_sometimes(
-            "progress", phase="validating", epoch=(progress.epoch or epoch) + 1, batch=batch, batches=batches
-        )
-
-    shared: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "workers": config.workers,
-        "world": world,
-        "collate": config.collate,
-    }
-    train_loader: Any
-    if is_stream(training):
-        train_loader = StreamLoader(
-            training,
-            on_batch=lambda epoch, batch, samples: note_training_batch(epoch, batch, None, samples),
-            warn=context.warn,
-            **shared,
-        )
-    else:
-        train_loader = epoch_loader(
-            training,
-            order=make_order(config, training, world),
-            what="the training data",
-            on_batch=on_training_batch,
-            **shared,
-        )
-    val_loader = None
-    if validation is not None:
-        val_loader = epoch_loader(
-            validation,
-            order=None,
-            what=f"the validation data{_of_split(config)}",
-            on_batch=on_validation_batch,
-            **shared,
-        )
-    # Without workers, augmentation draws from this process's generators: they must differ between ranks.
-    seed_generators(config.seed, "rank", world.rank)
-    progress.phase = "training"
-    model = replica.module if isinstance(replica, PlainModel) else replica
-    return config.function("train_fn")(model, train_loader, val_loader, world.device, config.num_epochs)
-
-
-def compare_ranks(context: Context, model: torch.nn.Module, trained: Collection[str]) -> None:
-    """Stop a run whose ranks have ended `train_fn` with different weights, and keep rank 0's. All ranks.
-
-    `trained` names the parameters that were trainable before. Buffers may differ, as DDP leaves them.
+    Nothing here is a collective before the user's code calls one or asks for the next batch, so a rank may look at a
+    batch by itself.
     """
-    world, progress, folder = context.world, context.progress, context.folder
-    if world.size == 1:
-        return
-    if not is_joined():
-        text = "train_fn has left the process group, so the weights of the ranks are not compared; rank 0's are saved"
-        context.warn(text)
-        return
-    progress.phase = "comparing the weights of the ranks"
-    found = find_difference(model, trained, world)
-    if found is None:
-        return
 
-    def keep() -> None:
-        save_weights(model, folder.rank_0_weights)
+    context: Context
+    step: OwnStep
+    feed: Feed
+    plan: LoopPlan
+    state: TrainState
+    cycle: StepCycle
+    tracked: Tracked
+    logged: LoggedValues
+    inputs_from: Callable[[int, int], Iterator[StepInputs]]  # of the steps from one number up to another
+    steps_per_epoch: int | None  # None for an iterable data set
 
-    world.decide(lambda: write_patiently(keep, progress))  # no rank fails, and ends the others, before it is written
-    cause = (
-        "model.module(…) leaves out DDP's sum of gradients, so call model(…); "
-        f"rank 0's weights are in {folder.rank_0_weights}"
-    )
-    raise ReplicasDiffer(*found, progress.step or 0, cause)
+    def __post_init__(self) -> None:
+        self.progress, self.seed = self.context.progress, self.step.settings.seed
+        self._claimed = 0  # epochs of the calls of run.epochs so far
+        self._epoch: int | None = None  # that run.epochs has begun
+        self._passes = 0  # epochs that were begun without run.epochs
+        self._open: StepInputs | None = None  # the step whose batches the user's code gets
+        self._is_exchanging = self._is_warned = False
+        self._inputs: Iterator[StepInputs] | None = None
+        self._position = -1  # the next step of `_inputs`
+        self._values: dict[str, Any] = {}  # logged after the batches of this epoch
+        self._stopped: StopAgreed | None = None
 
+    # --- batches -----------------------------------------------------------------------------------------------
 
-def _of_split(config: Config) -> str:
-    """The origin of the validation data, if it is a part of the training data."""
-    is_given = config.val_df is not None or config.val_dataset_fn is not None
-    return "" if is_given else f" (val_fraction={config.val_fraction}; 0 leaves it out)"
+    def batches(self) -> Iterator[Any]:
+        """The batches of this rank in the present epoch, from where the run is. All ranks."""
+        self._check_stopped()
+        self.close_step()
+        epoch = self._epoch if self._epoch is not None else self._next_pass()
+        self.progress.phase = "training"
+        for inputs in self._inputs_of(epoch):
+            self._open = inputs
+            self.step.begin(inputs)
+            for lane in inputs.lanes:
+                batch = self.feed.batch(self.feed.inputs(lane, inputs.epoch))
+                self.progress.epoch, self.progress.step, self.progress.batch = inputs.epoch, inputs.step, lane.lane
+                self.step.enter(lane)
+                yield batch
+                self.step.leave()
+            self._end_step(inputs)
+            self.cycle.clock.enter(DATA)
+        self.progress.batch = None
+        seed_generators(self.seed, "after the batches", epoch)
+
+    def close_step(self) -> None:
+        """Complete a step whose last batch was processed before the user's code left the loader. All ranks."""
+        inputs, lane = self._open, self.step.lane
+        self._open = None
+        if inputs is None or lane is None:
+            return
+        self.step.leave()
+        if self.step.is_begun and lane is inputs.lanes[-1]:
+            self._end_step(inputs)
+        elif self._is_exchanging:
+            self._is_exchanging = False
+            self.cycle.exchange.end()
+
+    def begin_exchange(self) -> None:
+        """Begin the exchange of the ranks for this step. All ranks."""
+        if not self._is_exchanging and self._open is not None:
+            self._is_exchanging = True
+            self.cycle.begin(self._open)
+
+    def _end_step(self, inputs: StepInputs) -> None:
+        """Log the step, and save or stop if the ranks agree on it. All ranks."""
+        self.begin_exchange()
+        self._is_exchanging, self._open = False, None
+        answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
+        try:
+            self.cycle.close(answers, can_save=self._epoch is not None)
+        except StopAgreed as agreed:
+            self._stopped = agreed
+            raise
+
+    def _inputs_of(self, epoch: int) -> Iterator[StepInputs]:
+        """The inputs of the remaining steps of an epoch."""
+        per_epoch = self.steps_per_epoch
+        if per_epoch is None:
+            is_over = self.state.stream_position[0] > epoch
+            wanted, end = self._position if self._inputs is not None else self.state.step, -1
+        else:
+            wanted, end = max(self.state.step, epoch * per_epoch), (epoch + 1) * per_epoch
+            is_over = wanted >= min(end, self.plan.total_steps or end)
+        if is_over:
+            return
+        if self._inputs is None or self._position != wanted:
+            self._inputs = self.inputs_from(wanted, max(end, self.plan.total_steps or end))
+        for inputs in self._inputs:
+            self._position = inputs.step + 1
+            yield inputs
+            if inputs.ends_epoch:
+                return
+
+    def _next_pass(self) -> int:
+        """The next epoch of a loop that does not use run.epochs."""
+        if self.state.step and not self._passes:
+            raise ConfigError(
+                "the run was saved within run.epochs(…), which train_fn does not call before it iterates over "
+                "train_loader; call it, or begin a new run with --resume never"
+            )
+        if not self._passes:
+            self.context.warn(
+                "train_fn iterates over train_loader outside run.epochs(…), so no checkpoints are kept; "
+                "write `for epoch in run.epochs(num_epochs)`"
+            )
+        self._passes += 1
+        return self._passes - 1
+
+    # --- epochs ------------------------------------------------------------------------------------------------
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """The epochs that are left of `number`, counted from 0. All ranks."""
+        first, self._claimed = self._claimed, self._claimed + number
+        for epoch in range(first, first + number):
+            self._check_stopped()
+            if epoch < len(self.state.history) or self._is_over():
+                continue
+            self._epoch = epoch
+            self.cycle.run.epoch = epoch + 1
+            seed_generators(self.seed, "epoch", epoch)
+            yield epoch - first
+            self.finish_epoch()
+
+    def finish_epoch(self) -> None:
+        """Add the row of the epoch that has ended to the history; save or stop if the ranks want to. All ranks."""
+        self.close_step()
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            return
+        cycle, state = self.cycle, self.state
+        if self.steps_per_epoch is not None and not self._is_over():  # the user's code may have left the loader early
+            state.step = max(state.step, (epoch + 1) * self.steps_per_epoch)
+        cycle.log.collect()
+        values, self._values = self._values, {}
+        metrics = cycle.world.decide(lambda: {name: float(checked(name, value)) for name, value in values.items()})
+        row = {"epoch": epoch + 1, "step": state.step, **cycle.log.epoch_means(), **metrics}
+        state.metrics = metrics
+        state.history.append(row)
+        cycle.events.write("epoch", **row)
+        cycle.log.restart_epoch()
+        cycle.call("on_evaluate", row)
+        if cycle.is_save_requested():
+            cycle.save()
+        cycle.log.restart_clock()
+        try:
+            cycle.check_stop()
+        except StopAgreed as agreed:
+            self._stopped = agreed
+            raise
+
+    def finish(self) -> None:
+        """Complete what is open when the user's code returns. All ranks."""
+        self._check_stopped()
+        self.finish_epoch()
+        self.cycle.log.collect()
+
+    def save(self) -> bool:
+        """Save the present state, unless the loop cannot be resumed; return whether it is on the disk. All ranks."""
+        return bool(self._claimed) and self.cycle.save()
+
+    def _is_over(self) -> bool:
+        return self.plan.total_steps is not None and self.state.step >= self.plan.total_steps and self._is_limited()
+
+    def _is_limited(self) -> bool:
+        """Whether max_steps ends the run, and not the number of epochs."""
+        return self.context.config.max_steps is not None
+
+    # --- what the user's code logs -----------------------------------------------------------------------------
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Keep the values for the next log point, or for the row of this epoch."""
+        lane, inputs = self.step.lane, self._open
+        if lane is not None and inputs is not None:
+            self.logged.add(inputs.step, lane.lane, lane.samples, values)
+        else:
+            self._values |= {name: checked(name, value) for name, value in values.items()}
+
+    def warn_of_gather(self) -> None:
+        """Warn that a loss over the gathered rows of ranks depends on their number, if lanes do not fix it."""
+        if self.step.lanes_per_rank > 1 and not self._is_warned:
+            self._is_warned = True
+            self.context.warn(
+                f"run.gather joins the batches of {self.context.world.size} ranks, so the loss depends on their "
+                "number; use as many ranks as lanes for the same weights"
+            )
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:  # the user's code has caught it
+            raise self._stopped

@@ -19,6 +19,7 @@ from paceline.engine.step import StepResult
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.observe.events import Events
 from paceline.system.memory import Memory
+from paceline.worker.logged_values import LoggedValues
 from paceline.worker.state import LoopPlan, LossSums, TrainState
 from paceline.worker.step_rows import ArrivedStep, PendingRows, PendingStep, arrived_steps
 from paceline.world import World
@@ -43,8 +44,10 @@ class StepLog:
         clock: PhaseClock,
         stragglers: StragglerDetector,
         review: Callable[[Sequence[FinishedStep]], None],
+        logged: LoggedValues | None = None,
     ) -> None:
-        """`review` is called with the steps whose losses have arrived."""
+        """`review` is called with the steps whose losses have arrived; `logged` are values of the user's own loop."""
+        self._logged = logged
         self._world, self._state, self._plan, self._events, self._review = world, state, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
         self._facts = -3 - len(PHASES)  # where they begin: memory, cost, milliseconds of a step and of each phase
@@ -105,6 +108,8 @@ class StepLog:
         numbers = torch.stack(self._world.gather_equal(torch.cat([rows, facts])))
         self._clock.enter(OTHER)
         arrived = None
+        if self._logged is not None:
+            self._logged.send()
         if is_on_gpu:
             numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
@@ -122,6 +127,9 @@ class StepLog:
         if sent.arrived is not None:
             sent.arrived.synchronize()
         arrived = arrived_steps(sent)
+        if self._logged is not None:
+            logged = self._logged.arrived()
+            arrived = [each.with_logged(logged.get(each.step.step, {})) for each in arrived]
         with self._events.batch():
             # Step by step, so that the sums do not depend on how many steps arrive together.
             for each in arrived:

@@ -124,7 +124,7 @@ def test_the_limit_is_the_configs_or_follows_from_the_loop(
     keys: dict[str, Any], managed: int, other: int, make_config: Callable[..., Config]
 ) -> None:
     config = make_config(**keys)
-    assert (limit_of(config, is_managed=True), limit_of(config, is_managed=False)) == (managed, other)
+    assert (limit_of(config, can_save=True), limit_of(config, can_save=False)) == (managed, other)
 
 
 def test_the_report_has_the_failure_the_step_and_the_number_of_the_restart(tmp_path: Path) -> None:

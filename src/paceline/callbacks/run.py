@@ -1,0 +1,118 @@
+"""`Run`: the run as callbacks and the user's own loop see it. The ranks give its methods their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A run on one rank. Everything but `rank` and `device` is equal on all ranks.
+
+    Methods marked "All ranks" must be called by every rank, in the same order.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    folder: Path
+    model: torch.nn.Module  # without DDP's wrapper
+    total_steps: int | None  # None where an iterable data set decides
+    step_number: int = 0  # updates completed
+    epoch: int = 0  # from 1; 0 before the first step
+    history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
+    state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
+    stop_requested: str | None = None  # the reason that was given to `stop`
+    save_requested: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def save(self) -> None:
+        """Ask for a checkpoint: of this step in `on_evaluate` and after an epoch, of the next one elsewhere."""
+        self.save_requested = True
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to save and stop after the next step."""
+        self.stop_requested = reason
+
+    def print(self, *values: Any) -> None:
+        """Print once, from rank 0."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    # --- numbers over all ranks --------------------------------------------------------------------------------
+
+    def sum(self, value: Any) -> Any:
+        """The sum of a number or tensor over all ranks, in rank order. All ranks."""
+        self._unavailable("sum")
+
+    def mean(self, value: Any, weight: float = 1) -> Any:
+        """The mean of a number or tensor over all ranks, weighted by `weight`. All ranks."""
+        self._unavailable("mean")
+
+    def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
+        """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        self._unavailable("gather")
+
+    # --- the user's own loop -----------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Save objects with a `state_dict` in every checkpoint, and restore them if the run resumes. All ranks."""
+        self._unavailable("track")
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """The epochs from the one at which the run is, counted from 0. All ranks."""
+        self._unavailable("epochs")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass in the precision of the config."""
+        self._unavailable("autocast")
+
+    def backward(self, loss: Any) -> None:
+        """Compute gradients of the mean loss of a batch, or of `paceline.Sum(total, count)`. All ranks."""
+        self._unavailable("backward")
+
+    def step(self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None) -> bool:
+        """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
+
+        Returns whether the step is complete. All ranks.
+        """
+        self._unavailable("step")
+
+    def log(self, **values: Any) -> None:
+        """Log numbers: in a batch, their means over lanes and ranks; after an epoch, as metrics of the epoch."""
+        self._unavailable("log")
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has the average of its weights (`ema` in the config), to evaluate it."""
+        self._unavailable("ema_weights")
+
+    def _unavailable(self, name: str) -> NoReturn:
+        raise ConfigError(f"run.{name} belongs to your own loop: a train_fn with the parameter run")
+
+
+_current: list[Run] = []
+
+
+def current_run() -> Run:
+    """The run that this process trains, for code deeper inside the user's loop."""
+    if not _current:
+        raise ConfigError("paceline.current_run() is known only while a rank trains")
+    return _current[-1]
+
+
+def set_current_run(run: Run | None) -> None:
+    """Set what `current_run` returns."""
+    _current[:] = [] if run is None else [run]

@@ -1,0 +1,135 @@
+"""Builds the user's own loop with `run`: the step, the loop around it, the loaders and the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from paceline.callbacks import Callback
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.state import CheckpointState, capture_own, tracked_states
+from paceline.data import batches
+from paceline.data.curriculum import make_curriculum
+from paceline.data.epoch_order import make_order, paced
+from paceline.data.feed import Feed, make_feeds
+from paceline.data.lanes import LaneSampler, StepInputs
+from paceline.data.sources import is_stream
+from paceline.engine.clock import DeviceClock, PhaseClock
+from paceline.engine.nonfinite import Guard
+from paceline.engine.own_step import OwnStep
+from paceline.engine.replica import BareReplica, check_trainable, place_model
+from paceline.system.signals import Stop
+from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
+from paceline.worker.callback_states import restore_states
+from paceline.worker.context import Context
+from paceline.worker.cycle import StepCycle
+from paceline.worker.logged_values import LoggedValues
+from paceline.worker.own_loaders import TrainLoader, ValLoader
+from paceline.worker.own_loop import OwnLoop
+from paceline.worker.own_run import OwnRun
+from paceline.worker.restore import LoadedCheckpoint
+from paceline.worker.state import TrainState
+from paceline.worker.tracked import Tracked
+
+
+def build_own_step(context: Context, model: torch.nn.Module, feed: Feed) -> OwnStep:
+    """The step of the user's own loop. All ranks."""
+    config, world = context.config, context.world
+    context.progress.phase = "building the step"
+    settings = build_settings(config, world, channels_last=config.channels_last is True)
+    feed.is_channels_last = settings.channels_last
+    check_trainable(model, settings, world)
+    replica = BareReplica(place_model(model, settings, world.device), world)
+    guard = None
+    if settings.nan != "off" or settings.precision == "fp16":
+        guard = Guard(replica.forward_state, settings, world, on_bad=context.warn, original=feed.original_indices)
+    clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else PhaseClock()
+    return OwnStep(replica, settings, guard, clock, world)
+
+
+def restore_own(
+    context: Context, checkpoint: LoadedCheckpoint | None, step: OwnStep, callbacks: list[Callback]
+) -> tuple[TrainState, Tracked, dict[str, Any]]:
+    """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
+    if checkpoint is None:
+        return TrainState(), Tracked({}, None, context.warn), {}
+    state = checkpoint.state
+    if step.ema is not None:
+        for name, average in step.ema.averages().items():
+            average.copy_(state.groups["ema"][name])
+    counters = state.values["counters"]
+    if step.guard is not None:
+        step.guard.set_counters(counters["stepper"])
+    for name in restore_states(callbacks, counters.get("callbacks", {})):
+        context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
+    tracked = Tracked(tracked_states(state), checkpoint.path, context.warn)
+    return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
+
+
+def build_own_loop(
+    context: Context, step: OwnStep, feed: Feed, saver: Saver, stop: Stop, callbacks: list[Callback],
+    restored: tuple[TrainState, Tracked, dict[str, Any]],
+) -> OwnRun:  # fmt: skip
+    """The loop around the user's code, and the `run` that it gets. All ranks."""
+    state, tracked, own = restored
+    world, settings, module = context.world, step.settings, step.replica.module
+    plan = build_plan(context, feed.dataset, settings.lanes)
+    logged = LoggedValues(world)
+
+    def capture_with(counters: dict[str, Any]) -> CheckpointState:
+        counters = {
+            **counters,
+            "stepper": step.counters(),
+            "own": {**run.state},
+        }
+        return capture_own(module, tracked.states(), step.ema, counters)
+
+    run = OwnRun(
+        world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
+        model=module, total_steps=plan.total_steps, step_number=state.step, epoch=state.epoch, history=state.history,
+        state=own,
+    )  # fmt: skip
+    cycle = StepCycle(
+        context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
+    )
+    per_epoch, order = None, None
+    curriculum = make_curriculum(settings, feed.dataset)
+    if not is_stream(feed.dataset):
+        per_epoch = batches.steps_per_epoch(len(feed.dataset), settings.batch_size, settings.lanes)
+        order = paced(make_order(settings, feed.dataset, world, epoch=state.step // per_epoch), curriculum)
+
+    def inputs_from(first: int, end: int) -> Iterator[StepInputs]:
+        if order is None:
+            return iter(stream_steps(context, settings, feed.dataset, state))
+        return steps_in_order(settings, feed, range(first, end), end, order, is_padded=True)
+
+    run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs_from, per_epoch)
+    return run
+
+
+def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -> tuple[TrainLoader, ValLoader | None]:
+    """The loaders of training and validation."""
+    feed, settings = loop.feed, loop.step.settings
+    train_loader = TrainLoader(feed.dataset, settings.batch_size, batches_per_epoch(loop), loop.batches)
+    if validation is None:
+        return train_loader, None
+    # Every rank has a batch at any number of ranks that the lanes allow.
+    size = min(settings.batch_size, max(len(validation) // settings.lanes, 1))
+    config = context.config.model_copy(update={"batch_size": size})
+    validation_feed, _ = make_feeds(validation, None, config, context.world)
+    validation_feed.is_channels_last = settings.channels_last
+    return train_loader, ValLoader(validation_feed, settings.seed, context.events, context.progress)
+
+
+def batches_per_epoch(loop: OwnLoop) -> int | None:
+    """The number of batches of this rank in an epoch; None for an iterable data set."""
+    per_epoch, settings, world = loop.steps_per_epoch, loop.step.settings, loop.context.world
+    if per_epoch is None:
+        return None
+    sampler = LaneSampler(
+        seed=0, size=len(loop.feed.dataset), batch_size=settings.batch_size, lanes=settings.lanes, steps=range(0),
+        rank_lanes=batches.lanes_of(world.rank, world.size, settings.lanes),
+    )  # fmt: skip
+    return (per_epoch - 1) * loop.step.lanes_per_rank + sampler.lanes_in(per_epoch - 1)

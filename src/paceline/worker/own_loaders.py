@@ -1,0 +1,62 @@
+"""The loaders of the user's own loop with `run`: batches on the device, for training from where the run is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import Subset
+
+from paceline.data.feed import Feed
+from paceline.data.seeding import generator_states, restore_generators, seed_generators
+from paceline.observe.events import Events
+from paceline.observe.progress import Progress
+
+
+class TrainLoader:
+    """The batches of this rank in an epoch; a run that resumes gets those that it has not seen."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int, batches: int | None, iterate: Callable[[], Iterator[Any]]
+    ) -> None:
+        """`batches` is their number in an epoch, None for an iterable data set."""
+        self.dataset, self.batch_size, self._batches, self._iterate = dataset, batch_size, batches, iterate
+        self.sampler = self  # loops written for DistributedSampler call loader.sampler.set_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: the order of each epoch is known."""
+
+    def __len__(self) -> int:
+        if self._batches is None:
+            raise TypeError("the length of an iterable data set is not known")
+        return self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate()
+
+
+class ValLoader:
+    """This rank's batches of the validation data: every sample on exactly one rank; `dataset` is that share."""
+
+    def __init__(self, feed: Feed, seed: int, events: Events, progress: Progress) -> None:
+        self._feed, self._seed, self._events, self._progress = feed, seed, events, progress
+        self._batches, self._sampler = feed.evaluation_batches()
+        size, world = feed.config.batch_size, feed.world
+        first = range(world.rank * size, len(feed.dataset), world.size * size)
+        indices = [index for start in first for index in range(start, min(start + size, len(feed.dataset)))]
+        self.dataset, self.batch_size = Subset(feed.dataset, indices), size
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The random numbers of a batch depend on the batch alone; those after the last one are as before the first."""
+        before = generator_states()
+        phase, number = self._progress.phase, self._progress.batch
+        for done, batch in enumerate(self._batches):
+            seed_generators(self._seed, "evaluation", batch.batch)
+            yield self._feed.evaluation_batch(batch)
+            self._progress.phase, self._progress.batch = "validating", done
+            self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
+        self._progress.phase, self._progress.batch = phase, number
+        restore_generators(before)

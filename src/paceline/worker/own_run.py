@@ -1,0 +1,68 @@
+"""`OwnRun`: the `run` of the user's own loop. Its methods are the interface; loop and step do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.engine.precision import autocast
+from paceline.errors import ConfigError
+from paceline.worker.rank_run import RankRun
+
+if TYPE_CHECKING:
+    from paceline.worker.own_loop import OwnLoop
+
+
+@dataclass(kw_only=True, eq=False)
+class OwnRun(RankRun):
+    """The run as the user's own loop sees it."""
+
+    loop: OwnLoop = field(init=False)  # set when it is built
+
+    def track(self, **objects: Any) -> None:
+        """Save objects with a `state_dict` in every checkpoint, and restore them if the run resumes. All ranks."""
+        for name, thing in objects.items():
+            self.loop.tracked.add(name, thing)
+            if isinstance(thing, torch.nn.Module):
+                self.loop.step.include(name, thing)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """The epochs from the one at which the run is, counted from 0. All ranks."""
+        return self.loop.epochs(number)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass in the precision of the config."""
+        return autocast(self.loop.step.settings.precision, self.device)
+
+    def backward(self, loss: Any) -> None:
+        """Compute gradients of the mean loss of a batch, or of `paceline.Sum(total, count)`. All ranks."""
+        self.loop.begin_exchange()
+        self.loop.step.backward(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None) -> bool:
+        """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
+
+        Returns whether the step is complete. All ranks.
+        """
+        self.loop.tracked.add_optimizer(optimizer)
+        return self.loop.step.step(optimizer, self.loop.step.settings.clip_norm if clip_norm is None else clip_norm)
+
+    def log(self, **values: Any) -> None:
+        """Log numbers: in a batch, their means over lanes and ranks; after an epoch, as metrics of the epoch."""
+        self.loop.log(values)
+
+    def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
+        """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        if with_grad:
+            self.loop.warn_of_gather()
+        return super().gather(tensor, with_grad=with_grad)
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has the average of its weights (`ema` in the config), to evaluate it."""
+        if self.loop.step.ema is None:
+            raise ConfigError("run.ema_weights() needs an average; set ema, for example ema: 0.999")
+        return self.loop.step.ema.applied()
