@@ -199,6 +199,7 @@ def build_inputs(
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
     total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
     assert total is not None
+    progress.phase = "ordering the samples"
     order = make_order(settings, training, world, epoch=state.step // per_epoch)
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
