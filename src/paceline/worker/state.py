@@ -83,6 +83,11 @@ class TrainState:
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
 
+    @property
+    def epochs_done(self) -> int:
+        """The number of complete epochs."""
+        return len(self.history) + self.is_evaluation_due - self.is_epoch_cut_short
+
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainState:
         """The state from the result of `asdict`; also from checkpoints of earlier versions."""
