@@ -97,7 +97,8 @@ class StepCycle:
         state.samples += inputs.lanes[0].step_samples
         state.stream_position = inputs.stream_position
         state.epoch = self.run.epoch = inputs.epoch + 1
-        self.run.epochs_done = inputs.epoch + (inputs.ends_epoch and not inputs.is_epoch_cut_short)
+        is_done = inputs.ends_epoch and not inputs.is_epoch_cut_short
+        state.epochs_done = self.run.epochs_done = inputs.epoch + is_done
         self.progress.samples = state.samples
         self._log(inputs, result, lr)
         self._call_on_step()
