@@ -12,14 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from paceline.config.functions import is_object
+from paceline.config.phases import with_every
 from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
 Mode = Literal["min", "max"]  # whether less or more of a metric is better
 FUNCTION_KEYS = (
-    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "schedule_fn",
-    "scheduler_fn", "difficulty_fn", "order_fn",
+    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "step_fn", "evaluate_fn",
+    "predict_fn", "optimizer_fn", "schedule_fn", "scheduler_fn", "difficulty_fn", "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
@@ -40,6 +41,7 @@ EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
     "bucket_mb", "static_graph", "lanes", "global_batch_size", "threads", "data_on_device", "shard_optimizer", "folder",
+    "predict_fn",
 }  # fmt: skip
 DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -290,6 +292,9 @@ class Config(_Section):
     train_fn: Function | None = None
 
     loss_fn: Function | None = None
+    step_fn: Annotated[Function | dict[str, Function] | None, BeforeValidator(with_every)] = None
+    evaluate_fn: Function | None = None
+    predict_fn: Function | None = None
     metrics: Annotated[list[str] | dict[str, Function], BeforeValidator(_listed)] = []
     optimizer: Annotated[Optimizer, BeforeValidator(_named)] = Optimizer()
     optimizer_fn: Function | None = None

@@ -14,15 +14,16 @@ from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
-from paceline.data.epoch_order import Order, make_order, paced
+from paceline.data.epoch_order import Order, make_order, needs_length, paced
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
 from paceline.engine.optimizers import make_optimizer
+from paceline.engine.outer_state import place_loss, place_steps
 from paceline.engine.precision import resolve_precision
-from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.replica import is_channels_last, make_model, replicate
 from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
@@ -49,7 +50,9 @@ def build_data(context: Context) -> tuple[Any, Any | None]:
     """The training and the validation data."""
     context.progress.phase = "building the data set"
     seed_generators(context.config.seed, "data set")
-    return make_datasets(context.config)
+    training, validation = make_datasets(context.config)
+    needs_length(context.config, training)
+    return training, validation
 
 
 def build_model(context: Context) -> torch.nn.Module:
@@ -66,6 +69,7 @@ def build_settings(config: Config, world: World, *, channels_last: bool) -> Sett
         precision=resolve_precision(config.precision, world.device),
         channels_last=channels_last,
         loss_fn=place_loss(config.loss_fn, world.device),
+        step_fn=place_steps(config.step_fn, world.device),
     )
 
 
@@ -203,12 +207,12 @@ def build_inputs(
     curriculum = make_curriculum(settings, training)
     if is_stream(training):
         return lambda losses: stream_steps(context, settings, training, state)
-    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
-    order = make_order(settings, training, world, epoch=state.step // per_epoch)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total = plan.total_steps
+    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
     assert total is not None
+    progress.phase = "ordering the samples"
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
@@ -217,8 +221,7 @@ def build_inputs(
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
             pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
-        chosen = order if pacing is None else paced(order, pacing)
-        return steps_in_order(settings, feed, range(state.step, end), total, chosen)
+        return steps_in_order(settings, feed, range(state.step, end), total, paced(order, pacing))
 
     return inputs
 
