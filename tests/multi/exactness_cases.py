@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import own_loop_cases as own
 import torch
 import torch._dynamo  # the first optimizer would import it
 from torch import nn
@@ -436,6 +437,13 @@ CASES: dict[str, dict[str, Any]] = {
     "a scheduler of torch that waits for evaluations": {
         "scheduler_fn": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3),
     },
+    "evaluations within epochs": {
+        "model_fn": conv_net, "evaluate": {"every_steps": 3, "every_epochs": 2, "batch_size": 7},
+        "schedule": {"name": "plateau", "patience": 1, "factor": 0.5, "min_delta": 0.05},
+    },
+    "a run that finishes early": {
+        "num_epochs": 9, "early_stop": {"metric": "accuracy", "mode": "max", "patience": 2, "min_delta": 0.05},
+    },
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
@@ -501,6 +509,26 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5,
         "shard_optimizer": True, "bucket_mb": 0.001,
     },
+    "own loop": {"train_fn": own.train_simply, "model_fn": conv_net},
+    "own loop with everything": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "bf16",
+        "dataset_fn": lambda: Images(ODD, augment=True), "workers": 2, "bucket_mb": 0.001,
+    },
+    "own loop with two losses": {"train_fn": own.train_with_two_losses, "model_fn": Remembering},
+    "own loop with sums, and parameters that some lanes use": {
+        "train_fn": own.train_with_sums, "model_fn": Sometimes, "dataset_fn": lambda: Images(ODD),
+    },
+    "own loop with two networks": {"train_fn": own.train_two_networks, "ema": 0.9},
+    "own loop, not finite": {"train_fn": own.train_simply, "dataset_fn": lambda: NotFinite(ODD)},
+    "own loop, fp16": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "fp16", "max_steps": 9,
+    },
+    "own loop, iterable": {"train_fn": own.train_simply, "dataset_fn": Uneven},
+    "own loop, easy samples first": {
+        "train_fn": own.train_simply, "difficulty_fn": lambda sample: float(sample[0].mean()),
+        "curriculum": {"start": 0.3, "epochs": 2},
+    },
+    "own loop, drawn by weights": {"train_fn": own.train_simply, "sample_weights": np.linspace(0, 1, EVEN)},
     "a step that calls parts of the model": {
         "model_fn": Views, "step_fn": two_views, "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
         "clip_norm": 0.5, "ema": 0.9,
@@ -534,7 +562,8 @@ def options_of(case: str) -> dict[str, Any]:
         "num_epochs": 3, "threads": 1, "device": "cpu", "check_replicas_every": 5, "log": {"every_steps": 1},
     }  # fmt: skip
     given = CASES[case]
-    return {**defaults, **({"loss_fn": None} if "step_fn" in given else {}), **given}
+    unused = {"optimizer"} if "train_fn" in given else {"loss_fn"} if "step_fn" in given else set()
+    return {**{key: value for key, value in defaults.items() if key not in unused}, **given}
 
 
 def main(out: Path) -> None:

@@ -126,6 +126,11 @@ def _plateau_metric_is_measured(config: Config) -> Iterator[str]:
         yield from _unmeasured(config, "schedule", config.schedule.option("metric"), config.schedule.mode)
 
 
+def _early_stop_metric_is_measured(config: Config) -> Iterator[str]:
+    if config.early_stop is not None:
+        yield from _unmeasured(config, "early_stop", config.early_stop.metric, config.early_stop.mode)
+
+
 def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
     """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
     measured = [*LOSSES, *config.metrics]
@@ -178,7 +183,7 @@ def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
 
 def _names_its_numbers(config: Config) -> bool:
     """Whether the names of metrics are known only when a function of the user has run."""
-    return config.step_fn is not None or config.evaluate_fn is not None
+    return any(function is not None for function in (config.step_fn, config.evaluate_fn, config.train_fn))
 
 
 def _metric_names_are_free(config: Config) -> Iterator[str]:
@@ -252,6 +257,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _exclusive("schedule_fn", "scheduler_fn"): (),
     _schedule_has_its_options: (),
     _plateau_metric_is_measured: ("metrics",),
+    _early_stop_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
     _exclusive("sample_weights", "order_fn"): (),
     _exclusive("sample_weights", "curriculum"): (),

@@ -25,15 +25,15 @@ FUNCTION_KEYS = (
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
 MANAGED_KEYS = (  # have no effect on a train_fn without `run`
-    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "clip_norm", "ema", "max_steps",
-    "lanes", "global_batch_size", "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan",
-    "nan_limit", "augment",
+    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "early_stop", "evaluate",
+    "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
     "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
     "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks",
-    "data_on_device",
+    "data_on_device", "early_stop",
 )  # fmt: skip
 EVALUATION_KEYS = ("loss_fn", "metrics")  # are used by `evaluate` after a train_fn with `run`
 # Keys that do not affect the results of a run, only how and where it is executed.
@@ -161,6 +161,23 @@ class Pacing(_Section):
     name: Literal["linear", "root", "step"] = "linear"
 
 
+class EarlyStop(_Section):
+    """The metric whose lack of improvement ends the run, and the number of evaluations to wait for it."""
+
+    metric: str = "val_loss"
+    mode: Mode | None = None  # None: less is better, of a loss
+    patience: int = Field(5, ge=1)
+    min_delta: float = Field(0.0, ge=0)
+
+
+class Evaluate(_Section):
+    """When the validation data is evaluated, and in batches of which size."""
+
+    every_steps: int | None = Field(None, ge=1)  # within an epoch
+    every_epochs: int | None = Field(None, ge=1)  # None: every epoch
+    batch_size: int | None = Field(None, ge=1)  # None: that of training
+
+
 class Log(_Section):
     """How often metrics are logged, and where to."""
 
@@ -284,6 +301,8 @@ class Config(_Section):
     schedule: Annotated[Schedule, BeforeValidator(_named)] = Schedule()
     schedule_fn: Function | None = None
     scheduler_fn: Function | None = None
+    early_stop: EarlyStop | None = None
+    evaluate: Evaluate = Evaluate()
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     augment: Augmentation | None = None

@@ -80,6 +80,12 @@ def restore(
     return TrainState.from_dict(counters["loop"])
 
 
+def continue_if_new(state: TrainState, checkpoint: LoadedCheckpoint, folder: RunFolder) -> None:
+    """Let a new run, which begins with a checkpoint of another, train on where that one has finished early."""
+    if checkpoint.path.parent != folder.checkpoints:
+        state.is_finished, state.finish_requested = False, None
+
+
 def begin_attempt(context: Context, checkpoint: LoadedCheckpoint | None) -> None:
     """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
     folder, events = context.folder, context.events
