@@ -198,7 +198,7 @@ def test_the_project_of_init_trains_as_a_job_by_its_script_and_by_submit(slurm: 
         text = Path(log_file).read_text()
         assert state(slurm, job)["JobState"] == "COMPLETED", text
         assert Path(run, "result.json").exists()
-        assert "warning: Paceline keeps no checkpoints for train_fn: it starts from the beginning" in text
+        assert "warning: train_fn takes no `run`, so nothing of it was saved: it starts from the beginning" in text
 
 
 @pytest.mark.long

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import own_loop_cases as own
 import torch
 import torch._dynamo  # the first optimizer would import it
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from paceline import Callback, Run, StandardScaler, Sum, Trainer, shard
@@ -286,6 +288,10 @@ def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+
+
 def masked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch whose pixels are masked at random, as a collator for language models masks words."""
     images, labels = map(torch.stack, zip(*samples, strict=True))
@@ -338,6 +344,17 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW": {"optimizer": ADAMW},
     "Muon": {"model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5},
     "warm-up and cosine": {"schedule": {"name": "cosine", "warmup_steps": 3, "final": 0.1}, "optimizer": ADAMW},
+    "warm-up, stable, decay": {"schedule": {"name": "wsd", "warmup_steps": 3}, "optimizer": ADAMW},
+    "one cycle": {"schedule": "onecycle", "optimizer": ADAMW},
+    "a learning rate that falls when the metric does not": {
+        "num_epochs": 5, "metrics": ["accuracy"],
+        "schedule": {"name": "plateau", "metric": "accuracy", "mode": "max", "patience": 1, "factor": 0.3},
+    },
+    "a factor of the user's": {"schedule_fn": lambda step, total_steps: 1 / (1 + step), "optimizer": ADAMW},
+    "a scheduler of torch that also sets momentum": {"scheduler_fn": one_cycle},
+    "a scheduler of torch that waits for evaluations": {
+        "scheduler_fn": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3),
+    },
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
@@ -403,6 +420,26 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5,
         "shard_optimizer": True, "bucket_mb": 0.001,
     },
+    "own loop": {"train_fn": own.train_simply, "model_fn": conv_net},
+    "own loop with everything": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "bf16",
+        "dataset_fn": lambda: Images(ODD, augment=True), "workers": 2, "bucket_mb": 0.001,
+    },
+    "own loop with two losses": {"train_fn": own.train_with_two_losses, "model_fn": Remembering},
+    "own loop with sums, and parameters that some lanes use": {
+        "train_fn": own.train_with_sums, "model_fn": Sometimes, "dataset_fn": lambda: Images(ODD),
+    },
+    "own loop with two networks": {"train_fn": own.train_two_networks, "ema": 0.9},
+    "own loop, not finite": {"train_fn": own.train_simply, "dataset_fn": lambda: NotFinite(ODD)},
+    "own loop, fp16": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "fp16", "max_steps": 9,
+    },
+    "own loop, iterable": {"train_fn": own.train_simply, "dataset_fn": Uneven},
+    "own loop, easy samples first": {
+        "train_fn": own.train_simply, "difficulty_fn": lambda sample: float(sample[0].mean()),
+        "curriculum": {"start": 0.3, "epochs": 2},
+    },
+    "own loop, drawn by weights": {"train_fn": own.train_simply, "sample_weights": np.linspace(0, 1, EVEN)},
     "everything at once": {
         "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,
         "optimizer": ADAMW, "schedule": {"name": "linear", "warmup_steps": 2}, "precision": "bf16",
@@ -416,6 +453,8 @@ def options_of(case: str) -> dict[str, Any]:
         "loss_fn": functional.cross_entropy, "metrics": ["accuracy"], "batch_size": BATCH, "lanes": LANES,
         "num_epochs": 3, "threads": 1, "device": "cpu", "check_replicas_every": 5, "log": {"every_steps": 1},
     }  # fmt: skip
+    if "train_fn" in CASES[case]:
+        del defaults["optimizer"]
     return {**defaults, **CASES[case]}
 
 

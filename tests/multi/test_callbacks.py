@@ -154,5 +154,5 @@ def test_what_is_no_callback_is_one_sentence() -> None:
         Trainer(**OPTIONS, callbacks=[torch.nn.Linear(1, 1)])
     with pytest.raises(ConfigError, match="<Recorder> cannot be made without arguments"):
         Trainer(**OPTIONS, callbacks=[Recorder])
-    with pytest.raises(ConfigError, match="callbacks belongs to the managed loop"):
+    with pytest.raises(ConfigError, match="callbacks needs a train_fn with the parameter run, or the managed loop"):
         Trainer(model_fn=Guided, dataset_fn=Images, train_fn=lambda *arguments: None, callbacks=[Callback()])

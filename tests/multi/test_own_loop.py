@@ -265,7 +265,7 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
     with pytest.raises(RankFailed, match="the first attempt fails"):
         trainer.start()
     assert trainer.start().value == "trained"
-    assert "keeps no checkpoints for train_fn: it starts from the beginning" in capfd.readouterr().err
+    assert "train_fn takes no `run`, so nothing of it was saved: it starts from the beginning" in capfd.readouterr().err
     result = (tmp_path / "mine" / "result.json").read_bytes()
     with pytest.raises(ConfigError, match="holds a finished run"):
         trainer.start()

@@ -9,16 +9,16 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_group
 
+from paceline.cli.options import AnsweringGroup
 from paceline.cli.output import print_error
 from paceline.errors import PacelineError
 
 GROUP = "paceline.commands"
 
 
-class ExtensibleGroup(TyperGroup):
+class ExtensibleGroup(AnsweringGroup):
     """Our own commands, then those of entry points. A name of ours cannot be replaced."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -13,7 +13,12 @@ from paceline.config.checks import Check, conflicts, train_fn_problems
 from paceline.config.functions import FunctionNotFound, full_name, home_of, is_object, resolve
 from paceline.config.messages import problems_of
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
-from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_train_fn
+from paceline.config.signatures import (
+    unknown_arguments,
+    unsuitable_collate_fn,
+    wrong_schedule_fn,
+    wrong_train_fn,
+)
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
@@ -33,6 +38,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
     problems += train_fn_problems(config)
+    problems += wrong_schedule_fn(config)
     problems += unsuitable_collate_fn(config)
     problems += unusable_callbacks(config)
     for check in checks:

@@ -9,13 +9,15 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import name_of
-from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, Config
+from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
 
 Check = Callable[[Config], Iterable[str]]
 
 ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
 RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
+
+LOSSES = ("val_loss", "train_loss")  # metrics of which less is better
 
 
 def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
@@ -39,6 +41,14 @@ def _required(key: str, example: str) -> Check:
             yield f"{key} is missing; give {example}"
 
     return check
+
+
+def _model_is_made_by_a_function(config: Config) -> Iterator[str]:
+    if hasattr(config.model_fn, "state_dict") and not isinstance(config.model_fn, type):
+        yield (
+            f"model_fn=<{type(config.model_fn).__name__}> is a model; give a function that returns it, such as "
+            "model_fn=lambda: model"
+        )
 
 
 def _loop_is_given(config: Config) -> Iterator[str]:
@@ -90,6 +100,38 @@ def train_fn_problems(config: Config) -> Iterator[str]:
         yield f"log.trackers has nothing to record in a train_fn without `run`; {ADD_RUN}"
 
 
+# --- schedules ----------------------------------------------------------------------------------------------------
+
+
+def _schedule_has_its_options(config: Config) -> Iterator[str]:
+    """Options that belong to another schedule, and options that a schedule cannot do without."""
+    name, options, schedule = config.schedule.name, SCHEDULES[config.schedule.name], config.schedule
+    for key in (key for key in Schedule.model_fields if key != "name" and key not in options):
+        value = getattr(schedule, key)
+        if value is not None and value != Schedule.model_fields[key].default:
+            owners = ", ".join(each for each, known in SCHEDULES.items() if key in known)
+            takes = f"schedule.name={name} takes {', '.join(options)}"
+            yield f"schedule.{key}={value} belongs to {owners}; {takes}"
+    if name == "exponential" and schedule.final == 0:
+        yield "schedule.name=exponential needs final, the last factor of the learning rate; give final: 0.01"
+    if name == "step" and (schedule.every_epochs is None) == (schedule.every_steps is None):
+        yield "schedule.name=step needs one of every_epochs and every_steps; give for example every_epochs: 30"
+
+
+def _plateau_metric_is_measured(config: Config) -> Iterator[str]:
+    if config.schedule.name == "plateau":
+        yield from _unmeasured(config, "schedule", config.schedule.option("metric"), config.schedule.mode)
+
+
+def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
+    """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
+    measured = [*LOSSES, *config.metrics]
+    if metric not in measured:
+        yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
+    elif mode is None and metric not in LOSSES:
+        yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
+
+
 # --- data and metrics ---------------------------------------------------------------------------------------------
 
 
@@ -135,7 +177,7 @@ def _metric_names_are_free(config: Config) -> Iterator[str]:
 
 
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
-    best, measured = config.checkpoint.best, ["val_loss", "train_loss", *config.metrics]
+    best, measured = config.checkpoint.best, [*LOSSES, *config.metrics]
     if best is not None and best.metric not in measured:
         yield f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}"
 
@@ -188,9 +230,15 @@ def _cpu_suffices(config: Config) -> Iterator[str]:
 CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
+    _model_is_made_by_a_function: (),
     _loop_is_given: ("train_fn", "loss_fn"),
     _train_fn_runs_when_called: (),
     _exclusive("optimizer", "optimizer_fn"): (),
+    _exclusive("schedule", "schedule_fn"): (),
+    _exclusive("schedule", "scheduler_fn"): (),
+    _exclusive("schedule_fn", "scheduler_fn"): (),
+    _schedule_has_its_options: (),
+    _plateau_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
     _exclusive("sample_weights", "order_fn"): (),
     _exclusive("sample_weights", "curriculum"): (),

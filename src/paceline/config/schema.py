@@ -16,15 +16,17 @@ from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
+Mode = Literal["min", "max"]  # whether less or more of a metric is better
 FUNCTION_KEYS = (
-    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "difficulty_fn",
-    "order_fn",
+    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "schedule_fn",
+    "scheduler_fn", "difficulty_fn", "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
 MANAGED_KEYS = (  # have no effect on a train_fn without `run`
-    "metrics", "optimizer", "optimizer_fn", "schedule", "clip_norm", "ema", "max_steps", "lanes", "global_batch_size",
-    "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan", "nan_limit", "augment",
+    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "clip_norm", "ema", "max_steps",
+    "lanes", "global_batch_size", "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan",
+    "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
@@ -86,12 +88,43 @@ class Optimizer(BaseModel):
         return values if lr is None else {"lr": lr, **values}
 
 
-class Schedule(_Section):
-    """The learning rate over the run: a warm-up from zero, then `name` down to `final` × lr."""
+# The options of each schedule besides `name`, and their defaults; None: must be given.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {"warmup_steps": 0},
+    "linear": {"warmup_steps": 0, "final": 0.0},
+    "cosine": {"warmup_steps": 0, "final": 0.0},
+    "exponential": {"warmup_steps": 0, "final": None},
+    "onecycle": {"warmup_fraction": 0.3, "start": 0.04, "final": 0.0},
+    "wsd": {"warmup_steps": 0, "decay_fraction": 0.2, "final": 0.0},
+    "step": {"warmup_steps": 0, "every_epochs": None, "every_steps": None, "factor": 0.1},
+    "plateau": {
+        "warmup_steps": 0, "metric": "val_loss", "mode": "min", "patience": 5, "min_delta": 0.0, "factor": 0.1,
+        "final": 0.0,
+    },
+}  # fmt: skip
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
+
+class Schedule(_Section):
+    """The learning rate over the run, as a fraction of the optimizer's; None is the default of SCHEDULES."""
+
+    name: Literal["constant", "linear", "cosine", "exponential", "onecycle", "wsd", "step", "plateau"] = "constant"
     warmup_steps: int = Field(0, ge=0)
+    warmup_fraction: float | None = Field(None, gt=0, lt=1)
+    decay_fraction: float | None = Field(None, gt=0, le=1)
+    start: float | None = Field(None, gt=0, le=1)
     final: float = Field(0.0, ge=0, le=1)
+    every_epochs: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(None, ge=1)
+    factor: float | None = Field(None, gt=0, lt=1)
+    metric: str | None = None
+    mode: Mode | None = None
+    patience: int | None = Field(None, ge=1)
+    min_delta: float | None = Field(None, ge=0)
+
+    def option(self, key: str) -> Any:
+        """The value of an option of this schedule, or its default."""
+        value = getattr(self, key)
+        return SCHEDULES[self.name][key] if value is None else value
 
 
 class Normalize(_Section):
@@ -139,7 +172,7 @@ class Best(_Section):
     """The metric that decides which checkpoint is kept besides the newest ones."""
 
     metric: str = "val_loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Mode = "min"
 
 
 class Checkpoint(_Section):
@@ -244,6 +277,8 @@ class Config(_Section):
     optimizer: Annotated[Optimizer, BeforeValidator(_named)] = Optimizer()
     optimizer_fn: Function | None = None
     schedule: Annotated[Schedule, BeforeValidator(_named)] = Schedule()
+    schedule_fn: Function | None = None
+    scheduler_fn: Function | None = None
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     augment: Augmentation | None = None

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.config.functions import name_of
 from paceline.config.schema import Config
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
+SCHEDULE_FN_ARGUMENTS = ("step", "total_steps")
 
 
 def wrong_train_fn(config: Config) -> list[str]:
     """A problem if `train_fn` cannot be called with its five arguments."""
-    if not callable(config.train_fn):
+    run = ["run"] if config.takes_run else []
+    problems = _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS, run)
+    return [f"{problem}, or with a further parameter run" for problem in problems]
+
+
+def wrong_schedule_fn(config: Config) -> list[str]:
+    """A problem if `schedule_fn` cannot be called with a step and the number of steps."""
+    return _wrong_call("schedule_fn", config.schedule_fn, SCHEDULE_FN_ARGUMENTS)
+
+
+def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = ()) -> list[str]:
+    """A problem if a function cannot be called with these arguments, by their positions, and `named` by name."""
+    if not callable(function):
         return []
     try:
-        signature = inspect.signature(config.train_fn)
+        signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return []
-    run = {"run": "run"} if config.takes_run else {}
     try:
-        signature.bind(*TRAIN_FN_ARGUMENTS, **run)
+        signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError:
-        called = f"train_fn({', '.join(TRAIN_FN_ARGUMENTS)}), or with a sixth parameter named run"
-        return [f"train_fn={name_of(config.train_fn)} takes {signature}; it is called as {called}"]
+        return [f"{key}={name_of(function)} takes {signature}; it is called as {key}({', '.join(arguments)})"]
     return []
 
 

@@ -64,8 +64,7 @@ class LaneSampler(Sampler[Lane]):
         `convert` makes the indices of many lanes into the list or tensor that each lane's are slices of. With
         `is_padded`, all ranks have the same number of lanes in each step, some of them empty.
         """
-        self.is_padded = is_padded
-        self.size, self.batch_size, self.lanes = size, batch_size, lanes
+        self.size, self.batch_size, self.lanes, self.is_padded = size, batch_size, lanes, is_padded
         self.steps, self.rank_lanes, self.convert = steps, rank_lanes, convert
         self.order = order or shuffled(seed, size)
 

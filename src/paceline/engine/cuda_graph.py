@@ -81,7 +81,7 @@ class StepGraph:
         self.steps_to_wait = WARM_UP_IN_DDP if is_in_ddp else WARM_UP
         self.is_given_up = False
         if obstacle is not None:
-            self._give_up(obstacle)
+            self.give_up(obstacle)
         self._has_one_form = has_one_form
         self._recordings: dict[Any, Recording | None] = {}  # by form; None where it cannot be recorded
         self._seen: Counter[Any] = Counter()
@@ -142,7 +142,7 @@ class StepGraph:
         found = self._record(lanes, inputs)
         reasons, seconds = self._agree(found, perf_counter() - began)
         if reasons:
-            self._give_up(reasons[0])
+            self.give_up(reasons[0])
         elif isinstance(found, Recording):
             self._recordings[form] = found
             self._samples_to_wait = int(RECORDING_COST_FACTOR * seconds)  # the clock samples a step about once a second
@@ -222,7 +222,8 @@ class StepGraph:
             raise CannotRecord("the model draws random numbers on the host, which a replay would not draw again")
         graphs.append(graph)
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Run all further steps kernel by kernel; on all ranks at the same step."""
         self.is_given_up = True
         self.warn(f"steps are not CUDA graphs but run kernel by kernel: {reason}")
 

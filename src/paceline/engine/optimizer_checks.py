@@ -22,8 +22,8 @@ def check_optimizer(optimizer: Optimizer, *, is_sharded: bool) -> None:
     inner = inner_optimizers(optimizer)
     if _have_scheduler([optimizer, *inner]):
         raise ConfigError(
-            "optimizer_fn creates a learning rate scheduler, which the managed loop never steps; remove it and set "
-            f"schedule: constant, linear or cosine, with warmup_steps and final, {OWN_LOOP}"
+            "optimizer_fn creates a learning rate scheduler, which the managed loop never steps; return it from "
+            "scheduler_fn(optimizer), or set schedule"
         )
     if not inner:
         return

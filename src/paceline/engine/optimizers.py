@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate as a pure function of the step.
+"""Optimizers by name, and how their learning rates are set.
 
 An optimizer class may have two methods besides torch's, which are used if they exist: `groups_of(model)`, a static
 method that returns its parameter groups, and `units()`, lists of parameters that `sharding.py` must not separate.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.config import Config, Schedule, advice_for
+from paceline.config import Config, advice_for
 from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
 from paceline.errors import ConfigError
@@ -133,7 +132,7 @@ def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return tensor
 
 
-# --- names and rates ------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def problems_with(name: str, options: dict[str, Any]) -> list[str]:
@@ -171,15 +170,3 @@ def _unknown(key: str, value: Any, class_name: str, accepted: list[str]) -> str:
     near = difflib.get_close_matches(key, accepted, n=1)
     hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
     return f"optimizer.{key} is not an argument of {class_name}; {hint}"
-
-
-def lr_at(step: int, base: float, schedule: Schedule, total_steps: int | None) -> float:
-    """The learning rate of the update that takes `step` to `step + 1` (pure)."""
-    if step < schedule.warmup_steps:
-        return base * (step + 1) / schedule.warmup_steps
-    if schedule.name == "constant":
-        return base
-    assert total_steps is not None, "a schedule with an end needs the number of steps"
-    done = (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps)
-    down = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return base * (schedule.final + (1 - schedule.final) * down)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,10 @@ from paceline.engine.ema import Ema
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on
 from paceline.engine.nonfinite import Guard, nonfinite_flag
-from paceline.engine.optimizers import can_skip, lrs_of, set_lr
+from paceline.engine.optimizers import can_skip
 from paceline.engine.probe import probe_forward, uneven_warning
 from paceline.engine.replica import PlainModel, Replica
+from paceline.engine.schedule import LearningRates
 from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
 from paceline.world import World
@@ -34,6 +35,7 @@ from paceline.world import World
 Number = torch.Tensor | float
 Segment = Callable[[Lane], AbstractContextManager[None]]  # what surrounds the work of one lane
 
+OPTIONS_OBSTACLE = "scheduler_fn sets options of the optimizer besides lr, which a recording would repeat"
 NO_NORM = -1.0  # stands for the norm of gradients where it was not computed
 
 
@@ -90,7 +92,7 @@ class Stepper:
         settings: Settings,
         feed: Feed,
         *,
-        lr_factor: Callable[[int], float],
+        rates: LearningRates | None = None,
         lanes_per_rank: int,
         world: World,
         warn: Callable[[str], None],
@@ -98,12 +100,11 @@ class Stepper:
     ) -> None:
         """A single rank has nothing to reduce and does not use DDP, unless `through_ddp` is true. All ranks."""
         self.replica, self.optimizer, self.settings, self.feed, self.world = replica, optimizer, settings, feed, world
-        self.lr_factor, self.lanes_per_rank, self.warn = lr_factor, lanes_per_rank, warn
+        self.rates, self.lanes_per_rank, self.warn = rates or LearningRates(optimizer), lanes_per_rank, warn
         if settings.step_mode == "graph" and world.device.type != "cuda":
             raise ConfigError("step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto")
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
-        self.base_lrs = lrs_of(optimizer)
-        self.lr = self.base_lrs[0]  # of the first group, in the last step
+        self.lr = self.rates.base_lrs[0]  # of the first group, in the last step
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
         self.guard = self._make_guard()
         self.sharding: Sharding | None = None
@@ -150,9 +151,7 @@ class Stepper:
 
         The counts in the result are 0 if the host has skipped the step.
         """
-        factor = self.lr_factor(inputs.step)
-        set_lr(self.optimizer, [base * factor for base in self.base_lrs])
-        self.lr = self.base_lrs[0] * factor
+        self.lr = self.rates.apply(inputs.step)
         of_lanes = [self.feed.inputs(lane, inputs.epoch) for lane in inputs.lanes]
         if not self._is_probed:
             self._probe(of_lanes[0])
@@ -161,6 +160,9 @@ class Stepper:
         if row is None:
             row = self.work(inputs.lanes, of_lanes, self._eagerly)
         self.clock.enter(OTHER)
+        self.rates.after_update()
+        if self.rates.changes_options and self.graph is not None and not self.graph.is_given_up:
+            self.graph.give_up(OPTIONS_OBSTACLE)
         return StepResult(row)
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
@@ -239,6 +241,8 @@ class Stepper:
             return "TorchScript does not show what its modules keep on the host"
         if self.settings.precision == "fp16":
             return "precision=fp16 adapts its loss scale on the host"
+        if self.rates.changes_options:
+            return OPTIONS_OBSTACLE
         if self.settings.nan == "stop":
             return "nan=stop checks the gradients of each step on the host"
         if self.guard is not None and not self.guard.is_deferred:
@@ -249,12 +253,15 @@ class Stepper:
 
     # --- state -------------------------------------------------------------------------------------------------
 
-    def counters(self) -> dict[str, float]:
-        """The numbers on which steps depend, besides weights, optimizer and averages, for a checkpoint."""
-        return self.guard.counters() if self.guard is not None else {}
+    def counters(self) -> dict[str, Any]:
+        """What steps depend on, besides weights, optimizer and averages, for a checkpoint."""
+        counters: dict[str, Any] = {**self.guard.counters()} if self.guard is not None else {}
+        rates = self.rates.state_dict()
+        return {**counters, "rates": rates} if rates else counters
 
-    def set_counters(self, counters: Mapping[str, float]) -> None:
-        """Set the numbers that `counters` returned."""
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Set what `counters` returned."""
+        self.rates.load_state_dict(counters.get("rates", {}))
         if self.guard is not None:
             self.guard.set_counters(counters)
 

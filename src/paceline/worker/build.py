@@ -20,11 +20,11 @@ from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
-from paceline.engine.optimizers import lr_at, make_optimizer
+from paceline.engine.optimizers import make_optimizer
 from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
-from paceline.errors import ConfigError
 from paceline.system.signals import Stop
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
@@ -91,7 +91,7 @@ def build_step(
         optimizer,
         settings,
         feed,
-        lr_factor=lambda step: lr_at(step, 1.0, config.schedule, plan.total_steps),
+        rates=make_rates(config, optimizer, plan.total_steps, plan.steps_per_epoch),
         lanes_per_rank=settings.lanes // world.size,
         world=world,
         warn=context.warn,
@@ -104,12 +104,13 @@ def build_step(
 def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     """The length of the run and its intervals of logging and comparing; warns of suspicious settings."""
     config = context.config
-    total, epochs = length_of(config, training, lanes)
+    total, epochs, per_epoch = length_of(config, training, lanes)
     for text in suspicious_settings(config, total):
         context.warn(text)
     return LoopPlan(
         total_steps=total,
         epochs=epochs,
+        steps_per_epoch=per_epoch,
         log_every_steps=config.log.every_steps,
         check_replicas_every=config.check_replicas_every,
         log_digests=config.log.digests,
@@ -117,19 +118,14 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     )
 
 
-def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int]:
-    """The number of steps, or None if it is not known in advance, and the number of epochs."""
+def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int, int | None]:
+    """The number of steps, of epochs and of steps in an epoch; None where an iterable data set decides."""
     size = size_of(training)
-    if size is not None:
-        per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
-        total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
-        return total, -(-total // per_epoch)
-    if config.max_steps is None and config.schedule.name != "constant":
-        raise ConfigError(
-            f"schedule.name={config.schedule.name} needs the number of steps, which is not known for an iterable data "
-            "set; set max_steps, or use schedule.name: constant"
-        )
-    return config.max_steps, config.num_epochs
+    if size is None:
+        return config.max_steps, config.num_epochs, None
+    per_epoch = batches.steps_per_epoch(size, config.batch_size, lanes)
+    total = min(per_epoch * config.num_epochs, config.max_steps or per_epoch * config.num_epochs)
+    return total, -(-total // per_epoch), per_epoch
 
 
 def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:

@@ -120,7 +120,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
     config = context.config.model_copy(update={"batch_size": size})
     validation_feed, _ = make_feeds(validation, None, config, context.world)
     validation_feed.is_channels_last = settings.channels_last
-    return train_loader, ValLoader(validation_feed, settings.seed, context.events, context.progress)
+    return train_loader, ValLoader(validation_feed, loop.step, context.events, context.progress)
 
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:

@@ -37,14 +37,14 @@ def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> l
 def check_states(callbacks: Sequence[Callback]) -> None:
     """Raise a ConfigError if a checkpoint could not hold the state of a callback, or not give it back."""
     for name, callback in _named(callbacks).items():
-        check_plain(f"the state_dict() of callback {name}", map_leaves(callback.state_dict(), _copied))
+        check_plain(f"the state_dict() of callback {name}", callback.state_dict())
 
 
 def check_plain(what: str, state: Any) -> None:
     """Raise a ConfigError if a checkpoint could not hold a state, or not give it back."""
     buffer = io.BytesIO()
     try:
-        torch.save(state, buffer)
+        torch.save(map_leaves(state, _copied), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled

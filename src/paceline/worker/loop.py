@@ -121,6 +121,8 @@ class Loop:
         state.is_evaluation_due = False
         state.history.append(row)
         self.events.write("epoch", **row)
+        if not state.is_epoch_cut_short:  # else its evaluation follows when a resumed run completes the epoch
+            self.stepper.rates.after_evaluation(row)
         self.cycle.call("on_evaluate", row)
         self.cycle.log.restart_clock()
 

@@ -25,6 +25,7 @@ class LoopPlan:
     log_every_steps: int | None  # None: `step` events by the step number, `pace` events by the clock
     check_replicas_every: int
     log_digests: bool
+    steps_per_epoch: int | None = None  # None where an iterable data set decides
     ranks_by_loss: bool = False  # whether samples are ordered by their losses, after the first epoch
 
 

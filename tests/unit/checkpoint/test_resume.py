@@ -93,7 +93,7 @@ def test_auto_restarts_an_unfinished_own_loop_in_the_folder_that_run_dir_names(m
     folder = make_run(config, "mine", threads=2)
     assert find_restore_point(config) == RestorePoint(folder.path, {"lanes": None, "threads": 2})
     folder.result.write_text("{}")
-    with pytest.raises(ConfigError, match="run_dir=mine holds a finished run, and train_fn can only start from the"):
+    with pytest.raises(ConfigError, match="run_dir=mine holds a finished run, and a train_fn without `run`"):
         find_restore_point(config)
 
 

@@ -4,9 +4,18 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from paceline.config import build
+from paceline.config.schema import OWN_LOOP_KEYS
+from paceline.errors import ConfigError
 from support.configs import MANAGED, OWN, dataset, loss, model, problems
+
+
+def test_a_model_in_place_of_a_function_is_a_mistake() -> None:
+    assert problems({**MANAGED, "model_fn": torch.nn.Linear(2, 1)}) == [
+        "model_fn=<Linear> is a model; give a function that returns it, such as model_fn=lambda: model"
+    ]
 
 
 def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:
@@ -40,16 +49,29 @@ def test_without_train_fn_and_loss_fn_both_are_named() -> None:
 )
 def test_keys_of_the_managed_loop_conflict_with_train_fn(extra: dict[str, Any]) -> None:
     [key] = extra
-    assert problems({**OWN, **extra}) == [
-        f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
-    ]
+    [problem] = problems({**OWN, **extra})
+    if key in OWN_LOOP_KEYS:
+        assert problem.startswith(f"{key} needs a train_fn with the parameter run, or the managed loop; write")
+    else:
+        assert problem == f"{key} belongs to the managed loop; remove train_fn, or do it inside train_fn"
+
+
+@pytest.mark.parametrize("key", ["clip_norm", "lanes", "time_limit"])
+def test_a_train_fn_with_run_has_keys_of_the_managed_loop(key: str) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):  # type: ignore[no-untyped-def]
+        """The user's own loop."""
+
+    build({**OWN, "train_fn": train, key: 2, "resume": "auto", "loss_fn": "cross_entropy"})
+    with pytest.raises(ConfigError, match="schedule belongs to the managed loop"):
+        build({**OWN, "train_fn": train, "schedule": "cosine"})
 
 
 def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> None:
     build({**OWN, "resume": "auto"})
     assert problems({**OWN, "resume": "runs/a/checkpoints/step-00000003"}) == [
-        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but Paceline keeps no checkpoints for "
-        "train_fn; use --resume auto to start from the beginning, or load a checkpoint of your own inside train_fn"
+        "resume=runs/a/checkpoints/step-00000003 names a run to continue, but a train_fn without `run` keeps no "
+        "checkpoints; write def train(model, train_loader, val_loader, device, num_epochs, run), or use --resume auto "
+        "to start from the beginning"
     ]
 
 

@@ -22,7 +22,7 @@ def test_the_error_has_one_line_for_each_mistake() -> None:
     ("raw", "problem"),
     [
         ({"bath_size": 4}, "bath_size is not a known key; did you mean batch_size?"),
-        ({"every_steps": 3}, "every_steps is not a known key; did you mean checkpoint.every_steps or log.every_steps?"),
+        ({"every_minutes": 3}, "every_minutes is not a known key; did you mean checkpoint.every_minutes?"),
         (
             {"schedule": {"warmpu_steps": 3}},
             "schedule.warmpu_steps is not a known key; did you mean schedule.warmup_steps?",

@@ -233,7 +233,7 @@ def test_mistakes_in_the_section_are_named(make_config: Any, section: dict[str, 
 def test_augmentation_belongs_to_the_managed_loop() -> None:
     def loop(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="augment belongs to the managed loop"):
+    with pytest.raises(ConfigError, match="augment needs a train_fn with the parameter run, or the managed loop"):
         build({"model_fn": loop, "dataset_fn": loop, "train_fn": loop, "augment": {"flip": "random"}})
 
 

@@ -390,5 +390,5 @@ def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"step_mode=graph needs a GPU, but the ranks run on the CPU"):
         Stepper(
             PlainModel(model), torch.optim.SGD(model.parameters()), config, Feed([], config, HERE),
-            lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, warn=print,
+            lanes_per_rank=1, world=HERE, warn=print,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from paceline.engine.digest import sha256_of_optimizer
 from paceline.engine.nonfinite import GROW_AFTER, LossScale, are_finite
 from paceline.engine.reduce import add_flag
 from paceline.engine.replica import PlainModel
+from paceline.engine.schedule import LearningRates
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError, NotFinite
 from support import models
@@ -58,8 +59,9 @@ class Run:
         self.model, self.lanes, self.warned = model, lanes, list[str]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.stepper = Stepper(
-            PlainModel(model), optimizer, config, Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step),
-            lanes_per_rank=lanes, world=HERE, warn=self.warned.append,
+            PlainModel(model), optimizer, config, Renumbered([], config, HERE),
+            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), lanes_per_rank=lanes, world=HERE,
+            warn=self.warned.append,
         )  # fmt: skip
 
     def take(self, step: int, *batches: Batch) -> torch.Tensor:

@@ -20,6 +20,7 @@ from paceline.engine.ema import Ema
 from paceline.engine.forward_state import ForwardState
 from paceline.engine.nonfinite import FinishedStep, Guard, nonfinite_flag
 from paceline.engine.replica import PlainModel
+from paceline.engine.schedule import LearningRates
 from paceline.engine.step import NO_NORM, Stepper, StepResult
 from paceline.errors import NotFinite
 from support.models import normed
@@ -107,9 +108,10 @@ class Run:
         patch.setattr("paceline.engine.step.can_skip", lambda optimizer: is_deferred)
         config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, **keys})
         self.model, self.warned = model if model is not None else Counting(), list[str]()
+        optimizer = make(self.model.parameters(), lr=0.01, fused=True)
         self.stepper = Stepper(
-            PlainModel(self.model), make(self.model.parameters(), lr=0.01, fused=True), config,
-            Renumbered([], config, HERE), lr_factor=lambda step: 1 / (1 + step), lanes_per_rank=lanes, world=HERE,
+            PlainModel(self.model), optimizer, config, Renumbered([], config, HERE),
+            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), lanes_per_rank=lanes, world=HERE,
             warn=self.warned.append,
         )  # fmt: skip
         guard = self.stepper.guard
@@ -366,7 +368,7 @@ def test_only_steps_that_may_be_skipped_in_full_precision_are_left_to_the_device
     model = Counting()
     stepper = Stepper(
         PlainModel(model), torch.optim.AdamW(model.parameters(), fused=True), config, Feed([], config, HERE),
-        lr_factor=lambda step: 1.0, lanes_per_rank=1, world=HERE, warn=print,
+        lanes_per_rank=1, world=HERE, warn=print,
     )  # fmt: skip
     assert stepper.guard is not None
     assert stepper.guard.is_deferred == is_deferred

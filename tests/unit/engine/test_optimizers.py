@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,60 +7,11 @@ import pytest
 import torch
 
 from paceline import Muon
-from paceline.config import Config, Schedule
-from paceline.engine.optimizers import can_skip, lr_at, lrs_of, make_optimizer, optimizers, problems_with, set_lr
+from paceline.config import Config
+from paceline.engine.optimizers import can_skip, lrs_of, make_optimizer, optimizers, problems_with, set_lr
 from paceline.errors import ConfigError
 
 MakeConfig = Callable[..., Config]
-
-
-def rates(total_steps: int, base: float = 1.0, **schedule: Any) -> list[float]:
-    return [lr_at(step, base, Schedule(**schedule), total_steps) for step in range(total_steps)]
-
-
-# --- the learning rate --------------------------------------------------------------------------------------
-
-
-def test_constant_is_the_base_at_every_step() -> None:
-    assert rates(4, base=0.3) == [0.3] * 4
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_warm_up_rises_in_equal_parts_and_reaches_the_base_at_its_last_step(name: str) -> None:
-    assert rates(100, base=2.0, name=name, warmup_steps=4)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-
-
-def test_linear_falls_in_equal_parts() -> None:
-    assert rates(5, name="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_linear_falls_to_the_final_part_of_the_base() -> None:
-    assert rates(4, base=10, name="linear", final=0.2) == pytest.approx([10, 8, 6, 4])
-    assert lr_at(4, 10, Schedule(name="linear", final=0.2), total_steps=4) == pytest.approx(2)
-
-
-def test_cosine_falls_along_half_a_wave() -> None:
-    expected = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
-    assert rates(8, name="cosine") == pytest.approx(expected)
-    assert rates(8, name="cosine")[4] == pytest.approx(0.5)
-
-
-def test_cosine_falls_to_the_final_part_of_the_base() -> None:
-    schedule = Schedule(name="cosine", final=0.1)
-    assert lr_at(0, 2.0, schedule, total_steps=10) == 2.0
-    assert lr_at(5, 2.0, schedule, total_steps=10) == pytest.approx(1.1)
-    assert lr_at(10, 2.0, schedule, total_steps=10) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_the_fall_begins_where_the_warm_up_ends(name: str) -> None:
-    assert rates(12, name=name, warmup_steps=4)[4:] == pytest.approx(rates(8, name=name))
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_a_warm_up_as_long_as_the_run_never_divides_by_zero(name: str) -> None:
-    assert rates(3, name=name, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
-    assert rates(2, name=name, warmup_steps=4) == pytest.approx([1 / 4, 2 / 4])
 
 
 # --- optimizers by name -------------------------------------------------------------------------------------

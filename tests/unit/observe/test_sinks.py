@@ -320,7 +320,7 @@ def test_a_tracker_that_is_not_installed_is_reported_with_its_extra(
 def test_one_tracker_or_several_and_none_for_the_users_own_loop(make_config: MakeConfig) -> None:
     assert make_config(log={"trackers": "wandb"}).log.trackers == ["wandb"]
     assert make_config(log={"trackers": ["wandb", "mlflow"]}).log.trackers == ["wandb", "mlflow"]
-    with pytest.raises(ConfigError, match=r"log\.trackers records only the managed loop"):
+    with pytest.raises(ConfigError, match=r"log\.trackers has nothing to record in a train_fn without `run`"):
         make_config(log={"trackers": "wandb"}, loss_fn=None, train_fn=lambda a, b, c, d, e: None)
 
 

@@ -325,7 +325,7 @@ def test_the_phases_in_a_trace_contain_the_operators_that_ran_in_them(tmp_path: 
 def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank_s_own_time() -> None:
     clock = PhaseClock()
     watch = StepProfiler(clock, torch.device("cpu"), 1, 2, Events(None))
-    run = Run(0, 1, torch.device("cpu"), Path(), torch.nn.Identity(), 6)
+    run = Run(rank=0, world_size=1, device=torch.device("cpu"), folder=Path(), model=torch.nn.Identity(), total_steps=6)
     while not run.stop_requested:
         for phase in (DATA, FORWARD, REDUCTION, OTHER):
             clock.enter(phase)

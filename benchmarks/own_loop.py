@@ -1,0 +1,253 @@
+"""What `run` costs: the same loop in plain DDP under torchrun and with `run` in Paceline, measured in turn.
+
+    python benchmarks/own_loop.py [--rounds 5] [--windows 12] [--models mlp cnn] [--procs 2] [--json out.json]
+
+Both loops have the same model, data, batch, AdamW and scheduler. Paceline has its defaults: exact sums, the check for
+finite values, events, TensorBoard, checkpoints, and `run.log` in every step. On a GPU both have one rank and use bf16.
+A loop measures windows of 50 steps by itself; the first two are warm-up. The table gives the median over all windows of
+all rounds, and the median of the rounds' ratios. The last row compares the managed loop with a callback without
+`on_step` to the one without callbacks, by the samples per second in the events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import paceline
+
+WINDOW, WARM_UP = 50, 2
+STEPS_PER_EPOCH = 200
+ON_GPU = torch.cuda.is_available()
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block of a CNN."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class Language(nn.Module):
+    """Four layers as in GPT-2: width 768, 12 heads, 512 tokens, and a vocabulary of 8,192."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(8192, 768), nn.Embedding(512, 768)
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(768, 8192)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        size = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(size, device=tokens.device)
+        x = self.tokens(tokens) + self.places(torch.arange(size, device=tokens.device))
+        return self.head(self.layers(x, mask, is_causal=True)).transpose(1, 2)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn() -> nn.Module:
+    width, blocks = (32, 10) if ON_GPU else (16, 2)
+    middle = [Block(width) for _ in range(blocks)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+    )
+
+
+# The model, the batch size, the shape of a sample, and the shape of its target.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], tuple[int, ...]]] = {
+    "mlp": (mlp, 64, (784,), ()),
+    "cnn": (cnn, 128 if ON_GPU else 32, (3, 32, 32), ()),
+    "gpt": (Language, 8, (512,), (512,)),
+}
+
+
+def samples(name: str, ranks: int) -> TensorDataset:
+    """Random samples for 200 steps an epoch."""
+    _, batch, shape, target = MODELS[name]
+    size, generator = STEPS_PER_EPOCH * batch * ranks, torch.Generator().manual_seed(0)
+    if name == "gpt":
+        return TensorDataset(*(torch.randint(8192, (size, *each), generator=generator) for each in (shape, target)))
+    inputs = torch.randn(size, *shape, generator=generator)
+    return TensorDataset(inputs, torch.randint(10, (size, *target), generator=generator))
+
+
+# --- the two loops --------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """The seconds per step of each window."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.steps, self.began = 0, time.perf_counter()
+
+    def tick(self, loss: torch.Tensor) -> None:
+        """Count a step, and end a window after 50."""
+        self.steps += 1
+        if self.steps % WINDOW == 0:
+            loss.item()  # waits for the device, as a loop does that prints its loss now and then
+            now = time.perf_counter()
+            self.seconds.append((now - self.began) / WINDOW)
+            self.began = now
+
+
+def plain(name: str, windows: int, note: Path) -> None:
+    """The loop in plain DDP, in a process of torchrun; rank 0 writes the seconds per step."""
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    make, batch, *_ = MODELS[name]
+    data = samples(name, dist.get_world_size())
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    loader = DataLoader(data, batch, sampler=sampler)
+    model = nn.parallel.DistributedDataParallel(make().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    epochs = windows * WINDOW // STEPS_PER_EPOCH
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=epochs * STEPS_PER_EPOCH)
+    watch = Stopwatch()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
+                loss = cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            watch.tick(loss)
+    if dist.get_rank() == 0:
+        note.write_text(json.dumps(watch.seconds))
+    dist.destroy_process_group()
+
+
+def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> list[float]:
+    """The same loop with `run`; returns the seconds per step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=run.total_steps)
+    run.track(optimizer=optimizer, scheduler=scheduler)
+    watch = Stopwatch()
+    for _ in run.epochs(num_epochs):
+        for x, y in train_loader:
+            with run.autocast():
+                loss = cross_entropy(model(x.to(device)), y.to(device))
+            run.backward(loss)
+            if run.step(optimizer, clip_norm=1.0):
+                scheduler.step()
+            run.log(loss=loss)
+            watch.tick(loss)
+    return watch.seconds
+
+
+def measure_plain(name: str, procs: int, windows: int, folder: Path) -> list[float]:
+    note = folder / "note"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}", __file__]
+    words = ["--plain", str(note), "--models", name, "--windows", str(windows)]
+    subprocess.run([*command, *words], check=True, capture_output=True)
+    return json.loads(note.read_text())
+
+
+def measure_run(name: str, procs: int, windows: int, folder: Path) -> list[float]:
+    make, batch, *_ = MODELS[name]
+    result = paceline.Trainer(
+        name="benchmark-own-loop", model_fn=make, dataset_fn=lambda: samples(name, procs), train_fn=train,
+        batch_size=batch, num_epochs=windows * WINDOW // STEPS_PER_EPOCH, val_fraction=0, procs=procs,
+        run_dir=tempfile.mkdtemp(dir=folder),
+    ).start()  # fmt: skip
+    return result.value  # type: ignore[no-any-return]
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------------
+
+
+class Quiet(paceline.Callback):
+    """A callback without `on_step`."""
+
+    def on_evaluate(self, run: Any, metrics: Any) -> None:
+        """Called once an epoch."""
+
+
+def measure_callbacks(callbacks: list[Any], procs: int, windows: int, folder: Path) -> list[float]:
+    """The seconds per step of the managed loop, from its events."""
+    make, batch, *_ = MODELS["mlp"]
+    result = paceline.Trainer(
+        name="benchmark-own-loop", model_fn=make, dataset_fn=lambda: samples("mlp", procs), loss_fn=cross_entropy,
+        batch_size=batch, num_epochs=windows * WINDOW // STEPS_PER_EPOCH, val_fraction=0, procs=procs,
+        callbacks=callbacks, run_dir=tempfile.mkdtemp(dir=folder),
+    ).start()  # fmt: skip
+    events = map(json.loads, (Path(result.run_dir) / "events.jsonl").read_text().splitlines())
+    return [batch * procs / event["samples_per_s"] for event in events if event["event"] == "pace"]
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+Measure = Callable[[int, int, Path], list[float]]
+
+
+def compare(what: str, first: Measure, second: Measure, procs: int, rounds: int, windows: int) -> dict[str, Any]:
+    """Measure two variants in turn, and print a row of the table."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    ratios = []
+    with tempfile.TemporaryDirectory() as name:
+        for turn in range(rounds):
+            medians = [0.0, 0.0]
+            for which in (0, 1) if turn % 2 else (1, 0):
+                measured = (first, second)[which](procs, windows, Path(name))[WARM_UP:]
+                seconds[which].extend(measured)
+                medians[which] = statistics.median(measured)
+            ratios.append(medians[1] / medians[0])
+    us = [1e6 * statistics.median(each) for each in seconds]
+    low, high, middle = min(ratios), max(ratios), statistics.median(ratios)
+    print(f"| {what} | {procs} | {us[0]:,.0f} | {us[1]:,.0f} | {middle:.3f} ({low:.3f} to {high:.3f}) |", flush=True)
+    return {"what": what, "procs": procs, "first_us": us[0], "second_us": us[1], "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=12, help=f"of {WINDOW} steps, a multiple of 4")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["cnn", "gpt"] if ON_GPU else ["mlp", "cnn"])
+    parser.add_argument("--procs", type=int, default=1 if ON_GPU else 2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.plain:
+        return plain(options.models[0], options.windows, options.plain)
+    device = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores"
+    print(f"{device}, torch {torch.__version__}: {options.rounds} rounds of {options.windows} windows\n")
+    print("| loop | ranks | plain DDP, µs | with run, µs | ratio (lowest to highest) |\n|---|---|---|---|---|")
+    shared = options.procs, options.rounds, options.windows
+    rows = [compare(name, partial(measure_plain, name), partial(measure_run, name), *shared) for name in options.models]
+    print("\n| managed loop | ranks | no callback, µs | one without on_step, µs | ratio |\n|---|---|---|---|---|")
+    rows.append(compare("mlp", partial(measure_callbacks, []), partial(measure_callbacks, [Quiet()]), *shared))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

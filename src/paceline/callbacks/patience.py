@@ -1,0 +1,36 @@
+"""Counts the evaluations since a metric last improved, for early stopping and for a learning rate that waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+class Patience:
+    """Whether a metric has not improved by more than `min_delta` in the last `patience` evaluations."""
+
+    def __init__(self, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0) -> None:
+        self.metric, self.sign, self.patience, self.min_delta = metric, 1 if mode == "min" else -1, patience, min_delta
+        self.best: float | None = None  # multiplied by the sign, so that less is better
+        self.waited = 0  # evaluations since the best one
+
+    def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
+        """Count an evaluation; one without the metric does not count, one that is not a number is no improvement."""
+        if self.metric not in metrics:
+            return False
+        value = metrics[self.metric]
+        number = math.nan if value is None else self.sign * value
+        if number < (math.inf if self.best is None else self.best - self.min_delta):
+            self.best, self.waited = number, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and the evaluations since."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.best, self.waited = state["best"], state["waited"]

@@ -1,0 +1,36 @@
+"""Options that no command has: keys of a config, or names of other libraries for them, typed as `--key`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.errors import ConfigError
+
+UsageError: Any = typer.BadParameter.__base__  # of the click that typer uses, which may be typer's own copy
+
+
+class AnsweringGroup(TyperGroup):
+    """A group of commands that answers `--lr` with the key to write, instead of "No such option"."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            option, command = getattr(error, "option_name", None), error.ctx and error.ctx.command
+            takes_keys = command is not None and any(each.name == "overrides" for each in command.params)
+            if option and takes_keys and (key := key_of(option.lstrip("-").replace("-", "_"))):
+                raise ConfigError(f"{option} is not an option but a key; write {key}=…, without dashes") from None
+            raise
+
+
+def key_of(name: str) -> str | None:
+    """The key of a config that an option may mean."""
+    from paceline.config import Config
+    from paceline.config.other_names import rows_of
+
+    keys = [row.key for row in rows_of(name) if row.key]
+    return name if name in Config.model_fields else next(iter(keys), None)

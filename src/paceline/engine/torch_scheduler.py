@@ -1,0 +1,110 @@
+"""A learning rate scheduler of torch, which sees a copy of the optimizer's options with rates as plain numbers.
+
+On a GPU the optimizer's own rates are tensors. A scheduler that computes the next rate from the last one would wait for
+the device, and round to fp32 there.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.engine.optimizers import lrs_of
+from paceline.errors import ConfigError
+
+RATES = ("params", "lr", "capturable")  # keys of a group that are not copied back to the optimizer
+
+
+class TorchScheduler:
+    """The scheduler that `scheduler_fn` makes for a copy of the optimizer's parameter groups."""
+
+    def __init__(
+        self, scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None
+    ) -> None:
+        self._optimizer, self._copy = optimizer, _copy_of(optimizer)
+        self._changed: set[str] = set()  # options besides learning rates that the scheduler sets
+        self._seen = [{**group} for group in self._copy.param_groups]
+        self.scheduler = _make(scheduler_fn, self._copy, total_steps)
+        self._copy._opt_called = True  # type: ignore[attr-defined]  # or torch warns that the optimizer makes no step
+        self.takes_metric = _takes_metric(self.scheduler)
+        self.copy_options()
+
+    @property
+    def changes_options(self) -> bool:
+        """Whether the scheduler has set options of the optimizer besides learning rates, such as momentum."""
+        return bool(self._changed)
+
+    def lrs(self) -> list[float]:
+        """The present learning rate of each group."""
+        return lrs_of(self._copy)
+
+    def step(self, *metric: float) -> None:
+        """Step the scheduler once, and give the optimizer the options that it has set."""
+        self.scheduler.step(*metric)
+        self.copy_options()
+
+    def copy_options(self) -> None:
+        """Give the optimizer the options besides learning rates that the scheduler has set since the last call."""
+        for own, group, seen in zip(self._optimizer.param_groups, self._copy.param_groups, self._seen, strict=True):
+            for key in own.keys() & seen.keys() - set(RATES):
+                if group[key] is not seen[key] and group[key] != seen[key]:
+                    own[key] = seen[key] = group[key]
+                    self._changed.add(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the scheduler's state, and of the options that it sets: many compute a rate from the last one."""
+        options = [
+            {key: value for key, value in group.items() if key in ("lr", *self._changed) or key not in seen}
+            for group, seen in zip(self._copy.param_groups, self._seen, strict=True)
+        ]
+        return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "options": options})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the scheduler from what `state_dict` returned."""
+        self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        for group, options in zip(self._copy.param_groups, state["options"], strict=True):
+            group.update(options)
+        self.copy_options()
+
+
+def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and parameters, with parameter groups of its own and rates as numbers."""
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    lrs = zip(optimizer.param_groups, lrs_of(optimizer), strict=True)
+    shadow.param_groups = [{**group, "lr": lr} for group, lr in lrs]
+    return shadow
+
+
+def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None) -> Any:
+    """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that."""
+    takes_total = _takes_total(scheduler_fn)
+    if takes_total and total_steps is None:
+        raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
+    scheduler = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
+    if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"scheduler_fn returned a {type(scheduler).__name__}; it must return a scheduler, such as those of "
+            "torch.optim.lr_scheduler"
+        )
+    return scheduler
+
+
+def _takes_total(scheduler_fn: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `total_steps` that has no value yet."""
+    try:
+        parameter = inspect.signature(scheduler_fn).parameters.get("total_steps")
+    except ValueError:  # a builtin without a signature
+        return False
+    return parameter is not None and parameter.default in (parameter.empty, None)
+
+
+def _takes_metric(scheduler: Any) -> bool:
+    """Whether `step` needs an argument, as that of ReduceLROnPlateau."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in kinds and each.default is each.empty for each in parameters)
