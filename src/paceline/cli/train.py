@@ -54,10 +54,11 @@ def train(
             target, overrides, procs=procs, nodes=nodes, rendezvous=rendezvous, launcher=launcher, run_dir=run_dir,
             resume=resume,
         )  # fmt: skip
-    _show_result(Trainer.from_config(built, folder).start(), target, overrides or [])
+    result = Trainer.from_config(built, folder).start()
+    _show_result(result, target, overrides or [], can_evaluate=built.train_fn is None or built.loss_fn is not None)
 
 
-def _show_result(result: Result, target: str, overrides: Sequence[str]) -> None:
+def _show_result(result: Result, target: str, overrides: Sequence[str], *, can_evaluate: bool) -> None:
     if not is_main():
         return
     from paceline.formatting import outcome_text
@@ -65,18 +66,18 @@ def _show_result(result: Result, target: str, overrides: Sequence[str]) -> None:
     typer.echo(f"done: {outcome_text(result.step, result.metrics, result.weights_sha256)}")
     typer.echo(f"run folder: {result.run_dir}")
     typer.echo("try next:")
-    for line in next_steps(result, target, overrides):
+    for line in next_steps(result, target, overrides, can_evaluate=can_evaluate):
         typer.echo(f"  {line}")
 
 
-def next_steps(result: Result, target: str, overrides: Sequence[str]) -> list[str]:
+def next_steps(result: Result, target: str, overrides: Sequence[str], *, can_evaluate: bool = True) -> list[str]:
     """Shell commands that are useful after a run."""
     from paceline.run.layout import RunFolder
 
     words = [target, *(word for word in overrides if word.partition("=")[0] not in NOT_REPEATED)]
     folder = quote(str(result.run_dir))
     lines = [f"paceline train {' '.join(map(quote, words))} --procs 1 num_epochs=2     # other processes, other values"]
-    if result.metrics:
+    if result.metrics and can_evaluate:
         lines.append(f"paceline evaluate {folder}")
     if any(RunFolder(result.run_dir).tensorboard.glob("*")):
         lines.append(f"paceline board {folder}     # curves, in TensorBoard")

@@ -89,7 +89,7 @@ def build_own_loop(
     run = OwnRun(
         world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
         model=module, total_steps=plan.total_steps, step_number=state.step, epoch=state.epoch, history=state.history,
-        state=own,
+        state=own, finish_requested=state.finish_requested,
     )  # fmt: skip
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged

@@ -34,6 +34,12 @@ def test_what_to_try_next_repeats_the_overrides_for_a_shell(tmp_path: Path) -> N
     assert [words(line) for line in others] == [["paceline", "evaluate", str(tmp_path)], ["paceline", "init", "mylab"]]
 
 
+def test_an_evaluation_is_not_suggested_without_a_loss(tmp_path: Path) -> None:
+    result = SimpleNamespace(run_dir=tmp_path, metrics={"accuracy": 1.0})
+    lines = next_steps(result, "digits", [], can_evaluate=False)
+    assert not any("evaluate" in line for line in lines)
+
+
 def test_curves_are_suggested_if_there_are_any_and_a_project_after_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     result = SimpleNamespace(run_dir=tmp_path / "run", metrics={})

@@ -16,8 +16,9 @@ result = Trainer(
     df=df,
     train_fn=train,
     batch_size=4,
+    lanes=4,
     num_epochs=20,
     procs=2,
 ).start()
-print(f"accuracy on rank 0: {result.value:.3f}")
+print(f"accuracy: {result.metrics['accuracy']:.3f}")
 print(f"run folder: {result.run_dir}")

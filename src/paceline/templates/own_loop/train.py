@@ -1,29 +1,31 @@
 import torch
-from torch import nn
+from torch.nn.functional import cross_entropy
 
 
-def train(model, train_loader, val_loader, device, num_epochs):
-    """An ordinary loop. The model is on its device and wrapped in DDP; the loaders yield this rank's share."""
-    loss_fn = nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch in range(num_epochs):
+def train(model, train_loader, val_loader, device, num_epochs, run):
+    """A loop of your own. `run` saves, resumes, sums over the processes and logs; all else is plain PyTorch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=run.total_steps)
+    run.track(optimizer=optimizer, scheduler=scheduler)  # saved in each checkpoint, restored here when the run resumes
+    for _ in run.epochs(num_epochs):  # a resumed run starts at the epoch and the batch where it was
         model.train()
-        for points, labels in train_loader:
-            optimizer.zero_grad()
-            loss = loss_fn(model(points.to(device)), labels.to(device))
-            loss.backward()
-            optimizer.step()
-        accuracy = evaluate(model, val_loader, device)
-        print(f"epoch {epoch + 1}: validation accuracy {accuracy:.3f} (this rank's share)")
-    return accuracy
+        for points, labels in train_loader:  # this process's batches, on its device
+            with run.autocast():  # in the precision of config.yaml
+                loss = cross_entropy(model(points), labels)
+            run.backward(loss)
+            if run.step(optimizer, clip_norm=1.0):  # False until all micro-batches (lanes) of a step are in
+                scheduler.step()
+            run.log(loss=loss)
+        correct, seen = count(model, val_loader)
+        run.log(accuracy=run.sum(correct) / run.sum(seen))  # over the shares of all processes
 
 
 @torch.no_grad()
-def evaluate(model, val_loader, device):
+def count(model, loader):
+    """The number of correct samples, and of all samples, in this process's share."""
     model.eval()
-    right = total = 0
-    for points, labels in val_loader:
-        predicted = model(points.to(device)).argmax(dim=1).cpu()
-        right += (predicted == labels).sum().item()
-        total += len(labels)
-    return right / total
+    correct = seen = 0
+    for points, labels in loader:
+        correct += (model(points).argmax(dim=1) == labels).sum().item()
+        seen += len(labels)
+    return correct, seen
