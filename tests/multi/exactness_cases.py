@@ -12,9 +12,10 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import own_loop_cases as own
 import torch
 import torch._dynamo  # the first optimizer would import it
 from torch import nn
@@ -287,6 +288,88 @@ def weighted_loss(output: torch.Tensor, target: torch.Tensor) -> Sum:
     return Sum((functional.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
+class Views(nn.Module):
+    """An encoder with statistics and dropout, and a head, which steps call by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(36, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.encoder(x.flatten(1)))
+        return output
+
+
+def two_views(model: Any, batch: Any) -> dict[str, Any]:
+    """Calls the encoder twice and the head once, without the model itself."""
+    x, y = batch
+    first, second = (model.encoder(view.flatten(1)) for view in (x, x + 0.1 * torch.randn_like(x)))
+    outputs = model.head(first + second)
+    distance = (first - second).square().mean()
+    right = (outputs.argmax(1) == y).sum()
+    return {
+        "loss": functional.cross_entropy(outputs, y) + 0.1 * distance, "distance": distance,
+        "accuracy": Sum(right, len(y)), "weight": Sum((0.3 + 1.7 * y).sum(), y.sum()), "constant": 0.25,
+    }  # fmt: skip
+
+
+scaled = Scaled()  # outside the model, and found by its name in the step
+
+
+def scaled_step(model: Any, batch: Any) -> torch.Tensor:
+    return scaled_of(model(batch[0]), batch[1])
+
+
+def scaled_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return scaled(output, target)
+
+
+class ScaledStep(nn.Module):
+    """A step with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+
+    def forward(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.scaled(model(batch[0]), batch[1]), "scale": self.scaled.mean.clone()}
+
+
+def weighted_step(model: Any, batch: Any) -> Sum:
+    return weighted_loss(model(batch[0]), batch[1])
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss with its output, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.net(image)
+        return Output(None if labels is None else functional.cross_entropy(logits, labels), logits)
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Named(Images):
+    """Images and labels by name."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return {"image": image, "labels": label}
+
+
+def measure(model: Any, batch: Any) -> dict[str, Any]:
+    outputs, y = model(batch[0]), batch[1]
+    return {"loss": functional.cross_entropy(outputs, y), "right": Sum((outputs.argmax(1) == y).sum(), len(y))}
+
+
 def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     return OneCycleLR(optimizer, 0.1, total_steps=total_steps)
 
@@ -354,6 +437,13 @@ CASES: dict[str, dict[str, Any]] = {
     "a scheduler of torch that waits for evaluations": {
         "scheduler_fn": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3),
     },
+    "evaluations within epochs": {
+        "model_fn": conv_net, "evaluate": {"every_steps": 3, "every_epochs": 2, "batch_size": 7},
+        "schedule": {"name": "plateau", "patience": 1, "factor": 0.5, "min_delta": 0.05},
+    },
+    "a run that finishes early": {
+        "num_epochs": 9, "early_stop": {"metric": "accuracy", "mode": "max", "patience": 2, "min_delta": 0.05},
+    },
     "average of the weights": {"model_fn": conv_net, "ema": 0.9},
     "bf16 autocast": {"model_fn": conv_net, "precision": "bf16"},
     "sum and count": {"loss_fn": weighted_loss, "dataset_fn": lambda: Images(ODD)},
@@ -419,6 +509,45 @@ CASES: dict[str, dict[str, Any]] = {
         "model_fn": conv_net, "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.1}, "clip_norm": 0.5,
         "shard_optimizer": True, "bucket_mb": 0.001,
     },
+    "own loop": {"train_fn": own.train_simply, "model_fn": conv_net},
+    "own loop with everything": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "bf16",
+        "dataset_fn": lambda: Images(ODD, augment=True), "workers": 2, "bucket_mb": 0.001,
+    },
+    "own loop with two losses": {"train_fn": own.train_with_two_losses, "model_fn": Remembering},
+    "own loop with sums, and parameters that some lanes use": {
+        "train_fn": own.train_with_sums, "model_fn": Sometimes, "dataset_fn": lambda: Images(ODD),
+    },
+    "own loop with two networks": {"train_fn": own.train_two_networks, "ema": 0.9},
+    "own loop, not finite": {"train_fn": own.train_simply, "dataset_fn": lambda: NotFinite(ODD)},
+    "own loop, fp16": {
+        "train_fn": own.train_with_everything, "model_fn": conv_net, "precision": "fp16", "max_steps": 9,
+    },
+    "own loop, iterable": {"train_fn": own.train_simply, "dataset_fn": Uneven},
+    "own loop, easy samples first": {
+        "train_fn": own.train_simply, "difficulty_fn": lambda sample: float(sample[0].mean()),
+        "curriculum": {"start": 0.3, "epochs": 2},
+    },
+    "own loop, drawn by weights": {"train_fn": own.train_simply, "sample_weights": np.linspace(0, 1, EVEN)},
+    "a step that calls parts of the model": {
+        "model_fn": Views, "step_fn": two_views, "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+        "clip_norm": 0.5, "ema": 0.9,
+    },
+    "a step in bf16 over a stream with uneven lanes": {
+        "model_fn": Views, "step_fn": two_views, "dataset_fn": lambda: Uneven(augment=True), "precision": "bf16",
+    },
+    "a step with a loss outside the model": {"step_fn": scaled_step, "dataset_fn": lambda: NotFinite(ODD)},
+    "a step with a buffer": {"step_fn": ScaledStep(), "model_fn": conv_net, "dataset_fn": lambda: Images(ODD)},
+    "a step with sum and count, and parameters that some lanes use": {
+        "model_fn": Sometimes, "step_fn": weighted_step, "find_unused_parameters": True, "dataset_fn": Uneven,
+    },
+    "a step that moves frozen parameters, and an evaluation of its own": {
+        "model_fn": Teacher, "step_fn": lambda model, batch: weighted_step(model, batch), "evaluate_fn": measure,
+        "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+    },
+    "the model's own loss": {
+        "model_fn": OwnLoss, "loss_fn": "model", "dataset_fn": lambda: Named(ODD), "val_dataset_fn": lambda: Named(61),
+    },
     "everything at once": {
         "model_fn": conv_net, "dataset_fn": lambda: Images(augment=True), "workers": 2, "clip_norm": 0.5, "ema": 0.8,
         "optimizer": ADAMW, "schedule": {"name": "linear", "warmup_steps": 2}, "precision": "bf16",
@@ -432,7 +561,9 @@ def options_of(case: str) -> dict[str, Any]:
         "loss_fn": functional.cross_entropy, "metrics": ["accuracy"], "batch_size": BATCH, "lanes": LANES,
         "num_epochs": 3, "threads": 1, "device": "cpu", "check_replicas_every": 5, "log": {"every_steps": 1},
     }  # fmt: skip
-    return {**defaults, **CASES[case]}
+    given = CASES[case]
+    unused = {"optimizer"} if "train_fn" in given else {"loss_fn"} if "step_fn" in given else set()
+    return {**{key: value for key, value in defaults.items() if key not in unused}, **given}
 
 
 def main(out: Path) -> None:
@@ -447,6 +578,7 @@ def main(out: Path) -> None:
             "optimizer": result.optimizer_sha256,
             "history": result.history,
             "losses": [event["loss"] for event in events if event["event"] == "step"],
+            "values": [event.get("values") for event in events if event["event"] == "step"],
         }
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(outcomes))

@@ -8,13 +8,13 @@ from typing import Any
 import faults
 import pytest
 import torch
-from exactness_cases import ODD, Images, two_random_halves
+from exactness_cases import ODD, Images, conv_net, masked, two_random_halves
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline import Trainer, shard
-from paceline.errors import RankFailed, Stopped
+from paceline.errors import ConfigError, RankFailed, Stopped
 from support.datasets import StreamDataset
 
 WORDS = 20
@@ -187,3 +187,42 @@ def test_the_users_own_loop_draws_by_weights_and_follows_an_order() -> None:
     assert drawn[0] != drawn[1]
     ordered = Trainer(**options, order_fn=lambda epoch, size: [epoch] * size).start().value
     assert ordered == [[0] * 20, [1] * 20]
+
+
+@pytest.mark.parametrize("keys", [BY_WEIGHT, BY_ORDER, {"collate_fn": masked}], ids=["weights", "order_fn", "masks"])
+def test_the_users_own_loop_with_run_has_one_hash_with_each_key(keys: dict[str, Any]) -> None:
+    def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in run.epochs(num_epochs):
+            for images, labels in train_loader:
+                run.backward(nn.functional.cross_entropy(model(images), labels))
+                run.step(optimizer)
+
+    options: dict[str, Any] = {
+        "model_fn": conv_net, "dataset_fn": lambda: Images(ODD, augment=True), "val_dataset_fn": lambda: Images(61),
+        "train_fn": train, "batch_size": 3, "global_batch_size": 12, "num_epochs": 2, "threads": 1,
+    }  # fmt: skip
+    hashes = {Trainer(**{**options, **keys}, procs=procs).start().weights_sha256 for procs in (1, 4)}
+    assert len(hashes) == 1
+    assert hashes != {Trainer(**options, procs=2).start().weights_sha256}
+
+
+def test_a_global_batch_size_fixes_the_lanes_at_any_number_of_ranks() -> None:
+    options = {"lanes": None, "global_batch_size": 12, "batch_size": 3}
+    by_lanes = faults.start(procs=1, run_dir="lanes")
+    assert faults.outcome(faults.start(**options, procs=2)) == faults.outcome(by_lanes)
+    assert paceline.load("run", trust=True).lanes == 4
+    with pytest.raises(
+        ConfigError,
+        match="global_batch_size=24 gives lanes=8 but the run began with lanes=4; leave global_batch_size out",
+    ):
+        faults.start(**{**options, "global_batch_size": 24}, procs=2, resume="run")
+    with pytest.raises(ConfigError, match="lanes=4 cannot be split over 3 ranks"):
+        faults.start(**options, procs=3, run_dir="third")
+
+
+@pytest.mark.parametrize("key", ["sample_weights", "order_fn"])
+def test_an_iterable_data_set_is_refused(key: str) -> None:
+    options = {"dataset_fn": lambda: StreamDataset(lambda: iter(())), key: lambda *arguments: None}
+    with pytest.raises(RankFailed, match=f"{key} needs a data set with a length; order the samples of an iterable one"):
+        faults.start(**options)

@@ -62,13 +62,21 @@ def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
     """A hash that ignored what a case changes would make the test above worthless."""
     hashes = [outcome["weights"] for case, outcome in outcomes["1 ranks"].items()]
     # Workers, buckets and sharding change nothing, nor does evaluating: these pairs are equal, all others are not.
-    assert len(set(hashes)) == len(hashes) - 3 - 1 - 1 - 2
+    # A step_fn that computes what a loss_fn computes gives the same weights.
+    assert len(set(hashes)) == len(hashes) - 3 - 1 - 1 - 2 - 2
     first = outcomes["1 ranks"]
     assert first["augmentation without workers"]["weights"] == first["augmentation with two workers"]["weights"]
     assert first["iterable"]["weights"] == first["iterable with two workers"]["weights"]
     assert first["small buckets"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
     assert first["no evaluation in between"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
     assert first["average of the weights"]["weights"] == first["convolution, BatchNorm and dropout"]["weights"]
+    by_step, by_loss = "a step with a loss outside the model", "a loss with a buffer"
+    assert first[by_step]["weights"] == first[by_loss]["weights"]
+    assert [row["val_loss"] for row in first[by_step]["history"]] == [
+        row["val_loss"] for row in first[by_loss]["history"]
+    ]
+    by_step = "a step with sum and count, and parameters that some lanes use"
+    assert first[by_step] == first["iterable with uneven lanes, and parameters that some use"]
     four = outcomes["4 ranks"]  # where there is something to shard
     assert four["AdamW, sharded"] == first["samples that are not finite"]
     assert four["Muon, sharded"] == first["Muon"]

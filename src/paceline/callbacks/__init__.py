@@ -6,6 +6,7 @@ that all ranks call it with the same numbers. Must not know how a loop is built:
 
 from paceline.callbacks.best_checkpoint import BestCheckpoint
 from paceline.callbacks.callback import Callback
+from paceline.callbacks.early_stopping import EarlyStopping
 from paceline.callbacks.run import Run, current_run
 
-__all__ = ["BestCheckpoint", "Callback", "Run", "current_run"]
+__all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "Run", "current_run"]

@@ -11,17 +11,32 @@ from paceline.callbacks.run import Run
 
 
 class BestCheckpoint(Callback):
-    """Saves a checkpoint whenever a metric is better than in all epochs before."""
+    """Saves a checkpoint whenever a metric is better than in all evaluations before."""
 
-    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
         self.metric, self.sign = metric, 1 if mode == "min" else -1
+        self.best = math.inf  # multiplied by the sign, so that less is better
+
+    def on_start(self, run: Run) -> None:
+        """Know the epochs before, also from a checkpoint without a state of this callback."""
+        self.best = min([self.best, *map(self._value_in, run.history)])
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Compare the last row of the history with the others."""
-        *before, last = (self._value_in(row) for row in run.history)
-        if not math.isnan(last) and all(math.isnan(value) or last < value for value in before):
+        """Save if this evaluation is the best."""
+        value = self._value_in(metrics)
+        if value < self.best:
+            self.best = value
             run.save()
 
     def _value_in(self, row: Mapping[str, Any]) -> float:
+        """The metric, where less is better; infinite if it is missing or not a number."""
         value = row.get(self.metric)
-        return math.nan if value is None else self.sign * value
+        return math.inf if value is None or math.isnan(value) else float(self.sign * value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare with the best value so far."""
+        self.best = state["best"]

@@ -25,7 +25,7 @@ class Callback:
         """After an update, with its loss, grad_norm and lr. May change the model under `torch.no_grad()`."""
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """After an epoch and its evaluation, with the epoch's row of `run.history`."""
+        """After an evaluation, with its row: at the end of an epoch, and within it by `evaluate.every_steps`."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint was published."""

@@ -27,6 +27,11 @@ class Patience:
             self.waited += 1
         return self.waited >= self.patience
 
+    def describe(self) -> str:
+        """How long the metric has not improved, for the reason of a stop."""
+        best = "it was never a number" if self.best is None else f"the best value is {self.sign * self.best:.6g}"
+        return f"{self.metric} has not improved in {self.waited} evaluations; {best}"
+
     def state_dict(self) -> dict[str, Any]:
         """The best value and the evaluations since."""
         return {"best": self.best, "waited": self.waited}

@@ -33,6 +33,7 @@ class Run:
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
     stop_requested: str | None = None  # the reason that was given to `stop`
     save_requested: bool = False
+    finish_requested: str | None = None  # the reason that was given to `finish`
 
     @property
     def is_main(self) -> bool:
@@ -44,8 +45,12 @@ class Run:
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to save and stop after the next step."""
+        """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
         self.stop_requested = reason
+
+    def finish(self, reason: str) -> None:
+        """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
+        self.finish_requested = reason
 
     def print(self, *values: Any) -> None:
         """Print once, from rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ from pydantic import ValidationError
 
 from paceline.callbacks import Callback
 from paceline.config.checks import Check, conflicts, train_fn_problems
-from paceline.config.functions import FunctionNotFound, full_name, home_of, is_object, resolve
+from paceline.config.functions import FunctionNotFound, full_name, home_of, is_model_loss, is_object, resolve
 from paceline.config.messages import problems_of
+from paceline.config.phases import functions_in, map_functions
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
 from paceline.config.signatures import (
     unknown_arguments,
     unsuitable_collate_fn,
     wrong_schedule_fn,
+    wrong_step_functions,
     wrong_train_fn,
 )
 from paceline.config.yaml import parse
@@ -37,6 +39,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
     problems += wrong_train_fn(config)
+    problems += wrong_step_functions(config)
     problems += train_fn_problems(config)
     problems += wrong_schedule_fn(config)
     problems += unsuitable_collate_fn(config)
@@ -115,7 +118,9 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
     """Replace names of functions by the functions; returns one sentence for each that cannot be imported."""
     problems = []
 
-    def resolved(key: str, name: str) -> Callable[..., Any] | str:
+    def resolved(key: str, name: Any) -> Any:
+        if not isinstance(name, str) or is_model_loss(key, name):
+            return name
         try:
             return resolve(full_name(key, name), folder)
         except FunctionNotFound as reason:
@@ -123,21 +128,15 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             return name
 
     for key in FUNCTION_KEYS:
-        if isinstance(value := getattr(config, key), str):
-            setattr(config, key, found := resolved(key, value))
-            if is_object(found):
+        if (value := getattr(config, key)) is not None:
+            setattr(config, key, found := map_functions(value, resolved, key))
+            if isinstance(value, str) and is_object(found):
                 config._names[key] = full_name(key, value)
     if isinstance(config.sample_weights, str) and ":" in config.sample_weights:  # else it is a column
         config.sample_weights = resolved("sample_weights", config.sample_weights)
     if isinstance(config.metrics, dict):
-        config.metrics = {
-            name: resolved(f"metrics.{name}", metric) if isinstance(metric, str) else metric
-            for name, metric in config.metrics.items()
-        }
-    config.callbacks = [
-        resolved(f"callbacks.{place}", value) if isinstance(value, str) else value
-        for place, value in enumerate(config.callbacks)
-    ]
+        config.metrics = {name: resolved(f"metrics.{name}", metric) for name, metric in config.metrics.items()}
+    config.callbacks = [resolved(f"callbacks.{place}", value) for place, value in enumerate(config.callbacks)]
     return problems
 
 
@@ -161,5 +160,5 @@ def unusable_callbacks(config: Config) -> list[str]:
 
 def _home(config: Config) -> Path | None:
     """The folder of the first function that is not from an installed package, for commands that import it by name."""
-    functions = (getattr(config, key) for key in FUNCTION_KEYS)
-    return next((home for function in functions if function is not None and (home := home_of(function))), None)
+    functions = (function for key in FUNCTION_KEYS for function in functions_in(getattr(config, key)))
+    return next((home for function in functions if (home := home_of(function))), None)

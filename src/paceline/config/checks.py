@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from paceline.config.functions import name_of
+from paceline.config.functions import is_model_loss, name_of
 from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
 
 Check = Callable[[Config], Iterable[str]]
@@ -52,8 +52,11 @@ def _model_is_made_by_a_function(config: Config) -> Iterator[str]:
 
 
 def _loop_is_given(config: Config) -> Iterator[str]:
-    if config.train_fn is None and config.loss_fn is None:
-        yield "train_fn and loss_fn are both missing; give train_fn (your own loop) or loss_fn (the managed loop)"
+    if config.train_fn is None and config.loss_fn is None and config.step_fn is None:
+        yield (
+            "train_fn, loss_fn and step_fn are all missing; give train_fn (your own loop), or loss_fn or step_fn (the "
+            "managed loop)"
+        )
 
 
 def _exclusive(first: str, second: str) -> Check:
@@ -79,7 +82,7 @@ def train_fn_problems(config: Config) -> Iterator[str]:
     if not callable(config.train_fn):
         return
     known = (*OWN_LOOP_KEYS, *EVALUATION_KEYS) if config.takes_run else ()
-    unused = [key for key in ("loss_fn", *MANAGED_KEYS) if key not in known and _is_set(config, key)]
+    unused = [key for key in ("loss_fn", "step_fn", *MANAGED_KEYS) if key not in known and _is_set(config, key)]
     without_run = [key for key in unused if key in OWN_LOOP_KEYS]
     if without_run:
         need = "needs" if len(without_run) == 1 else "need"
@@ -123,10 +126,15 @@ def _plateau_metric_is_measured(config: Config) -> Iterator[str]:
         yield from _unmeasured(config, "schedule", config.schedule.option("metric"), config.schedule.mode)
 
 
+def _early_stop_metric_is_measured(config: Config) -> Iterator[str]:
+    if config.early_stop is not None:
+        yield from _unmeasured(config, "early_stop", config.early_stop.metric, config.early_stop.mode)
+
+
 def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
     """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
     measured = [*LOSSES, *config.metrics]
-    if metric not in measured:
+    if metric not in measured and not _names_its_numbers(config):
         yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
     elif mode is None and metric not in LOSSES:
         yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
@@ -145,6 +153,8 @@ def _curriculum_has_difficulty(config: Config) -> Iterator[str]:
         yield "curriculum needs the difficulty of the samples; give difficulty_fn, curriculum.column or by: loss"
     elif config.curriculum.by == "loss" and config.num_epochs == 1:
         yield "curriculum.by=loss ranks the samples after the first epoch, but num_epochs=1; use 2 or more"
+    if config.curriculum.by == "loss" and (config.step_fn is not None or is_model_loss("loss_fn", config.loss_fn)):
+        yield "curriculum.by=loss needs a loss_fn(output, target); give that, difficulty_fn or curriculum.column"
 
 
 def _order_knows_the_samples(config: Config) -> Iterator[str]:
@@ -171,6 +181,11 @@ def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
         )
 
 
+def _names_its_numbers(config: Config) -> bool:
+    """Whether the names of metrics are known only when a function of the user has run."""
+    return any(function is not None for function in (config.step_fn, config.evaluate_fn, config.train_fn))
+
+
 def _metric_names_are_free(config: Config) -> Iterator[str]:
     for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
@@ -178,6 +193,8 @@ def _metric_names_are_free(config: Config) -> Iterator[str]:
 
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
     best, measured = config.checkpoint.best, [*LOSSES, *config.metrics]
+    if _names_its_numbers(config):
+        return
     if best is not None and best.metric not in measured:
         yield f"checkpoint.best.metric={best.metric!r} is not measured; use {', '.join(measured)}"
 
@@ -231,7 +248,8 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
     _model_is_made_by_a_function: (),
-    _loop_is_given: ("train_fn", "loss_fn"),
+    _loop_is_given: ("train_fn", "loss_fn", "step_fn"),
+    _exclusive("loss_fn", "step_fn"): (),
     _train_fn_runs_when_called: (),
     _exclusive("optimizer", "optimizer_fn"): (),
     _exclusive("schedule", "schedule_fn"): (),
@@ -239,6 +257,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _exclusive("schedule_fn", "scheduler_fn"): (),
     _schedule_has_its_options: (),
     _plateau_metric_is_measured: ("metrics",),
+    _early_stop_metric_is_measured: ("metrics",),
     _curriculum_has_difficulty: (),
     _exclusive("sample_weights", "order_fn"): (),
     _exclusive("sample_weights", "curriculum"): (),

@@ -15,6 +15,8 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
+MODEL_LOSS = "model"  # as `loss_fn`: the loss that the model itself returns
+
 
 class FunctionNotFound(Exception):
     """A name has no function behind it; the text says why, in one sentence that follows the key and the name."""
@@ -23,6 +25,11 @@ class FunctionNotFound(Exception):
 def full_name(key: str, name: str) -> str:
     """The "module:name" of a config value: a bare name under `loss_fn` is a loss of torch.nn.functional."""
     return f"torch.nn.functional:{name}" if key == "loss_fn" and ":" not in name else name
+
+
+def is_model_loss(key: str, value: object) -> bool:
+    """Whether a config value means the loss that the model itself returns, which is not a function."""
+    return key == "loss_fn" and isinstance(value, str) and value == MODEL_LOSS
 
 
 def resolve(name: str, folder: Path | None) -> Callable[..., Any]:

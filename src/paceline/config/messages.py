@@ -25,7 +25,7 @@ def _describe(detail: ErrorDetails) -> str:
     path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [part for part in path if part not in ("str", "callable", "bool")]
     key = ".".join(path)
-    if path[-1] in FUNCTION_KEYS:
+    if path[0] in FUNCTION_KEYS:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"

@@ -12,27 +12,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from paceline.config.functions import is_object
+from paceline.config.phases import with_every
 from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
 Mode = Literal["min", "max"]  # whether less or more of a metric is better
 FUNCTION_KEYS = (
-    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "optimizer_fn", "schedule_fn",
-    "scheduler_fn", "difficulty_fn", "order_fn",
+    "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "step_fn", "evaluate_fn",
+    "predict_fn", "optimizer_fn", "schedule_fn", "scheduler_fn", "difficulty_fn", "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
 NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
 MANAGED_KEYS = (  # have no effect on a train_fn without `run`
-    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "clip_norm", "ema", "max_steps",
-    "lanes", "global_batch_size", "precision", "exact", "check_replicas_every", "checkpoint", "time_limit", "nan",
-    "nan_limit", "augment",
+    "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "early_stop", "evaluate",
+    "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
+    "checkpoint", "time_limit", "nan", "nan_limit", "augment",
     "curriculum", "difficulty_fn", "callbacks", "step_mode", "data_on_device", "compression", "shard_optimizer",
 )  # fmt: skip
 OWN_LOOP_KEYS = (  # belong to the managed loop, but also work in a train_fn with `run`
     "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",
     "checkpoint", "time_limit", "nan", "nan_limit", "augment", "curriculum", "difficulty_fn", "callbacks",
-    "data_on_device",
+    "data_on_device", "early_stop",
 )  # fmt: skip
 EVALUATION_KEYS = ("loss_fn", "metrics")  # are used by `evaluate` after a train_fn with `run`
 # Keys that do not affect the results of a run, only how and where it is executed.
@@ -40,6 +41,7 @@ EXECUTION_KEYS = {
     "name", "run_dir", "launcher", "procs", "nodes", "rendezvous", "max_restarts", "hang_timeout_s", "device",
     "backend", "log", "checkpoint", "resume", "time_limit", "workers", "nan_limit", "check_replicas_every", "ddp",
     "bucket_mb", "static_graph", "lanes", "global_batch_size", "threads", "data_on_device", "shard_optimizer", "folder",
+    "predict_fn",
 }  # fmt: skip
 DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -159,6 +161,23 @@ class Pacing(_Section):
     name: Literal["linear", "root", "step"] = "linear"
 
 
+class EarlyStop(_Section):
+    """The metric whose lack of improvement ends the run, and the number of evaluations to wait for it."""
+
+    metric: str = "val_loss"
+    mode: Mode | None = None  # None: less is better, of a loss
+    patience: int = Field(5, ge=1)
+    min_delta: float = Field(0.0, ge=0)
+
+
+class Evaluate(_Section):
+    """When the validation data is evaluated, and in batches of which size."""
+
+    every_steps: int | None = Field(None, ge=1)  # within an epoch
+    every_epochs: int | None = Field(None, ge=1)  # None: every epoch
+    batch_size: int | None = Field(None, ge=1)  # None: that of training
+
+
 class Log(_Section):
     """How often metrics are logged, and where to."""
 
@@ -273,12 +292,17 @@ class Config(_Section):
     train_fn: Function | None = None
 
     loss_fn: Function | None = None
+    step_fn: Annotated[Function | dict[str, Function] | None, BeforeValidator(with_every)] = None
+    evaluate_fn: Function | None = None
+    predict_fn: Function | None = None
     metrics: Annotated[list[str] | dict[str, Function], BeforeValidator(_listed)] = []
     optimizer: Annotated[Optimizer, BeforeValidator(_named)] = Optimizer()
     optimizer_fn: Function | None = None
     schedule: Annotated[Schedule, BeforeValidator(_named)] = Schedule()
     schedule_fn: Function | None = None
     scheduler_fn: Function | None = None
+    early_stop: EarlyStop | None = None
+    evaluate: Evaluate = Evaluate()
     clip_norm: float | None = Field(None, gt=0)
     ema: float | None = Field(None, gt=0, lt=1)
     augment: Augmentation | None = None

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.config.functions import name_of
+from paceline.config.phases import map_functions
 from paceline.config.schema import Config
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 SCHEDULE_FN_ARGUMENTS = ("step", "total_steps")
+STEP_ARGUMENTS = ("model", "batch")  # of step_fn, evaluate_fn and predict_fn
 
 
 def wrong_train_fn(config: Config) -> list[str]:
@@ -26,6 +28,15 @@ def wrong_schedule_fn(config: Config) -> list[str]:
     return _wrong_call("schedule_fn", config.schedule_fn, SCHEDULE_FN_ARGUMENTS)
 
 
+def wrong_step_functions(config: Config) -> list[str]:
+    """The problems of `step_fn`, `evaluate_fn` and `predict_fn` that cannot be called with a model and a batch."""
+    problems: list[str] = []
+    for key in ("step_fn", "evaluate_fn", "predict_fn"):
+        if (value := getattr(config, key)) is not None:
+            map_functions(value, lambda name, given: problems.extend(_wrong_call(name, given, STEP_ARGUMENTS)), key)
+    return problems
+
+
 def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = ()) -> list[str]:
     """A problem if a function cannot be called with these arguments, by their positions, and `named` by name."""
     if not callable(function):
@@ -37,7 +48,8 @@ def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequ
     try:
         signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError:
-        return [f"{key}={name_of(function)} takes {signature}; it is called as {key}({', '.join(arguments)})"]
+        called = f"{key.partition('.')[0]}({', '.join(arguments)})"
+        return [f"{key}={name_of(function)} takes {signature}; it is called as {called}"]
     return []
 
 

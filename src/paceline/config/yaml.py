@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from paceline.config.functions import name_of
+from paceline.config.phases import Every
 from paceline.errors import ConfigError
 
 MOST_VALUES = 100_000  # in a config; a few nested aliases can expand to billions
@@ -66,6 +67,8 @@ def to_plain(value: Any) -> Any:
             for key, inner in value.model_dump(by_alias=True).items()
             if inner is not None or defaults.get(key) is not None
         }
+    if isinstance(value, Every):
+        value = value.to_plain()
     if isinstance(value, dict):
         return {key: to_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

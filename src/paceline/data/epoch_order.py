@@ -26,9 +26,6 @@ Order: TypeAlias = Callable[[int, Indices], Indices]  # (epoch, positions) → t
 
 def make_order(config: Config, training: Any, world: World, *, epoch: int = 0) -> Order:
     """The order of the training samples that a config asks for; `epoch` is the first one. All ranks."""
-    for key in ("sample_weights", "order_fn"):
-        if getattr(config, key) is not None and is_stream(training):
-            raise DataError(f"{key} needs a data set with a length; order the samples of an iterable one yourself")
     if config.sample_weights is not None:
         return WeightedOrder(training_weights(config, training), config.seed)
     if config.order_fn is None:
@@ -38,13 +35,22 @@ def make_order(config: Config, training: Any, world: World, *, epoch: int = 0) -
     return given
 
 
+def needs_length(config: Config, training: Any) -> None:
+    """Raise if a config asks for an order of an iterable data set."""
+    for key in ("sample_weights", "order_fn"):
+        if getattr(config, key) is not None and is_stream(training):
+            raise DataError(f"{key} needs a data set with a length; order the samples of an iterable one yourself")
+
+
 def shuffled(seed: int, size: int) -> Order:
     """Every sample once in an epoch, in an order of the epoch's own."""
     return lambda epoch, positions: indices_at(seed=seed, epoch=epoch, size=size, positions=positions)
 
 
-def paced(order: Order, curriculum: Curriculum) -> Order:
-    """The order with the samples that a curriculum allows in each epoch."""
+def paced(order: Order, curriculum: Curriculum | None) -> Order:
+    """The order with the samples that a curriculum, if there is one, allows in each epoch."""
+    if curriculum is None:
+        return order
     return lambda epoch, positions: curriculum.choose(order(epoch, positions), epoch)
 
 

@@ -52,7 +52,7 @@ class Feed:
 
     def evaluation_batches(self) -> tuple[Iterable[EvalBatch], EvalSampler]:
         """This rank's batches of the whole data set in its own order, and their sampler."""
-        batch_size = self.config.batch_size
+        batch_size = self.config.evaluate.batch_size or self.config.batch_size
         if self.rows is not None:
             convert = self.rows.index_converter(self.dataset)
             sampler = EvalSampler(size=len(self.dataset), batch_size=batch_size, world=self.world, convert=convert)

@@ -28,6 +28,7 @@ from paceline.data.lanes import Lane
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
 from paceline.engine.clock import DeviceClock, PhaseMark
+from paceline.engine.outer_state import outer_state
 from paceline.observe.failures import user_location
 from paceline.world import World
 
@@ -184,7 +185,7 @@ class StepGraph:
         self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], *, with_marks: bool = False
     ) -> Recording | str:
         """Record a step without computing it, or return the reason why it cannot be recorded. All ranks."""
-        host = HostState(self.model, self.settings.loss_fn)
+        host = HostState(self.model, outer_state(self.settings))
         # A recording that fails leaves the state of the generator unusable, so it gets a state of its own.
         generator = torch.cuda.default_generators[self.world.device.index]
         kept, own = generator.graphsafe_get_state(), generator.clone_state()

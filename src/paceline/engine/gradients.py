@@ -14,8 +14,10 @@ from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane
 from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.engine.forward_state import LOSS_PREFIX, ParameterKey, Snapshot
+from paceline.engine.lane_values import LaneValues
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard
+from paceline.engine.objective import Objective, objectives_of, parts_of
 from paceline.engine.precision import HALF_DTYPES, autocast
 from paceline.engine.reduce import (
     BucketHook,
@@ -25,7 +27,7 @@ from paceline.engine.reduce import (
     add_flag,
     reduce_after_backward,
 )
-from paceline.engine.replica import PlainModel, Replica, run_model
+from paceline.engine.replica import PlainModel, Replica
 from paceline.errors import ConfigError, UnusedParameters
 from paceline.world import World
 
@@ -52,15 +54,18 @@ class Backward:
         world: World,
         clock: PhaseClock,
         through_ddp: bool,
+        objective: Objective | None = None,
     ) -> None:
         """All ranks."""
         self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
         self.clock, self._autocast = clock, autocast(settings.precision, world.device)
-        self.loss_fn = settings.function("loss_fn")
+        self.objective = objective or objectives_of(settings)[""]
         self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # the user's code may make more of them trainable
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
+        self.values = LaneValues(lanes_per_rank, world, self.objective)
+        self._lane_values: dict[str, Any] = {}  # of the lane that has run last
         self.reduction = Reduction(world, settings.exact, settings.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
@@ -74,12 +79,10 @@ class Backward:
             replica.on_buffers = self._on_buffers
             replica.register_comm_hook(self.hook, BucketHook.reduce)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
-        self._loss_of = _loss_of
-        if settings.step_mode == "compile" and self.hook is None:
-            self._loss_of = torch.compile(_loss_of, dynamic=False)  # model and loss fused into each other
-        elif settings.step_mode == "compile":
-            replica.module.compile(dynamic=False)
-            self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
+        if settings.step_mode == "compile":
+            self.objective = self.objective.compiled(is_in_ddp=self.hook is not None)
+            if self.hook is not None and not self.objective.takes_model:
+                replica.module.compile(dynamic=False)
 
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Prepare for the lanes of a step."""
@@ -89,6 +92,7 @@ class Backward:
         self._is_used = [False] * len(self.parameters)
         zero = number_on(0, self.world.device)
         self._lanes, self._totals, self._has_own_count = lanes, [(zero, zero)] * self.lanes_per_rank, False
+        self.values.restart()
         # Every lane starts with the buffers of the step's start, such as BatchNorm's statistics. After the step they
         # are those of a rank's first lane, or unchanged if that is empty. Rank 0's first lane is lane 0, and its
         # buffers are sent to the other ranks.
@@ -120,13 +124,17 @@ class Backward:
                 )
         if lane.samples:
             self._totals[place] = total, count
+            self.values.add(place, self._lane_values, len(lane.indices))
             if not is_reducing:
                 self._add_to_sum(place, is_last)
         if is_first and self._restores_buffers and self._keeps_first:
             self._after_first.take(self._buffers.tensors())
 
     def finish(self) -> list[torch.Tensor]:
-        """Complete the gradients after the last lane; return the sum and the count of each lane's loss. All ranks."""
+        """Complete the gradients after the last lane; return the sum and the count of each lane's loss. All ranks.
+
+        The further values of the lanes are in `values`.
+        """
         if self._restores_buffers:
             (self._after_first if self._keeps_first else self._before).restore(self._buffers.tensors())
         if self.hook is None and self.settings.find_unused_parameters:
@@ -160,23 +168,29 @@ class Backward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one lane and return the sum and the count of its loss; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)
-        batch = self.feed.batch(inputs)
+        batch, source = self.feed.batch(inputs), self.objective.key
         with self._compiler_stance(lane), _explaining_errors(self.settings.precision):
             with self._autocast:
-                value = self._loss_of(model, self.loss_fn, batch)
+                value, self._lane_values = parts_of(self._value_of(model, batch), source)
             self._has_own_count = isinstance(value, (tuple, list))
             weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
             if self._has_own_count:
-                loss, count = sum_and_count(value, 0, "loss_fn")
+                loss, count = sum_and_count(value, 0, source)
                 total = loss.detach()
             else:
-                loss, count = mean_of(value, "loss_fn"), len(lane.indices)
+                loss, count = mean_of(value, source), len(lane.indices)
                 total, weight = loss.detach() * count, weight * count
             if self._uses_flag and self.guard is not None and lane.samples:
                 self.guard.check_loss(total)
             self.clock.enter(BACKWARD)
             loss.backward(number_on(weight, self.world.device, loss.dtype))  # type: ignore[no-untyped-call]
         return total, number_on(count, self.world.device)
+
+    def _value_of(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The value of the objective; all ranks, if the model is in DDP."""
+        if isinstance(model, Replica) and self.objective.takes_model:
+            return model.run_step(self.objective, batch)
+        return self.objective(model, batch)
 
     def _compiler_stance(self, lane: Lane) -> AbstractContextManager[Any]:
         """A context that turns torch.compile off for a lane that is not full: compiling again is not worth the time."""
@@ -256,12 +270,6 @@ class Backward:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-
-def _loss_of(model: Callable[..., Any], loss_fn: Callable[..., Any], batch: Any) -> Any:
-    """The value of the loss function for a batch."""
-    output, target = run_model(model, batch)
-    return loss_fn(output, target)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from paceline.data.seeding import seed_generators
 from paceline.engine.buckets import GradientSums
 from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCTION, PhaseClock
 from paceline.engine.ema import Ema
-from paceline.engine.forward_state import LaneBuffers
+from paceline.engine.forward_state import LaneBuffers, Snapshot
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard, nonfinite_flag
 from paceline.engine.optimizers import can_skip
@@ -43,6 +43,7 @@ class OwnStep:
         self.lane: Lane | None = None  # of the batch that the user's code has
         self.is_begun = False  # whether the user's code has called `backward` in this step
         self._buffers = LaneBuffers(replica.forward_state)
+        self._before_evaluation, self._is_evaluating = Snapshot(), False
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
         self._form: list[Any] = []  # the calls of the step: None for a backward, else the optimizer
@@ -59,6 +60,7 @@ class OwnStep:
 
     def begin(self, inputs: StepInputs) -> None:
         """Prepare for the lanes of a step."""
+        self.end_evaluation()  # that the user's code has left early
         self._lanes = inputs.lanes
         self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
         self._norm: Number = NO_NORM
@@ -107,6 +109,24 @@ class OwnStep:
         optimizers = {call for call in self._form if call is not None}
         is_simple = len(optimizers) == 1 and self._form == [None, *optimizers] * len(self._lanes)
         return self._sums[optimizers.pop()] if is_simple and self.world.size > 1 else None
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Copy the buffers: evaluating must leave them as they are, and each batch begins with them."""
+        self.restore_buffers()
+        self._before_evaluation.take(self.replica.forward_state.tensors())
+        self._is_evaluating = True
+
+    def restore_buffers(self) -> None:
+        """Restore the buffers from before an evaluation that has not ended."""
+        if self._is_evaluating:
+            self._before_evaluation.restore(self.replica.forward_state.tensors())
+
+    def end_evaluation(self) -> None:
+        """Restore the buffers from before the evaluation."""
+        self.restore_buffers()
+        self._is_evaluating = False
 
     # --- called by the user's code -----------------------------------------------------------------------------
 
@@ -231,7 +251,8 @@ class OwnStep:
             self._choose_check(self.guard, optimizer)
         if self.guard is not None and self.guard.is_deferred:
             self._is_bad = nonfinite_flag([*gradients, *losses])
-            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
+            if not self.guard.is_fatal:
+                optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
         elif self.guard is not None and not self.guard.allows([*gradients, *losses]):
             self._skip(self.guard)
             return

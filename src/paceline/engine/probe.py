@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Settings
-from paceline.data.seeding import seed_generators
-from paceline.data.trees import map_tensors
-from paceline.engine.digest import digest_of
-from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
+from paceline.engine.forward_state import ParameterKey
+from paceline.engine.objective import objectives_of
 from paceline.engine.precision import autocast
-from paceline.engine.replica import run_model
+from paceline.engine.step_probe import StepProbe
 from paceline.errors import ConfigError
 from paceline.observe.failures import user_location
 from paceline.world import World
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of operators
-LOSS_TOLERANCE = 1e-4  # between two values of a loss, where kernels may add in any order
 
 
 class Findings(NamedTuple):
@@ -34,7 +30,7 @@ class Findings(NamedTuple):
 
     moving: frozenset[ParameterKey] = frozenset()  # frozen parameters that it changes
     collective: str | None = None  # the first one that it calls, with the place in the user's code
-    has_hidden_state: bool = False  # whether the loss has state outside its buffers
+    problem: str | None = None  # why the loss or the step cannot have lanes
 
 
 class CollectiveFound(Exception):
@@ -63,18 +59,15 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def probe_forward(model: torch.nn.Module, settings: Settings, batch: Any, lanes: int, world: World) -> Findings:
     """The findings of all ranks; raises ConfigError for a model or loss that cannot have lanes. All ranks."""
     is_allowed = _allows_collectives(settings, lanes, world)
-    copies = copy_or_none((model, settings.loss_fn, batch))
+    copies = copy_or_none((model, settings.loss_fn, settings.step_fn, batch))
     mine = Findings()
     if all(world.gather_objects(copies is not None)):
         mine = _probe(copies, settings, is_allowed, world.device)
     found = _combine(world.gather_objects(mine))
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # of the copies
-    if found.has_hidden_state:
-        raise ConfigError(
-            "loss_fn gives another value when it is called again with the same output and target: it keeps state that "
-            "is neither separate for each lane nor saved; make it a torch.nn.Module and the state a buffer of it"
-        )
+    if found.problem is not None:
+        raise ConfigError(found.problem)
     if found.collective is not None and not is_allowed:
         raise ConfigError(_refusal(found.collective, settings, lanes, world))
     return found
@@ -116,27 +109,26 @@ def _refusal(collective: str, settings: Settings, lanes: int, world: World) -> s
     )
 
 
-def _probe(copies: tuple[Any, Any, Any], settings: Settings, is_allowed: bool, device: torch.device) -> Findings:
+def _probe(copies: tuple[Any, ...], settings: Settings, is_allowed: bool, device: torch.device) -> Findings:
     """The findings of this rank. An error is left to the first step, unless other ranks may wait in a collective."""
-    model, loss_fn, batch = copies
+    model, loss_fn, step_fn, batch = copies
     _perturb(model)
-    frozen = ForwardState(model, loss_fn).frozen()
-    before = {name: _state_of(parameter) for name, parameter in frozen.items()}
-    has_hidden_state, place = False, None
+    copied = settings.model_copy(update={"loss_fn": loss_fn, "step_fn": step_fn})
+    probe = StepProbe(model, copied)
+    problem, place = None, None
     with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
         try:
             with autocast(settings.precision, device):
-                seed_generators(settings.seed, "probe")
-                output, target = run_model(model, batch)
-                has_hidden_state = _has_hidden_state(loss_fn, output, target, settings)
+                problem = next(filter(None, (probe.run(each, batch) for each in objectives_of(copied).values())), None)
         except CollectiveFound as error:
             place = user_location(error)
         except Exception:  # the first step reports it
             if is_allowed and collectives.first is not None:
                 raise
-    moving = frozenset(name for name, parameter in frozen.items() if _state_of(parameter) != before[name])
+    moving = frozenset(probe.moving())
+    probe.restore_outer()
     called = f"{collectives.first} ({place})" if place is not None else collectives.first
-    return Findings(moving, called, has_hidden_state)
+    return Findings(moving, called, problem)
 
 
 @torch.no_grad()
@@ -148,41 +140,9 @@ def _perturb(model: torch.nn.Module) -> None:
             parameter.mul_(1 + change).add_(change)
 
 
-def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """Digest, version and address, which differ after a write; one to `.data` does not increase the version."""
-    return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
-
-
-def _has_hidden_state(loss_fn: Callable[..., Any], output: Any, target: Any, settings: Settings) -> bool:
-    """Whether a loss with the same buffers and generators gives another value for the same output and target."""
-    holder = ForwardState(torch.nn.Module(), loss_fn)
-    before, values = Snapshot(), []
-    before.take(holder.tensors())
-    for _ in range(2):
-        before.restore(holder.tensors())
-        seed_generators(settings.seed, "probe")
-        values.append(loss_fn(_clone(output), _clone(target)))
-    first, second = ([number.detach().double() for number in map(torch.as_tensor, _as_list(each))] for each in values)
-    near = 0.0 if settings.exact else LOSS_TOLERANCE
-    return not all(
-        torch.allclose(*pair, rtol=near, atol=near, equal_nan=True) for pair in zip(first, second, strict=True)
-    )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def _clone(tree: Any) -> Any:
-    """A copy, because a loss may write to its arguments; parameters and a library's own mappings are not copied."""
-    if isinstance(tree, Mapping) and type(tree) is not dict:
-        return tree
-    return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())
-
-
 def _combine(of_ranks: list[Findings]) -> Findings:
     return Findings(
         frozenset().union(*(found.moving for found in of_ranks)),
         next((found.collective for found in of_ranks if found.collective is not None), None),
-        any(found.has_hidden_state for found in of_ranks),
+        next((found.problem for found in of_ranks if found.problem is not None), None),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,18 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from paceline.config import Config, Settings
+from paceline.config.phases import functions_in
 from paceline.data.feed import Feed
 from paceline.data.seeding import keyed_generators
 from paceline.data.sources import is_stream
 from paceline.data.trees import tensors_in, to_channels_last
 from paceline.engine.forward_state import ForwardState, ParameterKey
+from paceline.engine.objective import Objective, run_model
+from paceline.engine.outer_state import check_outer_weights, outer_state
 from paceline.engine.precision import autocast
-from paceline.errors import ConfigError, DataError, UnusedParameters
+from paceline.errors import ConfigError, UnusedParameters
 from paceline.world import World
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
 BROADCAST_BYTES = 250 * 2**20  # in one message, as DDP has it
 UNFINISHED_ERROR = "Expected to have finished reduction in the prior iteration"
+
+
+class _StepCall:
+    """A step as the only argument of DDP's forward, which would copy a tuple or a dict."""
+
+    def __init__(self, objective: Objective, batch: Any) -> None:
+        self.objective, self.batch = objective, batch
 
 
 class Replica(DistributedDataParallel):
@@ -46,6 +56,20 @@ class Replica(DistributedDataParallel):
             if UNFINISHED_ERROR not in str(error):
                 raise
             raise UnusedParameters(self._names_in(str(error))) from None
+
+    def run_step(self, objective: Objective, batch: Any) -> Any:
+        """The value of a `step_fn`, as one forward pass of DDP: it may call any part of the model, any number of times.
+
+        All ranks, as `forward`.
+        """
+        return self(_StepCall(objective, batch))
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Overrides DDP's method, which `forward` calls between the preparations for a forward and a backward."""
+        if not (inputs and isinstance(inputs[0], _StepCall)):
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with self._inside_ddp_forward():  # type: ignore[no-untyped-call]
+            return inputs[0].objective(self.module, inputs[0].batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the model without DDP: a process group cannot be pickled."""
@@ -188,7 +212,8 @@ def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Repli
             raise ConfigError(
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
-    return _in_ddp(model, settings, world) if settings.ddp else PlainModel(model, settings.loss_fn)
+    check_outer_weights(settings)
+    return _in_ddp(model, settings, world) if settings.ddp else PlainModel(model, outer_state(settings))
 
 
 def check_trainable(model: torch.nn.Module, settings: Settings, world: World) -> None:
@@ -228,11 +253,6 @@ def place_model(model: torch.nn.Module, settings: Settings, device: torch.device
     return model
 
 
-def place_loss(loss: Any, device: torch.device) -> Any:
-    """A copy on the device of a loss that is a module, so that another run of this process starts from the original."""
-    return copy.deepcopy(loss).to(device) if isinstance(loss, torch.nn.Module) else loss
-
-
 def _set_layout(model: torch.nn.Module, layout: torch.memory_format) -> None:
     for module in model.modules():  # filters only: a model may rely on the strides of its other parameters
         if isinstance(module, (torch.nn.Conv2d, torch.nn.ConvTranspose2d)):
@@ -264,10 +284,16 @@ def _suits_channels_last(model: torch.nn.Module, feed: Feed, device: torch.devic
     """Whether the model is on a GPU, has filters, and accepts channels-last images."""
     has_filters = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
     is_possible = device.type == "cuda" and has_filters and not is_stream(feed.dataset)
-    return is_possible and accepts_channels_last(model, feed.sample(), feed.config.precision)
+    if not is_possible:
+        return False
+    steps = functions_in(feed.config.step_fn)
+    run = steps[0] if steps else run_model
+    return accepts_channels_last(model, feed.sample(), feed.config.precision, run)
 
 
-def accepts_channels_last(model: torch.nn.Module, batch: Any, precision: str = "fp32") -> bool:
+def accepts_channels_last(
+    model: torch.nn.Module, batch: Any, precision: str = "fp32", run: Callable[..., Any] = run_model
+) -> bool:
     """Whether a copy of the model runs on channels-last images: many models call `view`, which fails.
 
     Runs forward and backward, as in training, so the libraries that the first step needs are loaded by then, too.
@@ -277,7 +303,7 @@ def accepts_channels_last(model: torch.nn.Module, batch: Any, precision: str = "
         trial = copy.deepcopy(model).to(device).train()
         _set_layout(trial, torch.channels_last)
         with autocast(precision, device):
-            output, _ = run_model(trial, to_channels_last(batch))
+            output = run(trial, to_channels_last(batch))
         scores = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
         if scores:
             torch.stack(scores).sum().backward()  # type: ignore[no-untyped-call]
@@ -286,23 +312,10 @@ def accepts_channels_last(model: torch.nn.Module, batch: Any, precision: str = "
     return True
 
 
-def run_model(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
-    """The model's output and the target: `(*inputs, target)` of a tuple, `labels` of a dict."""
-    if isinstance(batch, Mapping):
-        named = {key: value for key, value in batch.items() if key != "labels"}
-        return model(**named), batch.get("labels")
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise DataError(
-            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
-        )
-    *inputs, target = batch
-    return model(*inputs), target
-
-
 def _in_ddp(model: torch.nn.Module, settings: Settings, world: World) -> Replica:
     return Replica(
         model,
-        settings.loss_fn,
+        outer_state(settings),
         device_ids=[world.device] if world.device.type == "cuda" else None,
         # The managed loop does its own reduction where parameters may be unused (gradients.py).
         find_unused_parameters=settings.find_unused_parameters and settings.train_fn is not None,

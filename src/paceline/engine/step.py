@@ -163,7 +163,7 @@ class Stepper:
         self.rates.after_update()
         if self.rates.changes_options and self.graph is not None and not self.graph.is_given_up:
             self.graph.give_up(OPTIONS_OBSTACLE)
-        return StepResult(row)
+        return StepResult(row, self.backward.values.names or ())
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
         """The work of a step on the device: a segment for each lane; the last one includes the update. All ranks."""
@@ -184,7 +184,7 @@ class Stepper:
 
     def _update(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
         """Complete the sums, check them and update the weights; return the row of the result. All ranks."""
-        losses = self.backward.finish()
+        losses, values = self.backward.finish(), self.backward.values.finish()
         self.clock.enter(OPTIMIZER)
         is_bad: torch.Tensor | None = None
         # Before clipping, whose norm would spread one NaN over all gradients.
@@ -192,7 +192,7 @@ class Stepper:
             is_bad = nonfinite_flag(self.backward.sums())
         elif self.guard is not None and not self.guard.allows(self.backward.sums()):
             self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
-            return StepResult.of([number_on(0, self.world.device)] * len(losses), NO_NORM, 0).row
+            return StepResult.of([number_on(0, self.world.device)] * (len(losses) + len(values)), NO_NORM, 0).row
         norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.settings.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
@@ -203,7 +203,7 @@ class Stepper:
             self.ema.update(is_bad)
         if self.guard is not None and is_bad is not None:
             self.guard.undo_if(is_bad)
-        return StepResult.of(losses, norm, is_bad if is_bad is not None else 0).row
+        return StepResult.of([*losses, *values], norm, is_bad if is_bad is not None else 0).row
 
     def _skip(self, guard: Guard, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], losses: torch.Tensor) -> None:
         """Undo the step and find the lanes whose numbers are not finite. All ranks."""

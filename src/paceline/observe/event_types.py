@@ -109,9 +109,9 @@ class StepEvent(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class EpochEvent(TypedDict):
-    """An epoch has ended; each metric has a field of its own."""
+    """An epoch has ended, or an evaluation within it; each metric has a field of its own."""
 
-    event: Literal["epoch"]
+    event: Literal["epoch", "evaluation"]
     time: UnixTime
     epoch: Count
     step: Count
@@ -192,6 +192,7 @@ class RunFinishedEvent(TypedDict):
     epoch: NotRequired[Count | None]
     metrics: NotRequired[dict[str, float]]
     config: NotRequired[dict[str, Any]]
+    reason: NotRequired[str]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))

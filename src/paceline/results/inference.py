@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline import launch
 from paceline.config import Config, resolve_tables, to_plain
 from paceline.config.functions import Missing
+from paceline.config.phases import functions_in
 from paceline.errors import ConfigError, RankFailed
 from paceline.launch.environment import is_main_process
 from paceline.run.job import Task
@@ -77,11 +78,16 @@ def _folder_for(task: str, run_dir: Path, name: str) -> Path:
 
 def _problems(config: Config, task: str, df: Any) -> list[str]:
     """Why the task cannot run, as far as this is known before a process starts."""
-    if task == "evaluate" and config.loss_fn is None:
-        return ["evaluate needs a loss_fn; a run with train_fn computes its metrics in its own loop"]
+    measures = [config.loss_fn, *functions_in(config.step_fn)]
+    if config.evaluate_fn is not None:
+        measures = [config.evaluate_fn]
+    if task == "evaluate" and not any(value is not None for value in measures):
+        return ["evaluate needs evaluate_fn(model, batch): a run with train_fn computes its metrics in its own loop"]
     needed = [config.model_fn, config.dataset_fn, config.collate_fn]
+    if task == "predict":
+        needed += [config.predict_fn]
     if task == "evaluate":
-        needed += [config.loss_fn, *(config.metrics.values() if isinstance(config.metrics, dict) else ())]
+        needed += [*measures, *(config.metrics.values() if isinstance(config.metrics, dict) else ())]
     if df is None:
         needed += [config.df, config.val_df, config.val_dataset_fn]
         if config.val_df is None and config.val_dataset_fn is None and not config.val_fraction:

@@ -15,8 +15,9 @@ from paceline.checkpoint.files import has_ema
 from paceline.checkpoint.store import DamagedCheckpoint, Store, step_of, verify
 from paceline.checkpoint.weights import stored_sha256
 from paceline.config import FUNCTION_KEYS, Config, read_yaml
-from paceline.config.functions import FunctionNotFound, Missing, full_name, resolve
+from paceline.config.functions import FunctionNotFound, Missing, full_name, is_model_loss, resolve
 from paceline.config.messages import problems_of
+from paceline.config.phases import map_functions, with_every
 from paceline.engine.config_checks import unknown_names
 from paceline.errors import ConfigError
 from paceline.results.result import TrainedModel
@@ -176,12 +177,12 @@ def _resolved(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     """The values of a config with functions and paths of tables in place of names; `Missing` for what is not found."""
     values = {str(key): value for key, value in raw.items()}
     for key in FUNCTION_KEYS:
-        if isinstance(raw.get(key), str):
-            values[key] = _function(key, raw[key], folder)
+        if (value := raw.get(key)) is not None:
+            named = with_every(value)
+            values[key] = map_functions(named, lambda name, function: _function(name, function, folder), key)
     if isinstance(raw.get("metrics"), dict):
         values["metrics"] = {
-            name: _function(f"metrics.{name}", value, folder) if isinstance(value, str) else value
-            for name, value in raw["metrics"].items()
+            name: _function(f"metrics.{name}", value, folder) for name, value in raw["metrics"].items()
         }
     for key in ("df", "val_df"):
         if isinstance(raw.get(key), str):
@@ -194,7 +195,9 @@ def _resolved(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
     return values
 
 
-def _function(key: str, name: str, folder: Path | None) -> Any:
+def _function(key: str, name: Any, folder: Path | None) -> Any:
+    if not isinstance(name, str) or is_model_loss(key, name):
+        return name
     try:
         return resolve(full_name(key, name), folder)
     except FunctionNotFound as reason:

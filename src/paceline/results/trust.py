@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import FUNCTION_KEYS
-from paceline.config.functions import full_name
+from paceline.config.functions import full_name, is_model_loss
+from paceline.config.phases import map_functions, with_every
 from paceline.errors import ConfigError
 from paceline.observe.event_types import parse
 from paceline.run.layout import RunFolder
@@ -48,10 +49,12 @@ def code_in(raw: Mapping[str, Any], replaced: Collection[str], run_dir: Path) ->
     """One line for each function that a config names, with its file, and for a `.env` file."""
     home = Path(raw["folder"]) if isinstance(raw.get("folder"), str) else run_dir
     metrics = raw.get("metrics")
-    named = {key: raw.get(key) for key in FUNCTION_KEYS}
+    named: dict[str, Any] = {}
+    for key in FUNCTION_KEYS:
+        map_functions(with_every(raw.get(key)), named.__setitem__, key)
     named |= {f"metrics.{name}": value for name, value in metrics.items()} if isinstance(metrics, dict) else {}
     for key, name in named.items():
-        if isinstance(name, str) and key.partition(".")[0] not in replaced:
+        if isinstance(name, str) and not is_model_loss(key, name) and key.partition(".")[0] not in replaced:
             module = full_name(key, name).partition(":")[0]
             yield f"{key}: {name!r} in {_file_of(module, home) or 'a module that is not found'}"
     if (home / ".env").is_file():

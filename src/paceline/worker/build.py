@@ -8,23 +8,25 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks import BestCheckpoint, Callback
+from paceline.callbacks import BestCheckpoint, Callback, EarlyStopping
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
-from paceline.data.epoch_order import Order, make_order, paced
+from paceline.data.epoch_order import Order, make_order, needs_length, paced
 from paceline.data.feed import Feed, make_feeds
 from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
 from paceline.engine.optimizers import make_optimizer
+from paceline.engine.outer_state import place_loss, place_steps
 from paceline.engine.precision import resolve_precision
-from paceline.engine.replica import is_channels_last, make_model, place_loss, replicate
+from paceline.engine.replica import is_channels_last, make_model, replicate
 from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
+from paceline.errors import ConfigError
 from paceline.system.signals import Stop
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
@@ -48,7 +50,9 @@ def build_data(context: Context) -> tuple[Any, Any | None]:
     """The training and the validation data."""
     context.progress.phase = "building the data set"
     seed_generators(context.config.seed, "data set")
-    return make_datasets(context.config)
+    training, validation = make_datasets(context.config)
+    needs_length(context.config, training)
+    return training, validation
 
 
 def build_model(context: Context) -> torch.nn.Module:
@@ -65,6 +69,7 @@ def build_settings(config: Config, world: World, *, channels_last: bool) -> Sett
         precision=resolve_precision(config.precision, world.device),
         channels_last=channels_last,
         loss_fn=place_loss(config.loss_fn, world.device),
+        step_fn=place_steps(config.step_fn, world.device),
     )
 
 
@@ -95,8 +100,21 @@ def build_step(
         warn=context.warn,
     )
     if validation_feed is None:
+        refuse_without_validation(config)
         return stepper, plan, None
     return stepper, plan, Evaluator(validation_feed, settings, world, replica.forward_state.moving)
+
+
+def refuse_without_validation(config: Config) -> None:
+    """Refuse keys that need an evaluation, in a run without validation data."""
+    early_stop, schedule, every_steps = config.early_stop, config.schedule, config.evaluate.every_steps
+    needing = {
+        f"evaluate.every_steps={every_steps}": every_steps is not None,
+        "early_stop": early_stop is not None and early_stop.metric != "train_loss",
+        "schedule.name=plateau": schedule.name == "plateau" and schedule.option("metric") != "train_loss",
+    }
+    if keys := [key for key, is_needing in needing.items() if is_needing]:
+        raise ConfigError([f"{key} needs validation data; give val_dataset_fn or val_fraction" for key in keys])
 
 
 def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
@@ -112,6 +130,8 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
         log_every_steps=config.log.every_steps,
         check_replicas_every=config.check_replicas_every,
         log_digests=config.log.digests,
+        evaluate_every_steps=config.evaluate.every_steps,
+        evaluate_every_epochs=config.evaluate.every_epochs or 1,
         ranks_by_loss=config.curriculum is not None and config.curriculum.by == "loss",
     )
 
@@ -145,9 +165,12 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
 
 
 def build_callbacks(config: Config) -> list[Callback]:
-    """The callbacks of the config, and the one for `checkpoint.best`."""
-    best = config.checkpoint.best
-    own = [BestCheckpoint(best.metric, best.mode)] if best is not None else []
+    """The callbacks of the config, and those for `checkpoint.best` and `early_stop`."""
+    best, early_stop = config.checkpoint.best, config.early_stop
+    own: list[Callback] = [BestCheckpoint(best.metric, best.mode)] if best is not None else []
+    if early_stop is not None:
+        mode = early_stop.mode or "min"
+        own.append(EarlyStopping(early_stop.metric, mode, early_stop.patience, early_stop.min_delta))
     return [*own, *(value() if isinstance(value, type) else value for value in config.callbacks)]
 
 
@@ -170,7 +193,7 @@ def build_loop(
     run = RankRun(
         world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
         model=stepper.replica.module, total_steps=plan.total_steps, step_number=state.step,
-        epoch=state.epoch, history=state.history,
+        epoch=state.epoch, history=state.history, finish_requested=state.finish_requested,
     )  # fmt: skip
     cycle = StepCycle(
         context, stepper.replica, stepper.clock, stepper.guard, plan, saver, stop, state, callbacks, run, capture_with
@@ -189,12 +212,12 @@ def build_inputs(
     curriculum = make_curriculum(settings, training)
     if is_stream(training):
         return lambda losses: stream_steps(context, settings, training, state)
-    per_epoch = batches.steps_per_epoch(len(training), settings.batch_size, lanes)
-    order = make_order(settings, training, world, epoch=state.step // per_epoch)
     if plan.ranks_by_loss:
         Evaluator(feed, settings, world).try_losses(stepper.replica.module)
-    total = plan.total_steps
+    total, per_epoch = plan.total_steps, batches.steps_per_epoch(len(training), settings.batch_size, lanes)
     assert total is not None
+    progress.phase = "ordering the samples"
+    order = make_order(settings, training, world, epoch=state.step // per_epoch)
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
         """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
@@ -203,8 +226,7 @@ def build_inputs(
             end = min(per_epoch, total)
         elif settings.curriculum is not None and plan.ranks_by_loss:
             pacing = Curriculum(losses, settings.curriculum, first_epoch=1)
-        chosen = order if pacing is None else paced(order, pacing)
-        return steps_in_order(settings, feed, range(state.step, end), total, chosen)
+        return steps_in_order(settings, feed, range(state.step, end), total, paced(order, pacing))
 
     return inputs
 

@@ -89,20 +89,19 @@ def build_own_loop(
     run = OwnRun(
         world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
         model=module, total_steps=plan.total_steps, step_number=state.step, epoch=state.epoch, history=state.history,
-        state=own,
+        state=own, finish_requested=state.finish_requested,
     )  # fmt: skip
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
     )
-    per_epoch = None
+    per_epoch, order = None, None
+    curriculum = make_curriculum(settings, feed.dataset)
     if not is_stream(feed.dataset):
         per_epoch = batches.steps_per_epoch(len(feed.dataset), settings.batch_size, settings.lanes)
-        order = make_order(settings, feed.dataset, world, epoch=state.step // per_epoch)
-        curriculum = make_curriculum(settings, feed.dataset)
-        order = order if curriculum is None else paced(order, curriculum)
+        order = paced(make_order(settings, feed.dataset, world, epoch=state.step // per_epoch), curriculum)
 
     def inputs_from(first: int, end: int) -> Iterator[StepInputs]:
-        if per_epoch is None:
+        if order is None:
             return iter(stream_steps(context, settings, feed.dataset, state))
         return steps_in_order(settings, feed, range(first, end), end, order, is_padded=True)
 
@@ -121,7 +120,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
     config = context.config.model_copy(update={"batch_size": size})
     validation_feed, _ = make_feeds(validation, None, config, context.world)
     validation_feed.is_channels_last = settings.channels_last
-    return train_loader, ValLoader(validation_feed, settings.seed, context.events, context.progress)
+    return train_loader, ValLoader(validation_feed, loop.step, context.events, context.progress)
 
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:

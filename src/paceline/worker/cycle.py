@@ -25,7 +25,8 @@ from paceline.worker.logged_values import LoggedValues
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import StepLog, is_recorded
 
-BY_CALLBACK = 1_001  # among the numbers of signals and TIME_IS_UP
+# Among the numbers of signals and TIME_IS_UP, all of which are smaller: a run that ends as complete needs no stop.
+BY_CALLBACK, FINISH = 1_001, 1_002
 
 
 class Answers(NamedTuple):
@@ -84,7 +85,8 @@ class StepCycle:
     def begin(self, inputs: StepInputs) -> None:
         """Before a step: begin the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
-        self.exchange.begin(self.stop_reason(), self.saver.is_time, self.saver.is_busy, self.run.save_requested)
+        reason = FINISH if self.run.finish_requested is not None else self.stop_reason()
+        self.exchange.begin(reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
 
     def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
         """After a step: count and log it, call the callbacks, compare the replicas, end the exchange. All ranks."""
@@ -96,8 +98,11 @@ class StepCycle:
         self.progress.samples = state.samples
         self._log(inputs, result, lr)
         self._call_on_step()
-        self._compare_replicas(inputs)  # after the callbacks, which may change the model
-        return Answers(*self.exchange.end())
+        if self._is_comparison_due(inputs):  # after the callbacks, which may change the model
+            self.compare_replicas()
+        answers = Answers(*self.exchange.end())
+        state.is_finished = answers.reason == FINISH
+        return answers
 
     def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
         """Publish the checkpoint that was written, raise StopAgreed, or start a checkpoint if one is due. All ranks.
@@ -131,6 +136,10 @@ class StepCycle:
         """Why the loop stopped, in words."""
         return self.run.stop_requested or "a callback" if reason == BY_CALLBACK else describe(reason)
 
+    def early_end(self) -> dict[str, str]:
+        """Why the run has finished before its last step, as a field of an event; empty if it has not."""
+        return {"reason": self.run.finish_requested or "a callback"} if self.state.is_finished else {}
+
     def check_stop(self) -> None:
         """Raise StopAgreed if any rank has a reason to stop. All ranks."""
         self.exchange.begin(self.stop_reason())
@@ -145,14 +154,15 @@ class StepCycle:
         if self.plan.log_digests and is_recorded(inputs, self.plan.log_every_steps):
             self.events.write("digests", step=self.state.step, digests=digests_of(self.module).tolist())
 
-    def _compare_replicas(self, inputs: StepInputs) -> None:
+    def _is_comparison_due(self, inputs: StepInputs) -> bool:
+        return self.state.step % self.plan.check_replicas_every == 0 or self.state.step == 1 or inputs.ends_run
+
+    def compare_replicas(self) -> None:
         """Stop the run if the weights of the ranks differ. All ranks."""
-        step = self.state.step
-        if step % self.plan.check_replicas_every == 0 or step == 1 or inputs.ends_run:
-            check_frozen(self._frozen, self.world)
-            if self.replica.forward_state.moving:  # differs between lanes; rank 0's values are kept
-                self.replica.share_buffers()
-            check_replicas(self.module, self.world, step)
+        check_frozen(self._frozen, self.world)
+        if self.replica.forward_state.moving:  # differs between lanes; rank 0's values are kept
+            self.replica.share_buffers()
+        check_replicas(self.module, self.world, self.state.step)
 
     # --- callbacks ---------------------------------------------------------------------------------------------
 
@@ -177,11 +187,12 @@ class StepCycle:
             self.call("on_checkpoint", path)
 
     def is_save_requested(self) -> bool:
-        """Whether a callback of any rank has requested a checkpoint of this step. All ranks."""
+        """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
-        self.exchange.begin(self.run.save_requested)
-        [is_requested] = self.exchange.end()
+        self.exchange.begin(self.run.save_requested, self.run.finish_requested is not None)
+        is_requested, is_finished = self.exchange.end()
+        self.state.is_finished = self.state.is_finished or bool(is_finished)
         return bool(is_requested)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -195,10 +206,9 @@ class StepCycle:
         return is_saved
 
     def _metrics_of_step(self) -> dict[str, float]:
-        """The metrics for a checkpoint: the last row of the history, if it belongs to this step."""
-        row = self.state.history[-1] if self.state.history else {}
-        is_of_now = row.get("step") == self.state.step
-        return {name: value for name, value in row.items() if isinstance(value, float)} if is_of_now else {}
+        """The metrics for a checkpoint: those of an evaluation of this step."""
+        rows = [row for row in (self.state.evaluation, *self.state.history[-1:]) if row.get("step") == self.state.step]
+        return {name: value for row in rows for name, value in row.items() if isinstance(value, float)}
 
     def _complete_state(self) -> CheckpointState:
         """The state to save, after the events and buffers of this step are complete. All ranks."""
@@ -208,4 +218,5 @@ class StepCycle:
 
     def _state(self) -> CheckpointState:
         """The state of model, optimizers, loop and callbacks. All ranks."""
+        self.state.finish_requested = self.run.finish_requested
         return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})

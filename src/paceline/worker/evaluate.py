@@ -7,7 +7,6 @@ before anything is summed, so no sum depends on the number of ranks.
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,13 +22,15 @@ from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
 from paceline.engine.losses import make_metrics, sum_and_count
+from paceline.engine.outer_state import outer_state
 from paceline.engine.precision import autocast
 from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
-from paceline.engine.replica import run_model
 from paceline.errors import ConfigError, DataError
+from paceline.worker.measures import Forward, Measures, Outcome, interleave
 from paceline.world import World
 
 HALVES = (torch.bfloat16, torch.float16)
+BatchForward = Callable[[torch.nn.Module, Any], Outcome]
 OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
 
 
@@ -40,45 +41,39 @@ class Evaluator:
         """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
         self.feed, self.settings, self.world, self.moving = feed, settings, world, moving
         self.batches, self.sampler = feed.evaluation_batches()
+        self.forward = Forward(settings)
         metrics = make_metrics(settings.metrics)
-        losses = {"val_loss": settings.function("loss_fn")} if settings.loss_fn is not None else {}
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for name, metric in self.stateful.items():
             if not hasattr(metric, "reset") or not hasattr(metric, "update"):
                 raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
             # It gets every batch on every rank, so it has nothing to synchronise.
             metric.distributed_available_fn = lambda: False
-        self.measures = losses | {name: metric for name, metric in metrics.items() if name not in self.stateful}
+        functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
+        self.measures = Measures(self.forward, functions, world)
 
     @torch.no_grad()
     def measure(self, model: torch.nn.Module, on_round: OnRound) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples. All ranks."""
-        rows = [torch.zeros(0, len(self.measures), 2, dtype=torch.float64, device=self.world.device)]
+        rows = []
         for metric in self.stateful.values():
             metric.reset()
-        for outcome in self._outcomes(model, on_round):
-            if outcome is not None:
-                rows.append(self._row(*outcome)[None])
+        for done in self._outcomes(self.forward.measure, model, on_round):
+            if done is not None:
+                rows.append(self.measures.row(*done))
             if self.stateful:
-                self._update_stateful(outcome)
-        sums = torch.stack(_interleave(self.world.gather_rows(torch.cat(rows)))).sum(0).tolist()
-        means = {
-            name: total / count if count else math.nan for name, (total, count) in zip(self.measures, sums, strict=True)
-        }
+                self._update_stateful(done[0] if done is not None else None)
+        means = self.measures.means(rows)
         return means | {name: _compute(name, metric) for name, metric in self.stateful.items()}
 
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
         """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
         mine = []
-        for outcome in self._outcomes(model, on_round):
-            if outcome is not None and not isinstance(outcome[0], torch.Tensor):
-                raise DataError(
-                    f"predict needs a model that returns a tensor; this one returns a {type(outcome[0]).__name__}"
-                )
-            if outcome is not None:
-                mine.append(_rows_of(outcome[0], outcome[2]).cpu())
-        parts = _interleave(self.world.gather_objects(mine))
+        for done in self._outcomes(self.forward.predict, model, on_round):
+            if done is not None:
+                mine.append(_rows_of(self._tensor_in(done[0]), done[1]).cpu())
+        parts = interleave(self.world.gather_objects(mine))
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise DataError(
                 f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}; if each "
@@ -86,23 +81,33 @@ class Evaluator:
             )
         return torch.cat(parts)
 
+    def _tensor_in(self, outcome: Outcome) -> torch.Tensor:
+        if isinstance(outcome.output, torch.Tensor):
+            return outcome.output
+        kind = type(outcome.output).__name__
+        if self.settings.predict_fn is not None:
+            raise ConfigError(f"predict_fn returned a {kind}; it must return a tensor with a row for each sample")
+        raise DataError(
+            f"predict needs a model that returns a tensor; this one returns a {kind}; give predict_fn(model, batch)"
+        )
+
     @torch.no_grad()
     def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
         """The loss of each sample alone, in the order of the data set, on the CPU of all ranks. All ranks."""
-        outcomes = self._outcomes(model, on_round)
-        mine = [self._each_loss(*outcome).cpu() for outcome in outcomes if outcome is not None]
-        return torch.cat(_interleave(self.world.gather_objects(mine)))
+        outcomes = self._outcomes(self.forward.run, model, on_round)
+        mine = [self._each_loss(*done).cpu() for done in outcomes if done is not None]
+        return torch.cat(interleave(self.world.gather_objects(mine)))
 
     @torch.no_grad()
     def try_losses(self, model: torch.nn.Module) -> None:
         """Try `losses` on one batch, so that an error occurs before the first epoch and not after it."""
-        outcomes = self._outcomes(model, lambda done, total: None)
-        outcome = next(outcomes)
-        if outcome is not None:
-            each = self._each_loss(*outcome)
-            total, count = sum_and_count(self.measures["val_loss"](*outcome[:2]), len(each), "loss_fn")
+        outcomes = self._outcomes(self.forward.run, model, lambda done, total: None)
+        done = next(outcomes)
+        if done is not None:
+            outcome, each = done[0], self._each_loss(*done)
+            total, count = sum_and_count(self._loss_fn(outcome.loss_input, outcome.target), len(each), "loss_fn")
         outcomes.close()  # after the loss was called: this restores its buffers
-        if outcome is None:
+        if done is None:
             return
         # If all samples have the same loss, so has the batch, however the loss weighs them.
         is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
@@ -123,16 +128,16 @@ class Evaluator:
         if batch is None or trial is None:
             return
         try:
-            with self._evaluating(trial) as outcome_of, Collectives(is_allowed=False):
-                output, target, samples = outcome_of(batch)
-                self._row(output, target, samples)
+            with self._evaluating(self.forward.measure, trial) as outcome_of, Collectives(is_allowed=False):
+                outcome, samples = outcome_of(batch)
+                self.measures.row(outcome, samples)
         except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example about a batch without some of the classes
             for name, metric in self.stateful.items():
                 metric.reset()
-                metric.update(*to_device((output, target), torch.device("cpu")))
+                metric.update(*to_device((outcome.output, outcome.target), torch.device("cpu")))
                 try:
                     _compute(name, metric)
                 except ConfigError:
@@ -141,10 +146,12 @@ class Evaluator:
                     pass
                 metric.reset()
 
-    def _outcomes(self, model: torch.nn.Module, on_round: OnRound) -> Generator[tuple[Any, Any, int] | None]:
-        """Output, target and size of each of this rank's batches; None if it has no batch in the last round."""
+    def _outcomes(
+        self, forward: BatchForward, model: torch.nn.Module, on_round: OnRound
+    ) -> Generator[tuple[Outcome, int] | None]:
+        """The outcome and size of each of this rank's batches; None if it has no batch in the last round."""
         rounds = self.sampler.rounds
-        with self._evaluating(model) as outcome_of:
+        with self._evaluating(forward, model) as outcome_of:
             for done, batch in enumerate(self.batches):
                 yield outcome_of(batch)
                 on_round(done + 1, rounds)
@@ -153,19 +160,23 @@ class Evaluator:
                 on_round(rounds, rounds)
 
     @contextmanager
-    def _evaluating(self, model: torch.nn.Module) -> Iterator[Callable[[EvalBatch], tuple[Any, Any, int]]]:
+    def _evaluating(
+        self, forward: BatchForward, model: torch.nn.Module
+    ) -> Iterator[Callable[[EvalBatch], tuple[Outcome, int]]]:
         """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
         was_training = model.training
         model.eval()
-        buffers, before = ForwardState(model, self.settings.loss_fn, self.moving), Snapshot()
+        buffers, before = ForwardState(model, outer_state(self.settings), self.moving), Snapshot()
         before.take(buffers.tensors())
 
-        def outcome_of(batch: EvalBatch) -> tuple[Any, Any, int]:
+        def outcome_of(batch: EvalBatch) -> tuple[Outcome, int]:
             seed_generators(self.settings.seed, "evaluation", batch.batch)
             before.restore(buffers.tensors())
             with self._compiler_stance(), autocast(self.settings.precision, self.world.device):
-                output, target = run_model(model, self.feed.evaluation_batch(batch))
-            return in_fp32(output), target, len(batch.indices)
+                outcome = forward(model, self.feed.evaluation_batch(batch))
+            output = in_fp32(outcome.output)
+            loss_input = output if outcome.loss_input is outcome.output else in_fp32(outcome.loss_input)
+            return outcome._replace(output=output, loss_input=loss_input), len(batch.indices)
 
         try:
             yield outcome_of
@@ -177,33 +188,23 @@ class Evaluator:
         """A context that turns torch.compile off: code is compiled for the batches of training, which have one size."""
         return torch.compiler.set_stance("force_eager") if self.settings.step_mode == "compile" else nullcontext()
 
-    def _row(self, output: Any, target: Any, samples: int) -> torch.Tensor:
-        row = torch.zeros(len(self.measures), 2, dtype=torch.float64, device=self.world.device)
-        for place, (name, measure) in enumerate(self.measures.items()):
-            try:
-                value = measure(output, target)
-            except (TypeError, AttributeError) as error:
-                if target is not None:
-                    raise
-                raise DataError(
-                    f"the samples have no labels, and {name} needs them ({error}); use paceline predict"
-                ) from error
-            source = "loss_fn" if name == "val_loss" else name
-            row[place, 0], row[place, 1] = sum_and_count(value, samples, source)
-        return row
+    @property
+    def _loss_fn(self) -> Callable[..., Any]:
+        assert self.forward.loss_fn is not None  # checked with the config
+        return self.forward.loss_fn  # type: ignore[no-any-return]
 
-    def _each_loss(self, output: Any, target: Any, samples: int) -> torch.Tensor:
+    def _each_loss(self, outcome: Outcome, samples: int) -> torch.Tensor:
         """The loss of each sample alone; NaN where its count is 0."""
-        losses = []
+        losses, trees = [], (outcome.loss_input, outcome.target)
         for place in range(samples):
-            row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in (output, target)]
-            total, count = sum_and_count(self.measures["val_loss"](*row), 1, "loss_fn")
+            row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in trees]
+            total, count = sum_and_count(self._loss_fn(*row), 1, "loss_fn")
             losses.append(total.double() / count)
         return torch.stack(losses)
 
-    def _update_stateful(self, outcome: tuple[Any, Any, int] | None) -> None:
+    def _update_stateful(self, outcome: Outcome | None) -> None:
         """Update metrics that have state, such as those of torchmetrics, with all batches in order. All ranks."""
-        mine = None if outcome is None else to_device(outcome[:2], torch.device("cpu"))
+        mine = None if outcome is None else to_device((outcome.output, outcome.target), torch.device("cpu"))
         for batch in self.world.gather_objects(mine):
             if batch is not None:
                 for metric in self.stateful.values():
@@ -251,9 +252,3 @@ def in_fp32(output: Any) -> Any:
     if isinstance(output, tuple) and any(isinstance(each, torch.nn.Parameter) for each in output):
         return output  # the loss computes the last layer, in the dtype of its arguments
     return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
-
-
-def _interleave(of_ranks: list[Any]) -> list[Any]:
-    """The results of all ranks in the order of the batches, which were assigned to the ranks in turn."""
-    rounds = max(map(len, of_ranks))
-    return [of_rank[place] for place in range(rounds) for of_rank in of_ranks if place < len(of_rank)]

@@ -13,7 +13,7 @@ from paceline.data.lanes import StepInputs
 from paceline.engine.clock import DATA
 from paceline.engine.step import Stepper
 from paceline.system.signals import StopAgreed
-from paceline.worker.cycle import StepCycle
+from paceline.worker.cycle import FINISH, StepCycle
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.state import LoopPlan, TrainState
 
@@ -30,11 +30,11 @@ class Loop:
         callbacks: on_step
         compare the replicas                     every check_replicas_every steps, and at the end
         end the exchange                         all ranks know the answers
-        at the end of an epoch, unless the ranks stop:
+        at the end of an epoch, or every evaluate.every_steps, unless the ranks stop:
             evaluate
             callbacks: on_evaluate
         publish the checkpoint that was written  callbacks: on_checkpoint
-        stop, if a rank asks for it
+        stop or finish, if a rank asks for it
         start a checkpoint, if one is due
     callbacks: on_stop
     """
@@ -55,17 +55,17 @@ class Loop:
         """Train, and return 0 or the number of the reason to stop. All ranks."""
         self.cycle.start()
         try:
-            if self.state.is_evaluation_due:
-                self._end_epoch(len(self.state.history))
-                if self.cycle.is_save_requested():  # the checkpoint that was restored has no metrics of this evaluation
-                    self.cycle.save()
-                    self.cycle.log.restart_clock()
+            if self._evaluate_if_due(len(self.state.history)):
+                self.cycle.save()  # the checkpoint that was restored has no metrics of this evaluation
+                self.cycle.log.restart_clock()
+            if self.state.is_finished:
+                return 0
             self.progress.phase = "training"
             for inputs in self._all_inputs():
                 self._take(inputs)
                 self.stepper.clock.enter(DATA)
         except StopAgreed as agreed:
-            return int(agreed.args[0])
+            return 0 if self.state.is_finished else int(agreed.args[0])
         finally:
             self.progress.batch = None
         return 0
@@ -102,26 +102,61 @@ class Loop:
         self.cycle.begin(inputs)
         result = self.stepper.take(inputs)
         answers = self.cycle.end(inputs, result, self.stepper.lr)
-        state.is_evaluation_due = inputs.ends_epoch
+        if state.is_finished and not inputs.ends_epoch:
+            state.is_epoch_cut_short = True
+        state.is_evaluation_due = inputs.ends_epoch or state.is_finished
+        every = self.plan.evaluate_every_steps
+        state.is_step_evaluation_due = every is not None and state.step % every == 0 and not state.is_evaluation_due
         is_requested = False
-        if inputs.ends_epoch and not answers.reason:
-            self._end_epoch(inputs.epoch)
-            is_requested = self.cycle.is_save_requested()
+        if not answers.reason or state.is_finished:
+            is_requested = self._evaluate_if_due(inputs.epoch)
+        if inputs.ends_run:
+            state.is_finished, self.cycle.run.finish_requested = False, None  # it ends here anyway
+        elif state.is_finished:
+            self.cycle.compare_replicas()
+            answers = answers._replace(reason=FINISH)
         self.cycle.close(answers, is_requested=is_requested)
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluate and add the epoch's row to the history. All ranks."""
+    def _evaluate_if_due(self, epoch: int) -> bool:
+        """Do the evaluation that is due, if any; return whether a callback wants its checkpoint. All ranks."""
         state = self.state
-        row: dict[str, Any] = {"epoch": epoch + 1, "step": state.step, **self.cycle.log.epoch_means()}
-        if self.evaluator is not None:
-            state.metrics = self._evaluate(self.evaluator)
-            row |= state.metrics
+        if state.is_evaluation_due:
+            self._end_epoch(epoch)
+        elif state.is_step_evaluation_due:
+            state.evaluation = self._row(epoch, is_evaluated=True)
+            state.is_step_evaluation_due = False
+            self.events.write("evaluation", **state.evaluation)
+            self._call_on_evaluate(state.evaluation)
+        else:
+            return False
+        return self.cycle.is_save_requested()
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate, unless another epoch will be, and add the epoch's row to the history. All ranks."""
+        state, plan = self.state, self.plan
+        is_last = state.is_finished or state.is_epoch_cut_short or epoch + 1 >= plan.epochs
+        is_evaluated = is_last or (epoch + 1) % plan.evaluate_every_epochs == 0
+        row = self._row(epoch, is_evaluated=is_evaluated)
         if not state.is_epoch_cut_short:
             self.cycle.log.restart_epoch()
         state.is_evaluation_due = False
         state.history.append(row)
         self.events.write("epoch", **row)
-        if not state.is_epoch_cut_short:  # else its evaluation follows when a resumed run completes the epoch
+        if is_evaluated:
+            self._call_on_evaluate(row)
+
+    def _row(self, epoch: int, *, is_evaluated: bool) -> dict[str, Any]:
+        """The means of the epoch so far, and the metrics of an evaluation. All ranks."""
+        self.cycle.log.collect()
+        row: dict[str, Any] = {"epoch": epoch + 1, "step": self.state.step, **self.cycle.log.epoch_means()}
+        if self.evaluator is not None and is_evaluated:
+            self.state.metrics = self._evaluate(self.evaluator)
+            row |= self.state.metrics
+        return row
+
+    def _call_on_evaluate(self, row: dict[str, Any]) -> None:
+        """Give the row of an evaluation to the learning rates and to the callbacks. All ranks."""
+        if not self.state.is_epoch_cut_short:  # else its evaluation follows when a resumed run completes the epoch
             self.stepper.rates.after_evaluation(row)
         self.cycle.call("on_evaluate", row)
         self.cycle.log.restart_clock()

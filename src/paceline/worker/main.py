@@ -57,7 +57,7 @@ from paceline.worker.cycle import StepCycle
 from paceline.worker.loop import Loop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
-from paceline.worker.restore import begin_attempt, find_checkpoint, report_checkpoint, restore
+from paceline.worker.restore import begin_attempt, continue_if_new, find_checkpoint, report_checkpoint, restore
 from paceline.worker.result import write_patiently, write_result
 from paceline.worker.state import TrainState
 from paceline.world import World, join, world_size
@@ -156,6 +156,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     if checkpoint is not None:
         progress.phase = "restoring the checkpoint"
         state = restore(context, checkpoint, stepper, callbacks)
+        continue_if_new(state, checkpoint, folder)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
     check_space(context, stepper)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)
@@ -191,6 +192,8 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     feed, _ = make_feeds(training, None, config, world)
     step, callbacks = build_own_step(context, model, feed), build_callbacks(config)
     restored = restore_own(context, checkpoint, step, callbacks)
+    if checkpoint is not None:
+        continue_if_new(restored[0], checkpoint, folder)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events)
     run = build_own_loop(context, step, feed, saver, stop, callbacks, restored)
     loaders = build_own_loaders(context, run.loop, validation)
@@ -287,8 +290,9 @@ def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> Non
     if world.is_main:
         write_patiently(write, context.progress)
     context.events.write(
-        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes}
-    )
+        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
+        **loop.cycle.early_end(),
+    )  # fmt: skip
 
 
 def finish_own_run(context: Context, run: OwnRun, value: Any, identity: dict[str, object]) -> None:
@@ -304,8 +308,9 @@ def finish_own_run(context: Context, run: OwnRun, value: Any, identity: dict[str
     if context.world.is_main:
         write_patiently(write, context.progress)
     context.events.write(
-        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes}
-    )
+        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
+        **loop.cycle.early_end(),
+    )  # fmt: skip
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:

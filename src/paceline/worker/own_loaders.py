@@ -9,6 +9,7 @@ from torch.utils.data import Subset
 
 from paceline.data.feed import Feed
 from paceline.data.seeding import generator_states, restore_generators, seed_generators
+from paceline.engine.own_step import OwnStep
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
 
@@ -38,8 +39,8 @@ class TrainLoader:
 class ValLoader:
     """This rank's batches of the validation data: every sample on exactly one rank; `dataset` is that share."""
 
-    def __init__(self, feed: Feed, seed: int, events: Events, progress: Progress) -> None:
-        self._feed, self._seed, self._events, self._progress = feed, seed, events, progress
+    def __init__(self, feed: Feed, step: OwnStep, events: Events, progress: Progress) -> None:
+        self._feed, self._step, self._events, self._progress = feed, step, events, progress
         self._batches, self._sampler = feed.evaluation_batches()
         size, world = feed.config.batch_size, feed.world
         first = range(world.rank * size, len(feed.dataset), world.size * size)
@@ -50,13 +51,16 @@ class ValLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """The random numbers of a batch depend on the batch alone; those after the last one are as before the first."""
+        """Random numbers and buffers of a batch depend on the batch alone, and are afterwards as they were before."""
         before = generator_states()
+        self._step.begin_evaluation()
         phase, number = self._progress.phase, self._progress.batch
         for done, batch in enumerate(self._batches):
-            seed_generators(self._seed, "evaluation", batch.batch)
+            self._step.restore_buffers()
+            seed_generators(self._step.settings.seed, "evaluation", batch.batch)
             yield self._feed.evaluation_batch(batch)
             self._progress.phase, self._progress.batch = "validating", done
             self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
         self._progress.phase, self._progress.batch = phase, number
+        self._step.end_evaluation()
         restore_generators(before)

@@ -76,6 +76,8 @@ class OwnLoop:
                 self.step.leave()
             self._end_step(inputs)
             self.cycle.clock.enter(DATA)
+            if self.state.is_finished:
+                break
         self.progress.batch = None
         seed_generators(self.seed, "after the batches", epoch)
 
@@ -103,6 +105,8 @@ class OwnLoop:
         self.begin_exchange()
         self._is_exchanging, self._open = False, None
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
+        if self.state.is_finished:  # the loaders end, and the user's code does what it does after them
+            answers = answers._replace(reason=0)
         try:
             self.cycle.close(answers, can_save=self._epoch is not None)
         except StopAgreed as agreed:
@@ -150,7 +154,7 @@ class OwnLoop:
         first, self._claimed = self._claimed, self._claimed + number
         for epoch in range(first, first + number):
             self._check_stopped()
-            if epoch < len(self.state.history) or self._is_over():
+            if epoch < len(self.state.history) or self._is_over() or self.state.is_finished:
                 continue
             self._epoch = epoch
             self.cycle.run.epoch = epoch + 1
@@ -165,7 +169,8 @@ class OwnLoop:
         if epoch is None:
             return
         cycle, state = self.cycle, self.state
-        if self.steps_per_epoch is not None and not self._is_over():  # the user's code may have left the loader early
+        is_ended = self._is_over() or state.is_finished
+        if self.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
             state.step = max(state.step, (epoch + 1) * self.steps_per_epoch)
         cycle.log.collect()
         values, self._values = self._values, {}

@@ -13,6 +13,7 @@ from paceline.checkpoint.resume import check_compatible, named_checkpoint
 from paceline.checkpoint.state import CheckpointState, restore_loss, restore_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
+from paceline.engine.outer_state import outer_state
 from paceline.engine.step import Stepper
 from paceline.observe.events import rewind
 from paceline.observe.progress import Progress
@@ -71,12 +72,18 @@ def restore(
     if stepper.ema is not None:
         for name, average in stepper.ema.averages().items():
             average.copy_(state.groups["ema"][name])
-    restore_loss(state, settings.loss_fn, checkpoint.path)
+    restore_loss(state, outer_state(settings), checkpoint.path)
     counters = state.values["counters"]
     stepper.set_counters(counters["stepper"])
     for name in restore_states(callbacks, counters.get("callbacks", {})):
         context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
     return TrainState.from_dict(counters["loop"])
+
+
+def continue_if_new(state: TrainState, checkpoint: LoadedCheckpoint, folder: RunFolder) -> None:
+    """Let a new run, which begins with a checkpoint of another, train on where that one has finished early."""
+    if checkpoint.path.parent != folder.checkpoints:
+        state.is_finished, state.finish_requested = False, None
 
 
 def begin_attempt(context: Context, checkpoint: LoadedCheckpoint | None) -> None:

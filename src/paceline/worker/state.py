@@ -26,6 +26,8 @@ class LoopPlan:
     check_replicas_every: int
     log_digests: bool
     steps_per_epoch: int | None = None  # None where an iterable data set decides
+    evaluate_every_steps: int | None = None  # within an epoch
+    evaluate_every_epochs: int = 1
     ranks_by_loss: bool = False  # whether samples are ordered by their losses, after the first epoch
 
 
@@ -72,7 +74,11 @@ class TrainState:
     sums: LossSums = field(default_factory=LossSums)
     value_sums: dict[str, LossSums] = field(default_factory=dict)  # of further values that a step returns, by name
     is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
-    is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` has cut short
+    is_step_evaluation_due: bool = False  # the run was stopped before an evaluation within an epoch
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the row of the last evaluation within an epoch
+    is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` or `run.finish` has cut short
+    finish_requested: str | None = None  # the reason that a callback gave to `run.finish`
+    is_finished: bool = False  # all ranks have agreed to end the run here
     epoch: int = 0  # of the last step, from 1
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them

@@ -26,7 +26,7 @@ def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:
 
 def test_without_train_fn_and_loss_fn_both_are_named() -> None:
     [problem] = problems({"model_fn": model, "dataset_fn": dataset})
-    assert problem.startswith("train_fn and loss_fn are both missing; give train_fn")
+    assert problem.startswith("train_fn, loss_fn and step_fn are all missing; give train_fn")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,26 @@ def test_a_train_fn_that_does_not_run_when_called_is_a_mistake() -> None:
     [first], [second] = problems({**OWN, "train_fn": yielding}), problems({**OWN, "train_fn": waiting})
     assert first.endswith("yielding is a generator, so calling it trains nothing; use a plain function")
     assert second.endswith("waiting is async, so calling it trains nothing; use a plain function")
+
+
+def test_a_loss_of_the_models_own_is_not_looked_up_and_is_written_as_it_is() -> None:
+    config = build({**MANAGED, "loss_fn": "model"})
+    assert config.loss_fn == "model"
+    assert "\nloss_fn: model\n" in config.to_yaml()
+
+
+@pytest.mark.parametrize("keys", [{"loss_fn": "model"}, {"loss_fn": None, "step_fn": lambda model, batch: 0.0}])
+def test_samples_are_ranked_only_by_a_loss_of_outputs(keys: dict[str, Any]) -> None:
+    [problem] = problems({**MANAGED, **keys, "curriculum": {"by": "loss"}, "num_epochs": 2})
+    assert problem.startswith("curriculum.by=loss needs a loss_fn(output, target); give that,")
+
+
+def test_a_function_for_evaluation_may_be_given_with_a_loop_of_ones_own_but_no_step() -> None:
+    def function(model: Any, batch: Any) -> None: ...
+
+    build({**OWN, "evaluate_fn": function, "predict_fn": function})
+    [problem] = problems({**OWN, "step_fn": function})
+    assert problem.startswith("step_fn belongs to the managed loop; remove train_fn")
 
 
 @pytest.mark.parametrize(

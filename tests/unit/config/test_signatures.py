@@ -63,6 +63,17 @@ def test_a_train_fn_that_takes_the_five_arguments_is_accepted(train_fn: Callable
     assert build({**OWN, "train_fn": train_fn}).train_fn is train_fn
 
 
+def test_steps_are_called_with_a_model_and_a_batch() -> None:
+    def wrong(model: Any) -> None: ...
+
+    keys: dict[str, Any] = {**MANAGED, "loss_fn": None, "evaluate_fn": wrong, "predict_fn": lambda model, batch: None}
+    assert [problem.partition(" takes ")[2] for problem in problems({**keys, "step_fn": wrong})] == [
+        "(model: 'Any') -> 'None'; it is called as step_fn(model, batch)",
+        "(model: 'Any') -> 'None'; it is called as evaluate_fn(model, batch)",
+    ]
+    build({**keys, "evaluate_fn": None, "step_fn": functools.partial(lambda scale, model, batch: None, 2.0)})
+
+
 class Padding:
     def __init__(self, seed: int | None = None) -> None:
         self.seed, self.generator = seed, None

@@ -147,7 +147,7 @@ def weighted(output: torch.Tensor, target: torch.Tensor) -> Sum:
 
 def test_a_loss_may_be_a_sum_and_a_count_and_nothing_counted_is_nan(make_config: MakeConfig) -> None:
     measured = evaluator(make_config)
-    measured.measures["val_loss"] = weighted
+    measured.forward.loss_fn = weighted
     assert measured.losses(Doubled(), lambda *_: None).tolist() == pytest.approx([np.nan, 1, 1, 4, 1], nan_ok=True)
     measured.try_losses(Doubled())
 
@@ -155,10 +155,10 @@ def test_a_loss_may_be_a_sum_and_a_count_and_nothing_counted_is_nan(make_config:
 def test_losses_that_no_sample_has_by_itself_are_refused_before_training(make_config: MakeConfig) -> None:
     measured = evaluator(make_config)
     measured.try_losses(Doubled())
-    measured.measures["val_loss"] = lambda output, target: output.var(0, correction=0).sum()
+    measured.forward.loss_fn = lambda output, target: output.var(0, correction=0).sum()
     with pytest.raises(DataError, match="gives 0 for every sample by itself, as if it compared them"):
         measured.try_losses(Doubled())
-    measured.measures["val_loss"] = lambda output, target: target.sum() * 0 + 3.0  # equal, and so is their mean
+    measured.forward.loss_fn = lambda output, target: target.sum() * 0 + 3.0  # equal, and so is their mean
     measured.try_losses(Doubled())
 
 

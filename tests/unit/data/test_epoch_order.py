@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.config import Config
-from paceline.data.epoch_order import GivenOrder, WeightedOrder, make_order, shuffled
+from paceline.data.epoch_order import GivenOrder, WeightedOrder, make_order, needs_length, shuffled
 from paceline.data.lanes import LaneSampler
 from paceline.errors import DataError
 from support.datasets import StreamDataset
@@ -120,7 +120,7 @@ def test_an_order_with_state_of_its_own_is_refused() -> None:
 def test_an_iterable_data_set_has_no_order_of_ours(make_config: MakeConfig, keys: dict[str, Any]) -> None:
     stream = StreamDataset(lambda: range(3))
     with pytest.raises(DataError, match=f"{next(iter(keys))} needs a data set with a length"):
-        make_order(make_config(**keys), stream, HERE)
+        needs_length(make_config(**keys), stream)
 
 
 def test_without_a_key_samples_are_shuffled(make_config: MakeConfig) -> None:

@@ -89,6 +89,9 @@ class Screen:
     def _on_epoch(self, event: dict[str, Any]) -> None:
         self.note("  ".join([f"epoch {event['epoch']}", f"step {event['step']}", *metric_texts(event)]))
 
+    def _on_evaluation(self, event: dict[str, Any]) -> None:
+        self._on_epoch(event)
+
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(f"warning: {event['text']}", style="yellow")
 
@@ -113,6 +116,8 @@ class Screen:
 
     def _on_run_finished(self, event: dict[str, Any]) -> None:
         self.close()
+        if "reason" in event:
+            self.note(f"finished early: {event['reason']}")
 
     def _show_progress(self, texts: list[str], done: int, total: int | None) -> None:
         """Show progress: open the view on a terminal; elsewhere print a line every few seconds."""

@@ -74,6 +74,8 @@ def after(state: LiveState, event: Event) -> LiveState:
                 mean = mean.add(max(event["time"] - updated, 0.0), 1)
                 updated = event["time"]
             return replace(state, epoch=event, ends=ends, evaluation_s=mean, updated=updated, part=None)
+        case "evaluation":
+            return replace(state, part=None, updated=event["time"] if state.updated is not None else None)
         case "evaluating" | "progress":
             return replace(state, part=event)
     return state

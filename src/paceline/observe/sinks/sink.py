@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.observe.event_types import Event, Parser, values_in
 from paceline.observe.tail import Tail
 
-PLOTTED = ("step", "pace", "epoch")  # kinds of events, in the order in which they follow each other at one step
+# Kinds of events, in the order in which they follow each other at one step.
+PLOTTED = ("step", "pace", "evaluation", "epoch")
 NOT_PLOTTED = ("event", "time", "step", "steps", "epochs")
 
 

@@ -93,6 +93,9 @@ class RunHistory:
         if phase_ms:
             self.phases.add(steps, step_ms, phase_ms)
 
+    def _on_evaluation(self, event: dict[str, Any]) -> None:
+        self._on_epoch(event)
+
     def _on_epoch(self, event: dict[str, Any]) -> None:
         self.step = event["step"]
         self._plot("epoch", event)
@@ -120,7 +123,7 @@ class RunHistory:
 
     def _on_run_finished(self, event: dict[str, Any]) -> None:
         self.ending, self.step = "finished", event.get("step") or self.step
-        self._mark("finished", event, "")
+        self._mark("finished", event, event.get("reason", ""))
 
     def _mark(self, kind: str, event: dict[str, Any], text: str) -> None:
         self.marks.append(TimelineMark(kind, self.seconds, event.get("step"), text))

@@ -1,0 +1,41 @@
+"""`EarlyStopping`: ends a run when a metric has stopped improving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.patience import Patience
+from paceline.callbacks.run import Run
+from paceline.errors import ConfigError
+
+
+class EarlyStopping(Callback):
+    """Ends the run as complete when a metric has not improved by more than `min_delta` in `patience` evaluations."""
+
+    def __init__(
+        self,
+        metric: str = "val_loss",
+        mode: Literal["min", "max"] = "min",
+        patience: int = 5,
+        min_delta: float = 0.0,
+    ) -> None:
+        self.patience = Patience(metric, mode, patience, min_delta)
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """Count the evaluation."""
+        metric = self.patience.metric
+        if metric not in metrics:
+            known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
+            raise ConfigError(f"EarlyStopping(metric={metric!r}) is not measured; use {known}")
+        if self.patience.is_exhausted_by(metrics):
+            run.finish(self.patience.describe())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and the evaluations since."""
+        return self.patience.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue to count."""
+        self.patience.load_state_dict(state)

@@ -1,0 +1,66 @@
+"""The further values that a step returns besides its loss, for each lane of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.engine.losses import number_on, sum_and_count
+from paceline.engine.objective import Objective
+from paceline.errors import ConfigError
+from paceline.world import World
+
+
+class LaneValues:
+    """The sum and the count of each further value in each lane; the names are those of the first step of an attempt."""
+
+    def __init__(self, lanes_per_rank: int, world: World, objective: Objective) -> None:
+        self._lanes, self._world, self._source = lanes_per_rank, world, objective.key
+        # A loss_fn has no further values, so its ranks do not have to agree on names.
+        self.names: tuple[str, ...] | None = None if objective.key == "step_fn" else ()
+        self.restart()
+
+    def restart(self) -> None:
+        """Before the lanes of a step."""
+        self._of_lanes: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def add(self, place: int, values: Mapping[str, Any], samples: int) -> None:
+        """Keep the values of a lane, by its place among this rank's lanes; means are weighted by its samples."""
+        unknown = [name for name in values if self.names is not None and name not in self.names]
+        if unknown:
+            raise ConfigError(
+                f"{self._source} returned {unknown[0]!r}, which it did not return in the first step; return the same "
+                "names each time, paceline.Sum(0, 0) where there is no value"
+            )
+        self._of_lanes[place] = {name: self._pair(name, value, samples) for name, value in values.items()}
+
+    def _pair(self, name: str, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device, source = self._world.device, f"{self._source}'s {name}"
+        is_tensor = isinstance(value[0] if isinstance(value, (tuple, list)) and value else value, torch.Tensor)
+        if not is_tensor and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(f"{source} is a number of the host, which a replay would repeat; return a tensor")
+        total, count = sum_and_count(_detached(value), samples, source)
+        return number_on(total, device), number_on(count, device)
+
+    def finish(self) -> list[torch.Tensor]:
+        """The sum and the count of each lane, for one name after the other. All ranks.
+
+        The first time, the ranks agree on the names.
+        """
+        if self.names is None:
+            mine = [name for place in sorted(self._of_lanes) for name in self._of_lanes[place]]
+            self.names = tuple(dict.fromkeys(name for names in self._world.gather_objects(mine) for name in names))
+        zero = number_on(0, self._world.device)
+        lanes = [self._of_lanes.get(place, {}) for place in range(self._lanes)]
+        return [number for name in self.names for lane in lanes for number in lane.get(name, (zero, zero))]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)):
+        parts = [_detached(each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,114 @@
+"""What a run computes for a batch: the value of `loss_fn` for the model's output, or that of `step_fn`.
+
+The value is a loss alone, or a dict with `loss` and further scalars; `parts_of` separates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.config import Settings
+from paceline.config.functions import is_model_loss
+from paceline.errors import ConfigError, DataError
+
+LOSS = "loss"  # the name of the loss among the values of a step
+RESERVED = ("grad_norm", "lr")  # fields of a `step` event
+Model = Callable[..., Any]
+
+
+class Objective(NamedTuple):
+    """A function of the model and a batch that returns a loss, or a dict with a loss."""
+
+    key: str  # of the config, for messages: loss_fn or step_fn
+    function: Any  # `loss_fn(output, target)`, "model", or a function of the model and the batch
+    takes_model: bool  # whether the function calls the model itself, in any way
+
+    @property
+    def is_models_own(self) -> bool:
+        """Whether the model computes the loss."""
+        return is_model_loss(self.key, self.function)
+
+    def __call__(self, model: Model, batch: Any) -> Any:
+        """The value for a batch."""
+        if self.takes_model:
+            return self.function(model, batch)
+        output, target = run_model(model, batch, with_labels=self.is_models_own)
+        return loss_in(output) if self.is_models_own else self.function(output, target)
+
+    def compiled(self, *, is_in_ddp: bool) -> Objective:
+        """The same with its function compiled: with the model, unless DDP runs between a model and a `loss_fn`."""
+        if self.takes_model or not is_in_ddp:
+            return self._replace(function=torch.compile(_with_model(self), dynamic=False), takes_model=True)
+        return self if self.is_models_own else self._replace(function=torch.compile(self.function, dynamic=False))
+
+
+def _with_model(objective: Objective) -> Callable[[Model, Any], Any]:
+    """The objective as a plain function, which can be compiled."""
+    function, is_models_own = objective.function, objective.is_models_own
+    if objective.takes_model:
+        return function  # type: ignore[no-any-return]
+
+    def value_of(model: Model, batch: Any) -> Any:
+        output, target = run_model(model, batch, with_labels=is_models_own)
+        return loss_in(output) if is_models_own else function(output, target)
+
+    return value_of
+
+
+def objectives_of(settings: Settings) -> dict[str, Objective]:
+    """What the settings ask to compute, by the names of the phases; a step without phases has one, named ""."""
+    if settings.step_fn is None:
+        return {} if settings.loss_fn is None else {"": Objective("loss_fn", settings.loss_fn, takes_model=False)}
+    if not isinstance(settings.step_fn, Mapping):
+        return {"": Objective("step_fn", settings.step_fn, takes_model=True)}
+    return {name: Objective(f"step_fn.{name}", each, takes_model=True) for name, each in settings.step_fn.items()}
+
+
+def parts_of(value: Any, source: str) -> tuple[Any, dict[str, Any]]:
+    """The loss and the further values in the value of an objective; `source` is named in errors."""
+    if not isinstance(value, Mapping):
+        return value, {}
+    if LOSS not in value:
+        names = ", ".join(map(repr, value)) or "nothing"
+        raise ConfigError(f"{source} returned a dict with {names}; it must have 'loss'")
+    further = {name: each for name, each in value.items() if name != LOSS}
+    for name in further:
+        if not isinstance(name, str) or name in RESERVED:
+            raise ConfigError(f"{source} returned a value named {name!r}, which events use; choose another name")
+    return value[LOSS], further
+
+
+def run_model(model: Model, batch: Any, *, with_labels: bool = False) -> tuple[Any, Any]:
+    """The model's output and the target: `(*inputs, target)` of a tuple, `labels` of a dict.
+
+    The model gets the target, too, if it computes its own loss.
+    """
+    if isinstance(batch, Mapping):
+        named = {key: value for key, value in batch.items() if with_labels or key != "labels"}
+        return model(**named), batch.get("labels")
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+        )
+    *inputs, target = batch
+    return model(*(batch if with_labels else inputs)), target
+
+
+def loss_in(output: Any) -> Any:
+    """The loss that a model has returned with its output."""
+    loss = output.get(LOSS) if isinstance(output, Mapping) else getattr(output, LOSS, None)
+    if loss is None:
+        raise ConfigError(
+            f"loss_fn=model but the model returns a {type(output).__name__} without a loss; give it labels in the "
+            "batch, or use loss_fn or step_fn"
+        )
+    return loss
+
+
+def logits_in(output: Any) -> Any:
+    """The logits of an output that has them as an attribute, as those of transformers; any other output itself."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, torch.Tensor) else output

@@ -1,0 +1,113 @@
+"""What a loss or a step changes besides gradients, found by calling it twice on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.config import Settings
+from paceline.data.seeding import seed_generators
+from paceline.data.trees import map_tensors
+from paceline.engine.digest import digest_of
+from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
+from paceline.engine.objective import Objective, loss_in, parts_of, run_model
+from paceline.engine.outer_state import outer_state
+
+TOLERANCE = 1e-4  # between two values of a loss, where kernels may add in any order
+HIDDEN_IN_LOSS = (
+    "loss_fn gives another value when it is called again with the same output and target: it keeps state that "
+    "is neither separate for each lane nor saved; make it a torch.nn.Module and the state a buffer of it"
+)
+HIDDEN_IN_STEP = (
+    "{key} gives another value when it is called again with the same weights and batch: it keeps state that is neither "
+    "separate for each lane nor saved; make the state a buffer of the model, or of a torch.nn.Module that step_fn calls"
+)
+
+
+class StepProbe:
+    """Calls the objectives of a run on a copy of its model."""
+
+    def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        # Functions cannot be copied, so the modules that a function refers to are those of the run.
+        self._outer = ForwardState(torch.nn.Module(), outer_state(settings))
+        self._state = ForwardState(model, outer_state(settings))
+        self._frozen = self._state.frozen()
+        self._before = {name: _state_of(parameter) for name, parameter in self._frozen.items()}
+        self._kept = Snapshot()
+        self._outer.add_moving(self._outer.frozen())
+        self._kept.take(self._outer.tensors())
+
+    def moving(self) -> list[ParameterKey]:
+        """The frozen parameters that have changed."""
+        return [name for name, parameter in self._frozen.items() if _state_of(parameter) != self._before[name]]
+
+    def restore_outer(self) -> None:
+        """Restore what the calls have changed outside the copy of the model."""
+        self._kept.restore(self._outer.tensors())
+
+    def run(self, objective: Objective, batch: Any) -> str | None:
+        """Call an objective; return why it cannot have lanes, if that shows."""
+        seed_generators(self.settings.seed, "probe")
+        if objective.takes_model:
+            return self._run_step(objective, batch)
+        output, target = run_model(self.model, batch, with_labels=objective.is_models_own)
+        if objective.is_models_own:
+            loss_in(output)
+            return None
+        holder = ForwardState(torch.nn.Module(), objective.function)
+        before, values = Snapshot(), []
+        before.take(holder.tensors())
+        for _ in range(2):
+            before.restore(holder.tensors())
+            seed_generators(self.settings.seed, "probe")
+            values.append(_numbers(objective.function(_clone(output), _clone(target))))
+        return None if self._are_equal(*values) else HIDDEN_IN_LOSS
+
+    def _run_step(self, objective: Objective, batch: Any) -> str | None:
+        before, values = Snapshot(), []
+        before.take(self._state.tensors())
+        weights = {name: _state_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        for _ in range(2):
+            before.restore(self._state.tensors())
+            seed_generators(self.settings.seed, "probe")
+            values.append(_numbers(objective(self.model, _clone(batch)), objective.key))
+            if self.moving():  # a second call would start from other weights
+                break
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                return f"{objective.key} calls backward; return the loss, which is weighted and summed over all lanes"
+            if name in weights and _state_of(parameter) != weights[name]:
+                return f"{objective.key} changes {name}, which is trained; do that in a callback's on_step"
+        return None if self._are_equal(values[0], values[-1]) else HIDDEN_IN_STEP.format(key=objective.key)
+
+    def _are_equal(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+        near = 0.0 if self.settings.exact else TOLERANCE
+        return len(first) == len(second) and all(
+            torch.allclose(*pair, rtol=near, atol=near, equal_nan=True) for pair in zip(first, second, strict=True)
+        )
+
+
+def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Digest, version and address, which differ after a write; one to `.data` does not increase the version."""
+    return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
+
+
+def _numbers(value: Any, source: str = "loss_fn") -> list[torch.Tensor]:
+    """The numbers in the value of an objective."""
+    loss, further = parts_of(value, source)
+    listed = [each for part in (loss, *further.values()) for each in _as_list(part)]
+    return [torch.as_tensor(number).detach().double() for number in listed]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _clone(tree: Any) -> Any:
+    """A copy, because a loss may write to its arguments; parameters and a library's own mappings are not copied."""
+    if isinstance(tree, Mapping) and type(tree) is not dict:
+        return tree
+    return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())

@@ -1,0 +1,157 @@
+"""What an evaluation computes for a batch, and the means of its numbers over all batches of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.config import Settings
+from paceline.config.checks import RESERVED_NAMES
+from paceline.engine.losses import sum_and_count
+from paceline.engine.objective import LOSS, logits_in, loss_in, objectives_of, parts_of, run_model
+from paceline.errors import ConfigError, DataError
+from paceline.world import World
+
+VAL_LOSS = "val_loss"
+
+
+class Outcome(NamedTuple):
+    """What the forward pass of a batch gives."""
+
+    output: Any = None  # for metrics; the logits of an output of transformers
+    target: Any = None
+    values: Mapping[str, Any] = {}  # numbers that were computed with it, by their names in the result
+    loss_input: Any = None  # the output as the model has returned it, for `loss_fn`
+
+
+class Forward:
+    """Runs a model on a batch, as the keys of a config ask for it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.objectives = settings, objectives_of(settings)
+        self.names_values = settings.evaluate_fn is not None or any(
+            each.takes_model for each in self.objectives.values()
+        )
+        objective = self.objectives.get("")
+        self.is_models_own = objective is not None and objective.is_models_own
+        is_plain = objective is not None and not objective.takes_model and not self.is_models_own
+        self.loss_fn = objective.function if objective is not None and is_plain else None
+
+    def measure(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """The numbers that the config's functions compute, and what metrics and `loss_fn` need."""
+        if self.settings.evaluate_fn is not None:
+            values = evaluated(self.settings.function("evaluate_fn")(model, batch))
+        elif self.names_values:
+            values = self._step_values(model, batch)
+        elif self.is_models_own:
+            output, target = run_model(model, batch, with_labels=True)
+            return Outcome(logits_in(output), target, {VAL_LOSS: loss_in(output)})
+        else:
+            return self.run(model, batch)
+        return self.run(model, batch)._replace(values=values) if self.settings.metrics else Outcome(values=values)
+
+    def run(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """The model's output and the target."""
+        output, target = run_model(model, batch)
+        return Outcome(logits_in(output), target, loss_input=output)
+
+    def predict(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """What `predict_fn` returns, or the model's output."""
+        if self.settings.predict_fn is not None:
+            return Outcome(self.settings.function("predict_fn")(model, batch))
+        return self.run(model, batch)
+
+    def _step_values(self, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        """The values of `step_fn` as `val_NAME`, those of phases as `val_PHASE_NAME`; the first loss is `val_loss`."""
+        values: dict[str, Any] = {}
+        for phase, objective in self.objectives.items():
+            with _explaining_gradients(objective.key):
+                loss, further = parts_of(objective(model, batch), objective.key)
+            values.setdefault(VAL_LOSS, loss)
+            prefix = f"val_{phase}_" if phase else "val_"
+            values |= {f"{prefix}{name}": value for name, value in {LOSS: loss, **further}.items()}
+        return values
+
+
+@contextmanager
+def _explaining_gradients(key: str) -> Iterator[None]:
+    """Replace torch's error about missing gradients: a step is evaluated without them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise ConfigError(
+            f"{key} computes gradients, which validation does not have; give evaluate_fn(model, batch), and if it "
+            "calls backward, return the loss instead"
+        ) from error
+
+
+def evaluated(value: Any) -> dict[str, Any]:
+    """The values of `evaluate_fn` by their names in the result: its own, and `val_loss` for `loss`."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"evaluate_fn returned a {type(value).__name__}; it must return a dict of numbers")
+    named = {VAL_LOSS if name == LOSS else name: each for name, each in value.items()}
+    for name in named:
+        if not isinstance(name, str) or name in RESERVED_NAMES - {VAL_LOSS}:
+            raise ConfigError(f"evaluate_fn returned a value named {name!r}, which events use; choose another name")
+    return named
+
+
+class Measures:
+    """The loss and the metrics of an evaluation, as sums and counts of each batch."""
+
+    def __init__(self, forward: Forward, metrics: Mapping[str, Callable[..., Any]], world: World) -> None:
+        self._metrics, self._loss_fn, self._world = metrics, forward.loss_fn, world
+        self._key = "evaluate_fn" if forward.settings.evaluate_fn is not None else "step_fn"
+        known = [VAL_LOSS] if forward.loss_fn is not None or forward.is_models_own else []
+        self._names = None if forward.names_values else [*known, *metrics]  # None: those that the batches have
+
+    def row(self, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
+        """The sum and the count of each number for a batch."""
+        row = {name: self._pair(value, samples, f"{self._key}'s {name}") for name, value in outcome.values.items()}
+        if self._loss_fn is not None:
+            value = _called(VAL_LOSS, self._loss_fn, outcome.loss_input, outcome.target)
+            row[VAL_LOSS] = self._pair(value, samples, "loss_fn")
+        for name, metric in self._metrics.items():
+            row[name] = self._pair(_called(name, metric, outcome.output, outcome.target), samples, name)
+        return row
+
+    def means(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """The mean of each number over the batches of all ranks. All ranks."""
+        names = self._names
+        if names is None:
+            mine = list(dict.fromkeys(name for row in rows for name in row))
+            names = list(dict.fromkeys(name for of_rank in self._world.gather_objects(mine) for name in of_rank))
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        table = nothing.new_zeros(len(rows), len(names), 2)
+        for place, row in enumerate(rows):
+            if names:
+                table[place] = torch.stack([row.get(name, nothing) for name in names])
+        sums = torch.stack(interleave(self._world.gather_rows(table))).sum(0).tolist()
+        return {name: total / count if count else math.nan for name, (total, count) in zip(names, sums, strict=True)}
+
+    def _pair(self, value: Any, samples: int, source: str) -> torch.Tensor:
+        pair = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        pair[0], pair[1] = sum_and_count(value, samples, source)
+        return pair
+
+
+def _called(name: str, measure: Callable[..., Any], output: Any, target: Any) -> Any:
+    """The value of a loss or metric; an error that missing labels explain says so."""
+    try:
+        return measure(output, target)
+    except (TypeError, AttributeError) as error:
+        if target is not None:
+            raise
+        raise DataError(f"the samples have no labels, and {name} needs them ({error}); use paceline predict") from error
+
+
+def interleave(of_ranks: list[Any]) -> list[Any]:
+    """The results of all ranks in the order of the batches, which were assigned to the ranks in turn."""
+    rounds = max(map(len, of_ranks))
+    return [of_rank[place] for place in range(rounds) for of_rank in of_ranks if place < len(of_rank)]

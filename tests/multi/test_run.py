@@ -1,0 +1,339 @@
+"""The user's own loop with `run`, on real ranks: saved, stopped, killed and resumed to the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import own_loop_cases as own
+import pytest
+import torch
+from exactness_cases import ODD, Images
+from faults import Disturbed, events, outcome, saved_steps, send_self, start, stop_step
+from torch import nn
+from torch.nn import functional
+
+import paceline
+from paceline import Run, Trainer
+from paceline.errors import ConfigError, RankFailed
+from support.runs import warnings_in
+
+KILL, TERM = send_self(signal.SIGKILL), send_self(signal.SIGTERM)
+MANAGED_ONLY = dict.fromkeys(("loss_fn", "metrics", "optimizer", "schedule"))
+
+
+def options(train_fn: Callable[..., Any] = own.train_with_everything, **changes: Any) -> dict[str, Any]:
+    return {**MANAGED_ONLY, "train_fn": train_fn, "precision": "auto", **changes}
+
+
+def disturbed(visit: int, act: Callable[[], None]) -> Callable[[], Images]:
+    log = Path("fetched").resolve()
+    return lambda: Disturbed(log, [visit], act)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return outcome(start(**options(run_dir=str(tmp_path_factory.mktemp("undisturbed") / "run"))))
+
+
+@pytest.mark.parametrize(("procs", "later"), [(2, 4), (4, 1)])
+def test_a_stopped_loop_resumes_between_batches_on_other_ranks(undisturbed: dict, procs: int, later: int) -> None:
+    stopped_at = stop_step(**options(dataset_fn=disturbed(2, TERM), procs=procs))
+    assert saved_steps()[-1] == stopped_at
+    assert stopped_at % 7  # within an epoch
+    assert outcome(start(**options(resume="auto", procs=later))) == undisturbed
+
+
+def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
+    result = start(**options(dataset_fn=disturbed(3, KILL), procs=2, checkpoint={"every_steps": 2}))
+    assert outcome(result) == undisturbed
+    assert "SIGKILL; starting again from step" in events("restarted")[0]["text"]
+
+
+def test_a_time_limit_stops_the_loop_and_loses_nothing(undisturbed: dict) -> None:
+    stopped_at = stop_step(**options(dataset_fn=disturbed(2, lambda: torch.cuda._sleep), time_limit=0.001, procs=1))
+    assert stopped_at == 1
+    assert events("run_stopped")[-1]["reason"] == "the time limit"
+    assert outcome(start(**options(resume="auto", procs=2))) == undisturbed
+
+
+def test_a_stop_that_the_users_code_catches_still_stops_the_run() -> None:
+    def stubborn(model, train_loader, val_loader, device, num_epochs, run):
+        for _ in range(3):
+            try:
+                own.train_simply(model, train_loader, val_loader, device, num_epochs, run)
+            except BaseException:  # noqa: BLE001
+                continue
+
+    assert stop_step(**options(stubborn, dataset_fn=disturbed(2, TERM), procs=2, ema=None))
+
+
+def test_a_second_model_and_numbers_of_the_users_own_are_saved_and_restored() -> None:
+    whole = outcome(start(**options(own.train_two_networks, run_dir="whole")))
+    stop_step(**options(own.train_two_networks, dataset_fn=disturbed(2, TERM), procs=2))
+    assert outcome(start(**options(own.train_two_networks, resume="auto"))) == whole
+
+
+def test_an_own_loop_gives_the_weights_of_the_managed_loop() -> None:
+    shared = {"precision": "fp32", "ema": None, "schedule": None}
+    managed = start(
+        run_dir="managed",
+        optimizer=None,
+        optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9),
+        **shared,
+    )
+    mine = start(**options(own.train_simply, run_dir="own", procs=2, **shared))
+    assert mine.weights_sha256 == managed.weights_sha256
+    assert mine.optimizer_sha256 == managed.optimizer_sha256
+    ours, theirs = (
+        [row[key] for row in each.history for key in ("train_loss", "accuracy")] for each in (mine, managed)
+    )
+    assert ours == theirs
+
+
+def test_what_is_logged_reaches_events_tensorboard_and_the_result() -> None:
+    result = start(**options(procs=2))
+    first = events("step")[0]
+    assert first["values"]["doubled"] == pytest.approx(2 * first["loss"], rel=1e-5)
+    assert [row["updates"] for row in result.history] == [7, 14, 21]
+    assert result.metrics == {name: result.history[-1][name] for name in ("accuracy", "updates")}
+    assert any(Path("run").rglob("events.out.tfevents*"))
+    assert 14 in saved_steps()  # run.save() after the second epoch
+
+
+def test_sums_means_and_rows_of_all_ranks() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        rows = torch.full((1 + run.rank, 2), float(run.rank))
+        return {
+            "sum": run.sum(run.rank + 1), "floats": run.sum(0.5),
+            "tensor": run.sum(torch.tensor([1.0, run.rank])).tolist(),
+            "mean": run.mean(float(run.rank), weight=run.rank), "gather": run.gather(rows)[:, 0].tolist(),
+            "current": paceline.current_run() is run, "main": run.is_main, "size": run.world_size,
+        }  # fmt: skip
+
+    value = Trainer(model_fn=lambda: nn.Linear(1, 1), dataset_fn=Images, train_fn=train, procs=3).start().value
+    assert value == {
+        "sum": 6, "floats": 1.5, "tensor": [3.0, 3.0], "mean": (1 + 4) / 3, "gather": [0, 1, 1, 2, 2, 2],
+        "current": True, "main": True, "size": 3,
+    }  # fmt: skip
+
+
+def train_contrastive(model, train_loader, val_loader, device, num_epochs, run):
+    """Each sample against the samples of all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in run.epochs(num_epochs):
+        for x, _ in train_loader:
+            features = functional.normalize(model(x.flatten(1)), dim=1)
+            everything = run.gather(features, with_grad=True)
+            first = run.sum(len(features)) // run.world_size * run.rank
+            loss = functional.cross_entropy(features @ everything.T * 5, torch.arange(first, first + len(features)))
+            run.backward(loss)
+            run.step(optimizer)
+
+
+def test_gradients_return_to_the_rank_of_each_gathered_row() -> None:
+    """Two ranks with half of the batch each are as one rank with the whole batch, to rounding."""
+    shared = {
+        "model_fn": lambda: nn.Linear(36, 8),
+        "dataset_fn": Images,
+        "train_fn": train_contrastive,
+        "num_epochs": 2,
+    }
+    alone = Trainer(**shared, batch_size=20, procs=1, val_fraction=0, seed=3).start().load_model()
+    both = Trainer(**shared, batch_size=10, procs=2, val_fraction=0, seed=3).start().load_model()
+    torch.testing.assert_close(both.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_plain_calls_average_gradients_as_ddp_does() -> None:
+    def step(model, x, y, optimizer):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def with_run(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                step(model, x.flatten(1), y, optimizer)
+
+    def in_ddp(model, train_loader, val_loader, device, num_epochs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(num_epochs):
+            for x, y in train_loader:
+                step(model, x.flatten(1), y, optimizer)
+
+    shared = {
+        "model_fn": lambda: nn.Linear(36, 2),
+        "dataset_fn": Images,
+        "batch_size": 8,
+        "val_fraction": 0,
+        "procs": 2,
+    }
+    mine, theirs = (Trainer(**shared, train_fn=each, num_epochs=2).start().load_model() for each in (with_run, in_ddp))
+    # The batches of both loaders have the same samples: those of 80 are 5 whole steps of 16.
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_two_optimizers_in_one_batch() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(36, 4), nn.Linear(4, 2)
+
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        first, second = (torch.optim.Adam(part.parameters()) for part in (model.first, model.second))
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                features = model.first(x.flatten(1))
+                run.backward(functional.cross_entropy(model.second(features.detach()), y))
+                run.step(second)
+                run.backward(functional.cross_entropy(model.second(features), y))
+                run.step(first)
+                second.zero_grad()
+
+    shared = {"model_fn": Pair, "dataset_fn": lambda: Images(ODD), "train_fn": train, "batch_size": 8, "num_epochs": 2}
+    result = Trainer(**shared, procs=2).start()
+    assert len(result.history) == 2
+    with pytest.raises(ConfigError, match="lanes=4 on 2 ranks, but two optimizers step in one batch"):
+        Trainer(**shared, lanes=4, procs=2).start()
+
+
+def test_a_rank_may_look_at_a_batch_by_itself_and_the_loader_may_be_left_early() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if run.is_main:
+            next(iter(train_loader))
+            next(iter(val_loader))
+        seen = []
+        for epoch in run.epochs(num_epochs):
+            for number, (x, y) in enumerate(train_loader):
+                run.backward(functional.cross_entropy(model(x.flatten(1)), y))
+                run.step(optimizer)
+                seen.append(x[0, 0, 0, 0].item())
+                if number == 1:
+                    break
+            if epoch == 1:
+                break
+        return seen, run.step_number, len(run.history)
+
+    shared = {"model_fn": lambda: nn.Linear(36, 2), "dataset_fn": Images, "train_fn": train, "batch_size": 8}
+    result = Trainer(**shared, num_epochs=5, procs=2).start()
+    seen, _, _ = result.value
+    assert len(set(seen)) == 4  # two batches of each of two epochs
+    assert [row["epoch"] for row in result.history] == [1, 2]
+
+
+def broken(mistake: Callable[..., Any]) -> Callable[..., Any]:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                mistake(run, optimizer, functional.cross_entropy(model(x.flatten(1)), y))
+            mistake(run, optimizer, None)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (
+            lambda run, optimizer, loss: run.step(optimizer),
+            r"run\.step\(optimizer\) needs run\.backward\(loss\) in the same",
+        ),
+        (
+            lambda run, optimizer, loss: run.backward(loss) if loss is None else None,
+            r"run\.backward\(loss\) was called outside",
+        ),
+        (
+            lambda run, optimizer, loss: run.track(factor=3),
+            r"run\.track\(factor=…\) got a int, which has no state_dict",
+        ),
+        (lambda run, optimizer, loss: run.log(epoch=1), r"run\.log\(epoch=…\) has a name that is reserved"),
+        (
+            lambda run, optimizer, loss: run.log(image=torch.zeros(2)),
+            r"run\.log\(image=…\) got a Tensor of shape \(2,\)",
+        ),
+        (lambda run, optimizer, loss: run.ema_weights(), "needs an average; set ema"),
+        (
+            lambda run, optimizer, loss: run.backward(loss) if loss is not None and run.rank == 0 else 1 / 0,
+            "ZeroDivisionError",
+        ),
+    ],
+    ids=["no backward", "outside", "no state", "reserved", "not a number", "no average", "one rank raises"],
+)
+def test_a_mistake_in_the_loop_is_one_sentence(mistake: Callable[..., Any], message: str) -> None:
+    with pytest.raises((ConfigError, RankFailed), match=message):
+        Trainer(
+            model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=broken(mistake), procs=2, max_restarts=0
+        ).start()
+
+
+def test_a_loop_that_steps_without_run_diverges_and_is_stopped() -> None:
+    def forgetful(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in train_loader:
+            run.backward(functional.cross_entropy(model(x.flatten(1)), y))
+            optimizer.step()
+
+    with pytest.raises(RankFailed, match="differ"):
+        Trainer(
+            model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=forgetful, procs=2, max_restarts=0
+        ).start()
+
+
+def test_a_scheduler_that_is_not_tracked_is_reported() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                run.backward(functional.cross_entropy(model(x.flatten(1)), y))
+                if run.step(optimizer):
+                    scheduler.step()
+
+    result = Trainer(model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=train, procs=1).start()
+    assert any("a scheduler of the optimizer is not tracked" in text for text in warnings_in(result.run_dir))
+
+
+def test_a_loop_without_run_epochs_keeps_no_checkpoints_and_says_so() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(num_epochs):
+            for x, y in train_loader:
+                run.backward(functional.cross_entropy(model(x.flatten(1)), y))
+                run.step(optimizer)
+
+    result = Trainer(
+        model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=train, num_epochs=2, procs=2,
+        checkpoint={"every_steps": 1}, batch_size=8,
+    ).start()  # fmt: skip
+    assert not (result.run_dir / "checkpoints").exists() or not list((result.run_dir / "checkpoints").glob("step-*"))
+    assert any("no checkpoints are kept" in text for text in warnings_in(result.run_dir))
+
+
+def test_callbacks_early_stopping_and_the_best_checkpoint_work_in_own_loops() -> None:
+    class Steps(paceline.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_step(self, run: Run, metrics: Any) -> None:
+            self.losses.append(metrics["loss"])
+
+        def on_stop(self, run: Run, reason: str | None) -> None:
+            if run.is_main:
+                Path("losses").write_text(str(len(self.losses)))
+
+    result = start(**options(callbacks=[Steps()], checkpoint={"best": {"metric": "accuracy", "mode": "max"}}, procs=2))
+    assert Path("losses").read_text() == str(result.step)
+    best = max(result.history, key=lambda row: row["accuracy"])
+    assert best["step"] in saved_steps()
+
+
+def test_a_run_of_an_own_loop_can_be_evaluated_and_predicts() -> None:
+    result = start(**options(loss_fn=functional.cross_entropy, metrics=["accuracy"], ema=None))
+    assert result.evaluate()["accuracy"] == pytest.approx(result.history[-1]["accuracy"])
+    assert result.predict().shape == (61, 2)
