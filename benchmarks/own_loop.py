@@ -312,9 +312,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores"
     print(f"{device}, torch {torch.__version__}\n")
     cpu = "" if options.separate else " ratio of CPU time |"
-    print(
-        f"| loop | ranks | plain DDP, µs | with run, µs | ratio (quartiles) |{cpu}\n|---|---|---|---|---|{cpu and '---|'}"
-    )
+    print(f"| loop | ranks | plain DDP, µs | with run, µs | ratio (quartiles) |{cpu}")
+    print(f"|---|---|---|---|---|{cpu and '---|'}")
     rows = []
     for name in options.models:
         plain, own = partial(measure_plain, name), partial(measure_alone, name)
