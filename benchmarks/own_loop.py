@@ -67,7 +67,7 @@ class Language(nn.Module):
         size = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(size, device=tokens.device)
         x = self.tokens(tokens) + self.places(torch.arange(size, device=tokens.device))
-        return self.head(self.layers(x, mask, is_causal=True)).transpose(1, 2)
+        return self.head(self.layers(x, mask, is_causal=True)).flatten(0, 1)
 
 
 def mlp() -> nn.Module:
@@ -104,15 +104,16 @@ def samples(name: str, ranks: int) -> TensorDataset:
 
 
 class Stopwatch:
-    """The seconds per step of each window."""
+    """The seconds per step of each window, and the CPU time of this process."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.restart()
 
     def restart(self) -> None:
         """Begin a window."""
-        self.steps, self.began = 0, time.perf_counter()
+        self.steps, self.began, self.used = 0, time.perf_counter(), time.process_time()
 
     def tick(self, loss: torch.Tensor) -> bool:
         """Count a step; returns whether it was the last one of a window."""
@@ -121,6 +122,7 @@ class Stopwatch:
             return False
         loss.item()  # waits for the device, as a loop does that prints its loss now and then
         self.seconds.append((time.perf_counter() - self.began) / WINDOW)
+        self.cpu_seconds.append((time.process_time() - self.used) / WINDOW)
         self.restart()
         return True
 
@@ -138,7 +140,7 @@ def plain_steps(name: str, device: torch.device, steps: int) -> Iterator[torch.T
         sampler.set_epoch(epoch)
         for x, y in loader:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = cross_entropy(model(x.to(device)), y.to(device))
+                loss = cross_entropy(model(x.to(device)), y.to(device).flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -150,7 +152,7 @@ def plain_steps(name: str, device: torch.device, steps: int) -> Iterator[torch.T
 def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> Any:
     """The same loop with `run`, and windows of the plain loop in turn with its own if the config names one.
 
-    Returns the seconds per step of all windows, of `run` and of the plain loop.
+    Returns the seconds and CPU seconds per step of the windows, of `run` and of the plain loop.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=run.total_steps)
@@ -159,7 +161,7 @@ def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epoch
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             with run.autocast():
-                loss = cross_entropy(model(x), y)
+                loss = cross_entropy(model(x), y.flatten())
             run.backward(loss)
             if run.step(optimizer, clip_norm=1.0):
                 scheduler.step()
@@ -167,7 +169,7 @@ def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epoch
             if watch.tick(loss):
                 between.window()
                 watch.restart()
-    return watch.seconds, between.watch.seconds
+    return [(each.seconds[WARM_UP:], each.cpu_seconds[WARM_UP:]) for each in (watch, between.watch)]
 
 
 class PlainWindows:
@@ -188,7 +190,7 @@ class PlainWindows:
 
 
 def measure_run(name: str, procs: int, windows: int, folder: Path, compared_with: str | None = None) -> Any:
-    """The seconds per step of a loop with `run`, and of the plain loop that is compared with it."""
+    """The times of the windows of a loop with `run`, and of the plain loop that is compared with it."""
     make, batch, *_ = MODELS[name]
 
     def model() -> nn.Module:
@@ -204,7 +206,7 @@ def measure_run(name: str, procs: int, windows: int, folder: Path, compared_with
 
 
 def measure_alone(name: str, procs: int, windows: int, folder: Path) -> list[float]:
-    return measure_run(name, procs, windows, folder)[0]  # type: ignore[no-any-return]
+    return measure_run(name, procs, windows, folder)[0][0]  # type: ignore[no-any-return]
 
 
 def measure_plain(name: str, procs: int, windows: int, folder: Path) -> list[float]:
@@ -224,7 +226,7 @@ def train_plain(name: str, windows: int, note: Path) -> None:
     for loss in plain_steps(name, device, windows * WINDOW):
         watch.tick(loss)
     if dist.get_rank() == 0:
-        note.write_text(json.dumps(watch.seconds))
+        note.write_text(json.dumps(watch.seconds[WARM_UP:]))
     dist.destroy_process_group()
 
 
@@ -247,7 +249,7 @@ def measure_callbacks(callbacks: list[Any], procs: int, windows: int, folder: Pa
         callbacks=callbacks, run_dir=tempfile.mkdtemp(dir=folder),
     ).start()  # fmt: skip
     events = map(json.loads, (Path(result.run_dir) / "events.jsonl").read_text().splitlines())
-    return [batch * procs / event["samples_per_s"] for event in events if event["event"] == "pace"]
+    return [batch * procs / event["samples_per_s"] for event in events if event["event"] == "pace"][WARM_UP:]
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -263,26 +265,34 @@ def take_turns(first: Measure, second: Measure, procs: int, rounds: int, windows
         for turn in range(rounds):
             medians = [0.0, 0.0]
             for which in (0, 1) if turn % 2 else (1, 0):
-                measured = (first, second)[which](procs, windows, Path(name))[WARM_UP:]
+                measured = (first, second)[which](procs, windows, Path(name))
                 seconds[which].extend(measured)
                 medians[which] = statistics.median(measured)
             ratios.append(medians[1] / medians[0])
     return *seconds, ratios
 
 
-def alternate(name: str, procs: int, windows: int) -> tuple[Any, Any, list[float]]:
-    """The same for both loops in the same processes: the ratio of each window to the plain ones around it."""
+def alternate(name: str, procs: int, windows: int) -> tuple[Any, Any, list[float], list[float]]:
+    """The same for both loops in the same processes, with ratios of each window to the plain ones around it."""
     with tempfile.TemporaryDirectory() as folder:
-        with_run, plain = (each[WARM_UP:] for each in measure_run(name, procs, windows, Path(folder), name))
-    around = [(before + after) / 2 for before, after in pairwise(plain)]
-    return plain, with_run, [own / other for own, other in zip(with_run[1:], around, strict=True)]
+        (own, own_cpu), (plain, plain_cpu) = measure_run(name, procs, windows, Path(folder), name)
+    return plain, own, _ratios(own, plain), _ratios(own_cpu, plain_cpu)
 
 
-def show(what: str, procs: int, measured: tuple[Any, Any, list[float]]) -> dict[str, Any]:
+def _ratios(own: list[float], plain: list[float]) -> list[float]:
+    return [each / ((before + after) / 2) for each, (before, after) in zip(own[1:], pairwise(plain), strict=True)]
+
+
+def show(what: str, procs: int, first: list[float], second: list[float], *ratios: list[float]) -> dict[str, Any]:
     """Print a row of the table."""
-    us, ratios = [1e6 * statistics.median(each) for each in measured[:2]], measured[2]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    print(f"| {what} | {procs} | {us[0]:,.0f} | {us[1]:,.0f} | {middle:.3f} ({low:.3f} to {high:.3f}) |", flush=True)
+    us = [1e6 * statistics.median(each) for each in (first, second)]
+    shown = [statistics.quantiles(each, n=4) if len(each) > 1 else each * 3 for each in ratios]
+    cells = [
+        f"{us[0]:,.0f}",
+        f"{us[1]:,.0f}",
+        *(f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in shown),
+    ]
+    print(f"| {what} | {procs} | {' | '.join(cells)} |", flush=True)
     return {"what": what, "procs": procs, "us": us, "ratios": ratios}
 
 
@@ -301,15 +311,17 @@ def main() -> None:
     procs, windows = options.procs, options.windows
     device = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores"
     print(f"{device}, torch {torch.__version__}\n")
-    print("| loop | ranks | plain DDP, µs | with run, µs | ratio (quartiles) |\n|---|---|---|---|---|")
+    cpu = "" if options.separate else " ratio of CPU time |"
+    print(f"| loop | ranks | plain DDP, µs | with run, µs | ratio (quartiles) |{cpu}")
+    print(f"|---|---|---|---|---|{cpu and '---|'}")
     rows = []
     for name in options.models:
         plain, own = partial(measure_plain, name), partial(measure_alone, name)
         turns = partial(take_turns, plain, own, procs, options.rounds, windows)
-        rows.append(show(name, procs, turns() if options.separate else alternate(name, procs, windows)))
+        rows.append(show(name, procs, *(turns() if options.separate else alternate(name, procs, windows))))
     print("\n| managed loop | ranks | no callback, µs | one without on_step, µs | ratio |\n|---|---|---|---|---|")
     without, with_one = partial(measure_callbacks, []), partial(measure_callbacks, [Quiet()])
-    rows.append(show("mlp", procs, take_turns(without, with_one, procs, options.rounds, windows)))
+    rows.append(show("mlp", procs, *take_turns(without, with_one, procs, options.rounds, windows)))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 
