@@ -18,6 +18,7 @@ __all__ = [
     "current_run",
     "datasets",
     "errors",
+    "every",
     "indices_at",
     "linear_cross_entropy",
     "load",
@@ -28,6 +29,7 @@ __all__ = [
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.callbacks import Callback, Run, current_run
+    from paceline.config.phases import every
     from paceline.data.order import indices_at
     from paceline.data.scaler import StandardScaler
     from paceline.data.shard import shard
@@ -52,6 +54,7 @@ _HOMES = {
     "StandardScaler": "paceline.data.scaler",
     "Sum": "paceline.engine.losses",
     "cached_tensors": "paceline.hub.cache",
+    "every": "paceline.config.phases",
     "indices_at": "paceline.data.order",
     "linear_cross_entropy": "paceline.engine.fused_loss",
     "load": "paceline.results.load",
