@@ -67,7 +67,7 @@ class Language(nn.Module):
         size = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(size, device=tokens.device)
         x = self.tokens(tokens) + self.places(torch.arange(size, device=tokens.device))
-        return self.head(self.layers(x, mask, is_causal=True)).transpose(1, 2)
+        return self.head(self.layers(x, mask, is_causal=True)).flatten(0, 1)
 
 
 def mlp() -> nn.Module:
@@ -140,7 +140,7 @@ def plain_steps(name: str, device: torch.device, steps: int) -> Iterator[torch.T
         sampler.set_epoch(epoch)
         for x, y in loader:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = cross_entropy(model(x.to(device)), y.to(device))
+                loss = cross_entropy(model(x.to(device)), y.to(device).flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -161,7 +161,7 @@ def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epoch
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             with run.autocast():
-                loss = cross_entropy(model(x), y)
+                loss = cross_entropy(model(x), y.flatten())
             run.backward(loss)
             if run.step(optimizer, clip_norm=1.0):
                 scheduler.step()

@@ -19,7 +19,7 @@ from paceline.run.layout import RunFolder
 from paceline.tools.report.facts import facts_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
-OPTIONAL = {"warning": {"step"}, "run_finished": {"reason"}}
+OPTIONAL = {"warning": {"step"}, "step": {"values"}, "run_finished": {"reason"}}
 
 
 def documented_fields() -> dict[str, set[str]]:

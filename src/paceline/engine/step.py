@@ -118,6 +118,8 @@ class Stepper:
         self.parameters = self.backward.parameters
         self.graph = self._make_graph()
         self._is_probed = False
+        self._frozen: list[torch.nn.Parameter] = []
+        self._frozen_names: frozenset[str] = frozenset()
 
     def _make_guard(self) -> Guard | None:
         """The check for numbers that are not finite, unless it is off and not needed for fp16."""
@@ -165,6 +167,18 @@ class Stepper:
             self.graph.give_up(OPTIONS_OBSTACLE)
         return StepResult(row, self.backward.values.names or ())
 
+    def freeze(self, names: frozenset[str]) -> None:
+        """Leave the parameters with these names unchanged in all steps until the next call. All ranks, with the same.
+
+        They keep their place in DDP and in the optimizer. Backward computes their gradients, and the update ignores
+        them.
+        """
+        if names is not self._frozen_names and names != self._frozen_names:
+            self._frozen = [parameter for name, parameter in self.backward.named if name in names]
+            if self.graph is not None:
+                self.graph.restart()
+        self._frozen_names = names
+
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
         """The work of a step on the device: a segment for each lane; the last one includes the update. All ranks."""
         self.backward.begin(lanes)
@@ -193,6 +207,8 @@ class Stepper:
         elif self.guard is not None and not self.guard.allows(self.backward.sums()):
             self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
             return StepResult.of([number_on(0, self.world.device)] * (len(losses) + len(values)), NO_NORM, 0).row
+        for parameter in self._frozen:
+            parameter.grad = None
         norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.settings.clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)

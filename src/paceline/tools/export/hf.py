@@ -24,7 +24,8 @@ def write_hf(task: ExportTask) -> str:
     pretrained.save_pretrained(task.folder)
     _save_tokenizer(task, model)
     kind: Any = type(pretrained)
-    loaded = kind.from_pretrained(task.folder).eval()
+    is_adapter = hasattr(pretrained, "peft_config")
+    loaded = (_with_adapter(task, kind) if is_adapter else kind.from_pretrained(task.folder)).eval()
     if pretrained is model:
         model = loaded
     else:
@@ -32,7 +33,21 @@ def write_hf(task: ExportTask) -> str:
         task.notes.append(f"This is the attribute `model` of the model that was trained, a {type(model).__name__}.")
     task.compare(model, BATCH_SIZES, is_normalized=True)
     task.note_normalization()
+    if is_adapter:
+        task.notes.append("These are the weights of the adapter; the model that it adapts is not included.")
+        return (
+            f"from {_module_of(kind)} import {kind.__name__}\n"
+            "base = …  # the model that was adapted, in evaluation mode\n"
+            f'model = {kind.__name__}.from_pretrained(base, ".")'
+        )
     return f'from {_module_of(kind)} import {kind.__name__}\nmodel = {kind.__name__}.from_pretrained(".")\nmodel.eval()'
+
+
+def _with_adapter(task: ExportTask, kind: Any) -> Any:
+    """The model of the run with the adapter that was written, instead of its own."""
+    model: Any = task.run.load_model()
+    trained = model if hasattr(model, "peft_config") else model.model
+    return kind.from_pretrained(trained.unload(), task.folder)
 
 
 def _name_labels(pretrained: Any, dataset: Any) -> None:
