@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import GradualUnfreeze, Trainer
-from paceline.engine import reduce, step
+from paceline.engine import phase, reduce
 from paceline.engine.cuda_graph import Recording, StepGraph
 from support.datasets import MapDataset, signed
 from support.models import RunningLoss
@@ -178,7 +178,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
     """The code path of several GPUs: steps use DDP, its buckets, and NCCL with a single rank."""
     hooks = []
 
-    class InDdp(step.Backward):
+    class InDdp(phase.Backward):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
             if way == "by pairs":
@@ -193,7 +193,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
 
     sums = reduce.Reduction.start
     wanted = start(num_epochs=3)
-    monkeypatch.setattr(step, "Backward", InDdp)
+    monkeypatch.setattr(phase, "Backward", InDdp)
     monkeypatch.setattr(reduce.Reduction, "start", start_at_any_size)
     replayed, eager = start(num_epochs=3), start(num_epochs=3, step_mode="eager")
     assert all(hook is not None for hook in hooks)
