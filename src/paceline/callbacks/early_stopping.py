@@ -23,7 +23,9 @@ class EarlyStopping(Callback):
         self.patience = Patience("early_stop", metric, mode, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Count the evaluation."""
+        """Count the evaluation; an own loop may have epochs without one."""
+        if run.is_own_loop and self.patience.metric not in metrics:
+            return
         if self.patience.is_exhausted_by(metrics):
             run.finish(self.patience.describe())
 
