@@ -1,12 +1,14 @@
-"""What `run` costs: the same loop in plain DDP under torchrun and with `run` in Paceline, measured in turn.
+"""What `run` costs: the same loop in plain DDP and with `run`, measured in turn.
 
-    python benchmarks/own_loop.py [--rounds 5] [--windows 12] [--models mlp cnn] [--procs 2] [--json out.json]
+    python benchmarks/own_loop.py [--windows 60] [--models mlp cnn] [--procs 2] [--json out.json]
+    python benchmarks/own_loop.py --separate [--rounds 5]
 
-Both loops have the same model, data, batch, AdamW and scheduler. Paceline has its defaults: exact sums, the check for
-finite values, events, TensorBoard, checkpoints, and `run.log` in every step. On a GPU both have one rank and use bf16.
-A loop measures windows of 50 steps by itself; the first two are warm-up. The table gives the median over all windows of
-all rounds, and the median of the rounds' ratios. The last row compares the managed loop with a callback without
-`on_step` to the one without callbacks, by the samples per second in the events.
+Both loops have the same model, data, batch, AdamW, scheduler and clipping. Paceline has its defaults: exact sums, the
+check for finite values, events, TensorBoard, checkpoints, and `run.log` in every step. On a GPU both have one rank and
+use bf16. The processes alternate between windows of 50 steps of both loops, so that noise affects them equally; each
+window with `run` is compared with the plain ones before and after it. With `--separate`, each loop has processes of its
+own, those of plain DDP started by torchrun, for several rounds in turn. The last row compares the managed loop with a
+callback without `on_step` to the one without callbacks, by the samples per second in the events.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +67,7 @@ class Language(nn.Module):
         size = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(size, device=tokens.device)
         x = self.tokens(tokens) + self.places(torch.arange(size, device=tokens.device))
-        return self.head(self.layers(x, mask, is_causal=True)).transpose(1, 2)
+        return self.head(self.layers(x, mask, is_causal=True)).flatten(0, 1)
 
 
 def mlp() -> nn.Module:
@@ -101,85 +104,130 @@ def samples(name: str, ranks: int) -> TensorDataset:
 
 
 class Stopwatch:
-    """The seconds per step of each window."""
+    """The seconds per step of each window, and the CPU time of this process."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.steps, self.began = 0, time.perf_counter()
+        self.cpu_seconds: list[float] = []
+        self.restart()
 
-    def tick(self, loss: torch.Tensor) -> None:
-        """Count a step, and end a window after 50."""
+    def restart(self) -> None:
+        """Begin a window."""
+        self.steps, self.began, self.used = 0, time.perf_counter(), time.process_time()
+
+    def tick(self, loss: torch.Tensor) -> bool:
+        """Count a step; returns whether it was the last one of a window."""
         self.steps += 1
-        if self.steps % WINDOW == 0:
-            loss.item()  # waits for the device, as a loop does that prints its loss now and then
-            now = time.perf_counter()
-            self.seconds.append((now - self.began) / WINDOW)
-            self.began = now
+        if self.steps < WINDOW:
+            return False
+        loss.item()  # waits for the device, as a loop does that prints its loss now and then
+        self.seconds.append((time.perf_counter() - self.began) / WINDOW)
+        self.cpu_seconds.append((time.process_time() - self.used) / WINDOW)
+        self.restart()
+        return True
 
 
-def plain(name: str, windows: int, note: Path) -> None:
-    """The loop in plain DDP, in a process of torchrun; rank 0 writes the seconds per step."""
-    dist.init_process_group("nccl" if ON_GPU else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+def plain_steps(name: str, device: torch.device, steps: int) -> Iterator[torch.Tensor]:
+    """Train in plain DDP; yields the loss after each step."""
     make, batch, *_ = MODELS[name]
     data = samples(name, dist.get_world_size())
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch, sampler=sampler)
     model = nn.parallel.DistributedDataParallel(make().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    epochs = windows * WINDOW // STEPS_PER_EPOCH
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=epochs * STEPS_PER_EPOCH)
-    watch = Stopwatch()
-    for epoch in range(epochs):
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    for epoch in range(steps // STEPS_PER_EPOCH):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
-                loss = cross_entropy(model(x.to(device)), y.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = cross_entropy(model(x.to(device)), y.to(device).flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            watch.tick(loss)
-    if dist.get_rank() == 0:
-        note.write_text(json.dumps(watch.seconds))
-    dist.destroy_process_group()
+            yield loss
 
 
-def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> list[float]:
-    """The same loop with `run`; returns the seconds per step."""
+def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> Any:
+    """The same loop with `run`, and windows of the plain loop in turn with its own if the config names one.
+
+    Returns the seconds and CPU seconds per step of the windows, of `run` and of the plain loop.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=run.total_steps)
     run.track(optimizer=optimizer, scheduler=scheduler)
-    watch = Stopwatch()
+    watch, between = Stopwatch(), PlainWindows(run.model.compared_with, device, run.total_steps)
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             with run.autocast():
-                loss = cross_entropy(model(x.to(device)), y.to(device))
+                loss = cross_entropy(model(x), y.flatten())
             run.backward(loss)
             if run.step(optimizer, clip_norm=1.0):
                 scheduler.step()
             run.log(loss=loss)
-            watch.tick(loss)
-    return watch.seconds
+            if watch.tick(loss):
+                between.window()
+                watch.restart()
+    return [(each.seconds[WARM_UP:], each.cpu_seconds[WARM_UP:]) for each in (watch, between.watch)]
+
+
+class PlainWindows:
+    """Windows of the plain loop between those of a loop with `run`; none without a name."""
+
+    def __init__(self, name: str | None, device: torch.device, steps: int) -> None:
+        self.watch, self.steps = Stopwatch(), plain_steps(name, device, steps) if name else iter(())
+
+    def window(self) -> None:
+        """Train 50 steps, with torch's default kernels."""
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)
+        self.watch.restart()
+        for loss in self.steps:
+            if self.watch.tick(loss):
+                break
+        torch.use_deterministic_algorithms(is_deterministic)
+
+
+def measure_run(name: str, procs: int, windows: int, folder: Path, compared_with: str | None = None) -> Any:
+    """The times of the windows of a loop with `run`, and of the plain loop that is compared with it."""
+    make, batch, *_ = MODELS[name]
+
+    def model() -> nn.Module:
+        made = make()
+        made.compared_with = compared_with  # type: ignore[assignment]
+        return made
+
+    return paceline.Trainer(
+        name="benchmark-own-loop", model_fn=model, dataset_fn=lambda: samples(name, procs), train_fn=train,
+        batch_size=batch, num_epochs=windows * WINDOW // STEPS_PER_EPOCH, val_fraction=0, procs=procs,
+        run_dir=tempfile.mkdtemp(dir=folder),
+    ).start().value  # fmt: skip
+
+
+def measure_alone(name: str, procs: int, windows: int, folder: Path) -> list[float]:
+    return measure_run(name, procs, windows, folder)[0][0]  # type: ignore[no-any-return]
 
 
 def measure_plain(name: str, procs: int, windows: int, folder: Path) -> list[float]:
+    """The seconds per step of the plain loop in processes of torchrun."""
     note = folder / "note"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}", __file__]
     words = ["--plain", str(note), "--models", name, "--windows", str(windows)]
     subprocess.run([*command, *words], check=True, capture_output=True)
-    return json.loads(note.read_text())
+    return json.loads(note.read_text())  # type: ignore[no-any-return]
 
 
-def measure_run(name: str, procs: int, windows: int, folder: Path) -> list[float]:
-    make, batch, *_ = MODELS[name]
-    result = paceline.Trainer(
-        name="benchmark-own-loop", model_fn=make, dataset_fn=lambda: samples(name, procs), train_fn=train,
-        batch_size=batch, num_epochs=windows * WINDOW // STEPS_PER_EPOCH, val_fraction=0, procs=procs,
-        run_dir=tempfile.mkdtemp(dir=folder),
-    ).start()  # fmt: skip
-    return result.value  # type: ignore[no-any-return]
+def train_plain(name: str, windows: int, note: Path) -> None:
+    """The plain loop in a process of torchrun; rank 0 writes the seconds per step."""
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    watch = Stopwatch()
+    for loss in plain_steps(name, device, windows * WINDOW):
+        watch.tick(loss)
+    if dist.get_rank() == 0:
+        note.write_text(json.dumps(watch.seconds[WARM_UP:]))
+    dist.destroy_process_group()
 
 
 # --- callbacks ------------------------------------------------------------------------------------------------------
@@ -201,7 +249,7 @@ def measure_callbacks(callbacks: list[Any], procs: int, windows: int, folder: Pa
         callbacks=callbacks, run_dir=tempfile.mkdtemp(dir=folder),
     ).start()  # fmt: skip
     events = map(json.loads, (Path(result.run_dir) / "events.jsonl").read_text().splitlines())
-    return [batch * procs / event["samples_per_s"] for event in events if event["event"] == "pace"]
+    return [batch * procs / event["samples_per_s"] for event in events if event["event"] == "pace"][WARM_UP:]
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -209,42 +257,71 @@ def measure_callbacks(callbacks: list[Any], procs: int, windows: int, folder: Pa
 Measure = Callable[[int, int, Path], list[float]]
 
 
-def compare(what: str, first: Measure, second: Measure, procs: int, rounds: int, windows: int) -> dict[str, Any]:
-    """Measure two variants in turn, and print a row of the table."""
+def take_turns(first: Measure, second: Measure, procs: int, rounds: int, windows: int) -> tuple[Any, Any, list[float]]:
+    """The seconds per step of two variants with processes of their own, and the ratio of each round."""
     seconds: tuple[list[float], list[float]] = ([], [])
     ratios = []
     with tempfile.TemporaryDirectory() as name:
         for turn in range(rounds):
             medians = [0.0, 0.0]
             for which in (0, 1) if turn % 2 else (1, 0):
-                measured = (first, second)[which](procs, windows, Path(name))[WARM_UP:]
+                measured = (first, second)[which](procs, windows, Path(name))
                 seconds[which].extend(measured)
                 medians[which] = statistics.median(measured)
             ratios.append(medians[1] / medians[0])
-    us = [1e6 * statistics.median(each) for each in seconds]
-    low, high, middle = min(ratios), max(ratios), statistics.median(ratios)
-    print(f"| {what} | {procs} | {us[0]:,.0f} | {us[1]:,.0f} | {middle:.3f} ({low:.3f} to {high:.3f}) |", flush=True)
-    return {"what": what, "procs": procs, "first_us": us[0], "second_us": us[1], "ratios": ratios}
+    return *seconds, ratios
+
+
+def alternate(name: str, procs: int, windows: int) -> tuple[Any, Any, list[float], list[float]]:
+    """The same for both loops in the same processes, with ratios of each window to the plain ones around it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (own, own_cpu), (plain, plain_cpu) = measure_run(name, procs, windows, Path(folder), name)
+    return plain, own, _ratios(own, plain), _ratios(own_cpu, plain_cpu)
+
+
+def _ratios(own: list[float], plain: list[float]) -> list[float]:
+    return [each / ((before + after) / 2) for each, (before, after) in zip(own[1:], pairwise(plain), strict=True)]
+
+
+def show(what: str, procs: int, first: list[float], second: list[float], *ratios: list[float]) -> dict[str, Any]:
+    """Print a row of the table."""
+    us = [1e6 * statistics.median(each) for each in (first, second)]
+    shown = [statistics.quantiles(each, n=4) if len(each) > 1 else each * 3 for each in ratios]
+    cells = [
+        f"{us[0]:,.0f}",
+        f"{us[1]:,.0f}",
+        *(f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in shown),
+    ]
+    print(f"| {what} | {procs} | {' | '.join(cells)} |", flush=True)
+    return {"what": what, "procs": procs, "us": us, "ratios": ratios}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=12, help=f"of {WINDOW} steps, a multiple of 4")
+    parser.add_argument("--separate", action="store_true", help="each loop in processes of its own")
+    parser.add_argument("--rounds", type=int, default=5, help="with --separate, and of the managed loop")
+    parser.add_argument("--windows", type=int, default=60, help=f"of {WINDOW} steps, a multiple of 4")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["cnn", "gpt"] if ON_GPU else ["mlp", "cnn"])
     parser.add_argument("--procs", type=int, default=1 if ON_GPU else 2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain:
-        return plain(options.models[0], options.windows, options.plain)
+        return train_plain(options.models[0], options.windows, options.plain)
+    procs, windows = options.procs, options.windows
     device = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores"
-    print(f"{device}, torch {torch.__version__}: {options.rounds} rounds of {options.windows} windows\n")
-    print("| loop | ranks | plain DDP, µs | with run, µs | ratio (lowest to highest) |\n|---|---|---|---|---|")
-    shared = options.procs, options.rounds, options.windows
-    rows = [compare(name, partial(measure_plain, name), partial(measure_run, name), *shared) for name in options.models]
+    print(f"{device}, torch {torch.__version__}\n")
+    cpu = "" if options.separate else " ratio of CPU time |"
+    print(f"| loop | ranks | plain DDP, µs | with run, µs | ratio (quartiles) |{cpu}")
+    print(f"|---|---|---|---|---|{cpu and '---|'}")
+    rows = []
+    for name in options.models:
+        plain, own = partial(measure_plain, name), partial(measure_alone, name)
+        turns = partial(take_turns, plain, own, procs, options.rounds, windows)
+        rows.append(show(name, procs, *(turns() if options.separate else alternate(name, procs, windows))))
     print("\n| managed loop | ranks | no callback, µs | one without on_step, µs | ratio |\n|---|---|---|---|---|")
-    rows.append(compare("mlp", partial(measure_callbacks, []), partial(measure_callbacks, [Quiet()]), *shared))
+    without, with_one = partial(measure_callbacks, []), partial(measure_callbacks, [Quiet()])
+    rows.append(show("mlp", procs, *take_turns(without, with_one, procs, options.rounds, windows)))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 

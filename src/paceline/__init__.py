@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "BestCheckpoint",
     "Callback",
+    "EarlyStopping",
+    "GradualUnfreeze",
+    "ImageLogger",
+    "LearningRateMonitor",
+    "MeanTeacher",
     "Muon",
     "Result",
     "Run",
@@ -28,7 +34,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from paceline import errors
-    from paceline.callbacks import Callback, Run, current_run
+    from paceline.callbacks import (
+        BestCheckpoint,
+        Callback,
+        EarlyStopping,
+        GradualUnfreeze,
+        ImageLogger,
+        LearningRateMonitor,
+        MeanTeacher,
+        Run,
+        current_run,
+    )
     from paceline.config.phases import every
     from paceline.data.order import indices_at
     from paceline.data.scaler import StandardScaler
@@ -46,6 +62,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "Trainer": "paceline.trainer",
     "Callback": "paceline.callbacks",
+    "BestCheckpoint": "paceline.callbacks",
+    "EarlyStopping": "paceline.callbacks",
+    "GradualUnfreeze": "paceline.callbacks",
+    "ImageLogger": "paceline.callbacks",
+    "LearningRateMonitor": "paceline.callbacks",
+    "MeanTeacher": "paceline.callbacks",
     "Run": "paceline.callbacks",
     "current_run": "paceline.callbacks",
     "Result": "paceline.results.result",

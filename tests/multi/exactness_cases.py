@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import Callback, Run, StandardScaler, Sum, Trainer, every, shard
+from paceline import Callback, GradualUnfreeze, MeanTeacher, Run, StandardScaler, Sum, Trainer, every, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -220,6 +220,32 @@ class Guided(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.student(x.flatten(1)) + 0.3 * self.teacher(x.flatten(1))
         return output
+
+
+class Taught(nn.Module):
+    """A student with BatchNorm, and a teacher with weights of its own at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Linear(36, 8), nn.BatchNorm1d(8)) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        output: torch.Tensor = self.last(self.student(x) + 0.3 * self.teacher(x))
+        return output
+
+
+class Jitter(Callback):
+    """Adds noise to the weights, with numbers from each generator."""
+
+    needs_step_metrics = False
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.add_(torch.randn_like(parameter) + np.random.rand() + random.random(), alpha=1e-3)
 
 
 class FollowStudent(Callback):
@@ -514,6 +540,19 @@ CASES: dict[str, dict[str, Any]] = {
     "a callback that moves frozen parameters": {
         "model_fn": Guided, "dataset_fn": lambda: NotFinite(ODD), "callbacks": [FollowStudent()],
     },
+    "a mean teacher": {
+        "model_fn": Taught, "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+        "callbacks": [MeanTeacher(decay=0.9)],
+    },
+    "gradual unfreezing": {
+        "model_fn": conv_net, "dataset_fn": lambda: Images(ODD), "optimizer": ADAMW, "clip_norm": 0.5, "ema": 0.8,
+        "callbacks": [GradualUnfreeze("1", "0", every_epochs=1)],
+    },
+    "gradual unfreezing by steps, sharded": {
+        "model_fn": Sometimes, "find_unused_parameters": True, "optimizer": ADAMW, "shard_optimizer": True,
+        "callbacks": [GradualUnfreeze("sometimes", "always.bias", every_steps=3)],
+    },
+    "a callback that draws random numbers": {"callbacks": [Jitter()]},
     "a loss with a buffer": {"loss_fn": Scaled(), "dataset_fn": lambda: NotFinite(ODD)},
     "a single buffer with odd strides": {"model_fn": Positions},
     "recurrence and attention": {"model_fn": Sequences, "optimizer": ADAMW, "clip_norm": 0.5},

@@ -7,6 +7,13 @@ that all ranks call it with the same numbers. Must not know how a loop is built:
 from paceline.callbacks.best_checkpoint import BestCheckpoint
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.early_stopping import EarlyStopping
+from paceline.callbacks.gradual_unfreeze import GradualUnfreeze
+from paceline.callbacks.image_logger import ImageLogger
+from paceline.callbacks.learning_rate_monitor import LearningRateMonitor
+from paceline.callbacks.mean_teacher import MeanTeacher
 from paceline.callbacks.run import Run, current_run
 
-__all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "Run", "current_run"]
+__all__ = [
+    "BestCheckpoint", "Callback", "EarlyStopping", "GradualUnfreeze", "ImageLogger", "LearningRateMonitor",
+    "MeanTeacher", "Run", "current_run",
+]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,13 @@ class Run:
     total_steps: int | None  # None where an iterable data set decides
     step_number: int = 0  # updates completed
     epoch: int = 0  # from 1; 0 before the first step
+    epochs_done: int = 0  # epochs completed
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
     stop_requested: str | None = None  # the reason that was given to `stop`
     save_requested: bool = False
     finish_requested: str | None = None  # the reason that was given to `finish`
+    frozen: frozenset[str] = frozenset()  # the names of parameters that `freeze` holds
 
     @property
     def is_main(self) -> bool:
@@ -51,6 +53,25 @@ class Run:
     def finish(self, reason: str) -> None:
         """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
         self.finish_requested = reason
+
+    def freeze(self, *names: str) -> None:
+        """Leave parameters unchanged from the next step on; a name is that of a parameter, or of a module above it."""
+        self.frozen |= self._parameters_in(names)
+
+    def unfreeze(self, *names: str) -> None:
+        """Train parameters that were frozen by `freeze`, from the next step on."""
+        self.frozen -= self._parameters_in(names)
+
+    def _parameters_in(self, names: Sequence[str]) -> set[str]:
+        """The names of the parameters that have one of these names, or are in a module with it."""
+        known, found = [name for name, _ in self.model.named_parameters()], set()
+        for name in names:
+            inside = [each for each in known if f"{each}.".startswith(f"{name}.")]
+            if not inside:
+                modules = ", ".join(name for name, _ in self.model.named_children())
+                raise ConfigError(f"run.freeze({name!r}) names no parameter of the model; its parts are {modules}")
+            found.update(inside)
+        return found
 
     def print(self, *values: Any) -> None:
         """Print once, from rank 0."""
@@ -97,8 +118,16 @@ class Run:
         self._unavailable("step")
 
     def log(self, **values: Any) -> None:
-        """Log numbers: in a batch, their means over lanes and ranks; after an epoch, as metrics of the epoch."""
+        """Log numbers and images (C, H, W), once, from rank 0.
+
+        In a batch of the user's own loop numbers are averaged over lanes and ranks, and after an epoch they are its
+        metrics; in a callback they are logged as they are.
+        """
         self._unavailable("log")
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group in the last step."""
+        self._unavailable("learning_rates")
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has the average of its weights (`ema` in the config), to evaluate it."""

@@ -223,6 +223,14 @@ class StepGraph:
             raise CannotRecord("the model draws random numbers on the host, which a replay would not draw again")
         graphs.append(graph)
 
+    def restart(self) -> None:
+        """Forget what was recorded, because the step does something else from now on; on all ranks at the same step."""
+        if self._recordings:
+            torch.cuda.synchronize(self.world.device)  # a graph may still be running
+        self._recordings, self._timed, self._timed_form, self._last = {}, None, None, None
+        self._seen.clear()
+        self.steps_to_wait = max(self.steps_to_wait, WARM_UP)
+
     def give_up(self, reason: str) -> None:
         """Run all further steps kernel by kernel; on all ranks at the same step."""
         self.is_given_up = True

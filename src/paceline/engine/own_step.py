@@ -252,7 +252,8 @@ class OwnStep:
             self._choose_check(self.guard, optimizer)
         if self.guard is not None and self.guard.is_deferred:
             self._is_bad = nonfinite_flag([*gradients, *losses])
-            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
+            if not self.guard.is_fatal:
+                optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
         elif self.guard is not None and not self.guard.allows([*gradients, *losses]):
             self._skip(self.guard)
             return

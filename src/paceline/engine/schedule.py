@@ -28,6 +28,7 @@ class LearningRates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor_at: Callable[[int], float] = lambda step: 1.0) -> None:
         self.optimizer, self.factor_at, self.base_lrs = optimizer, factor_at, lrs_of(optimizer)
+        self.lrs = self.base_lrs  # of the last update
 
     @property
     def changes_options(self) -> bool:
@@ -41,9 +42,9 @@ class LearningRates:
 
     def apply(self, step: int) -> float:
         """Set the learning rates for the next update, and return that of the first group."""
-        lrs = self.lrs_at(step)
-        set_lr(self.optimizer, lrs)
-        return lrs[0]
+        self.lrs = self.lrs_at(step)
+        set_lr(self.optimizer, self.lrs)
+        return self.lrs[0]
 
     def after_update(self) -> None:
         """Called after each update."""

@@ -114,6 +114,7 @@ class Stepper:
         self.names: tuple[str, ...] = ()  # of the further values in the last row
         self.graph = self._make_graph()
         self._is_probed = False
+        self._frozen_names: frozenset[str] = frozenset()
 
     def _make_phases(self, through_ddp: bool) -> list[Phase]:
         """The phases of a step, in their order; all ranks."""
@@ -159,6 +160,19 @@ class Stepper:
         if self.rates.changes_options and self.graph is not None and not self.graph.is_given_up:
             self.graph.give_up(OPTIONS_OBSTACLE)
         return StepResult(row, self.names)
+
+    def freeze(self, names: frozenset[str]) -> None:
+        """Leave the parameters with these names unchanged in all steps until the next call. All ranks, with the same.
+
+        They keep their place in DDP and in the optimizer. Backward computes their gradients, and the update ignores
+        them.
+        """
+        if names is not self._frozen_names and names != self._frozen_names:
+            for phase in self.phases:
+                phase.freeze(names)
+            if self.graph is not None:
+                self.graph.restart()
+        self._frozen_names = names
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
         """The work of a step on the device: a segment for each lane; the last one includes the update. All ranks."""

@@ -119,6 +119,27 @@ class EpochEvent(TypedDict):
 
 
 @with_config(STRICT)
+class LoggedEvent(TypedDict):
+    """Numbers that callbacks have logged."""
+
+    event: Literal["logged"]
+    time: UnixTime
+    step: Count
+    values: dict[str, float | None]
+
+
+@with_config(STRICT)
+class ImageEvent(TypedDict):
+    """An image that was logged, as a file in the run folder."""
+
+    event: Literal["image"]
+    time: UnixTime
+    step: Count
+    name: str
+    file: str
+
+
+@with_config(STRICT)
 class EvaluatingEvent(TypedDict):
     """The progress of an evaluation."""
 
@@ -227,6 +248,8 @@ KnownEvent = Annotated[
     | StragglerEvent
     | Annotated[StepEvent, AfterValidator(_ranks_agree)]
     | Annotated[EpochEvent, AfterValidator(_only_numbers)]
+    | LoggedEvent
+    | ImageEvent
     | EvaluatingEvent
     | ProgressEvent
     | SavingEvent

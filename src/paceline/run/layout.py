@@ -38,6 +38,10 @@ class RunFolder:
         """The log of one rank: everything it wrote to stdout and stderr."""
         return self.logs / f"rank-{rank}.log"
 
+    def image(self, name: str, step: int) -> Path:
+        """An image that was logged at a step."""
+        return self.path / "images" / f"{name.replace('/', '-')}-{step:08d}.png"
+
     def trace(self, rank: int) -> Path:
         """The profile of a few steps of one rank, in the format of Perfetto."""
         return self.profile / f"rank-{rank}.json.gz"

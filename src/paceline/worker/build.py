@@ -32,7 +32,7 @@ from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.evaluate import Evaluator
 from paceline.worker.loop import Loop
-from paceline.worker.rank_run import RankRun
+from paceline.worker.rank_run import RankRun, run_facts
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
@@ -189,12 +189,7 @@ def build_loop(
         loss = stepper.replica.forward_state.of_loss()
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
-    world = context.world
-    run = RankRun(
-        world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
-        model=stepper.replica.module, total_steps=plan.total_steps, step_number=state.step,
-        epoch=state.epoch, history=state.history, finish_requested=state.finish_requested,
-    )  # fmt: skip
+    run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
     cycle = StepCycle(
         context, stepper.replica, stepper.clock, stepper.guard, plan, saver, stop, state, callbacks, run, capture_with
     )

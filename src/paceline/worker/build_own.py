@@ -29,6 +29,7 @@ from paceline.worker.logged_values import LoggedValues
 from paceline.worker.own_loaders import TrainLoader, ValLoader
 from paceline.worker.own_loop import OwnLoop
 from paceline.worker.own_run import OwnRun
+from paceline.worker.rank_run import run_facts
 from paceline.worker.restore import LoadedCheckpoint
 from paceline.worker.state import TrainState
 from paceline.worker.tracked import Tracked
@@ -86,11 +87,7 @@ def build_own_loop(
         }
         return capture_own(module, tracked.states(), step.ema, counters)
 
-    run = OwnRun(
-        world=world, rank=world.rank, world_size=world.size, device=world.device, folder=context.folder.path,
-        model=module, total_steps=plan.total_steps, step_number=state.step, epoch=state.epoch, history=state.history,
-        state=own, finish_requested=state.finish_requested,
-    )  # fmt: skip
+    run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
     )

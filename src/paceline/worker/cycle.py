@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.callbacks import Callback, Run
+from paceline.callbacks import Callback
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState
 from paceline.data.lanes import StepInputs
+from paceline.data.seeding import seed_generators
 from paceline.engine.clock import PhaseClock
 from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.nonfinite import FinishedStep, Guard
@@ -22,6 +23,7 @@ from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.callback_states import check_states, states_of
 from paceline.worker.context import Context
 from paceline.worker.logged_values import LoggedValues
+from paceline.worker.rank_run import RankRun
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import StepLog, is_recorded
 
@@ -57,7 +59,7 @@ class StepCycle:
     stop: Stop
     state: TrainState
     callbacks: list[Callback]
-    run: Run
+    run: RankRun
     capture: Callable[[dict[str, Any]], CheckpointState]  # the state of model and optimizers, with these counters
     logged: LoggedValues | None = None  # what the user's own loop logs; None in the managed loop
 
@@ -95,6 +97,8 @@ class StepCycle:
         state.samples += inputs.lanes[0].step_samples
         state.stream_position = inputs.stream_position
         state.epoch = self.run.epoch = inputs.epoch + 1
+        is_done = inputs.ends_epoch and not inputs.is_epoch_cut_short
+        state.epochs_done = self.run.epochs_done = inputs.epoch + is_done
         self.progress.samples = state.samples
         self._log(inputs, result, lr)
         self._call_on_step()
@@ -109,6 +113,7 @@ class StepCycle:
 
         `is_requested`: a checkpoint of exactly this step is wanted.
         """
+        self.run.write_logged()
         if is_requested:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not answers.is_busy:
@@ -171,7 +176,19 @@ class StepCycle:
         self.run.step_number = self.state.step
         for callback in self.callbacks:
             if callback.overrides(method):
-                getattr(callback, method)(self.run, *arguments)
+                self._call_one(callback, method, *arguments)
+
+    def _call_one(self, callback: Callback, method: str, *arguments: Any) -> None:
+        """Call a method with the same random numbers on all ranks; an error is reported with its name."""
+        name = f"{type(callback).__name__}.{method}"
+        seed_generators(self.context.config.seed, "callback", self.callbacks.index(callback), name, self.state.step)
+        self.run.is_in_callback = True
+        try:
+            getattr(callback, method)(self.run, *arguments)
+        except Exception:
+            self.progress.phase = f"callback {name}"
+            raise
+        self.run.is_in_callback = False
 
     def _call_on_step(self) -> None:
         """Call `on_step`, with the numbers of this step where a callback needs them. All ranks."""
@@ -179,7 +196,7 @@ class StepCycle:
         if any(callback.needs_step_metrics for callback in self._on_step):
             self.log.collect()
         for callback in self._on_step:
-            callback.on_step(self.run, self.log.last if callback.needs_step_metrics else {})
+            self._call_one(callback, "on_step", self.log.last if callback.needs_step_metrics else {})
 
     def _call_on_checkpoint(self) -> None:
         """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""

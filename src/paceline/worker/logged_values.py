@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ class LoggedValues:
         self._on_host.copy_(stacked, non_blocking=True)
 
     def arrived(self) -> Sums:
-        """The sums over the lanes of all ranks of what was sent, once its copy is complete. All ranks."""
+        """The sums of the finite values of all lanes that were sent, once their copy is complete. All ranks."""
         copied = iter(self._on_host.tolist())
         mine = [
             each._replace(value=next(copied) if isinstance(each.value, torch.Tensor) else float(each.value))
@@ -60,7 +61,7 @@ class LoggedValues:
         ]
         self._sent = []
         sums: Sums = {}
-        of_all = [each for of_rank in self._world.gather_objects(mine) for each in of_rank]
+        of_all = [each for of_rank in self._world.gather_objects(mine) for each in of_rank if math.isfinite(each.value)]
         for each in sorted(of_all, key=lambda each: (each.step, each.lane)):  # one order at any number of ranks
             of_step = sums.setdefault(each.step, {})
             total, weight = of_step.get(each.name, (0.0, 0.0))

@@ -100,6 +100,7 @@ class Loop:
             state.history.pop()
         state.is_epoch_cut_short = inputs.is_epoch_cut_short
         self.cycle.begin(inputs)
+        self.stepper.freeze(self.cycle.run.frozen)
         result = self.stepper.take(inputs)
         answers = self.cycle.end(inputs, result, self.stepper.lr)
         if state.is_finished and not inputs.ends_epoch:

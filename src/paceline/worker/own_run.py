@@ -51,9 +51,25 @@ class OwnRun(RankRun):
         self.loop.tracked.add_optimizer(optimizer)
         return self.loop.step.step(optimizer, self.loop.step.settings.clip_norm if clip_norm is None else clip_norm)
 
-    def log(self, **values: Any) -> None:
+    def freeze(self, *names: str) -> None:
+        """Leave parameters unchanged from the next backward pass on."""
+        super().freeze(*names)
+        self._set_requires_grad(names)
+
+    def unfreeze(self, *names: str) -> None:
+        """Train parameters that were frozen by `freeze`, from the next backward pass on."""
+        super().unfreeze(*names)
+        self._set_requires_grad(names)
+
+    def _set_requires_grad(self, names: tuple[str, ...]) -> None:
+        named = self._parameters_in(names)
+        for name, parameter in self.model.named_parameters():
+            if name in named:
+                parameter.requires_grad_(name not in self.frozen)
+
+    def _log_in_loop(self, numbers: dict[str, Any]) -> None:
         """Log numbers: in a batch, their means over lanes and ranks; after an epoch, as metrics of the epoch."""
-        self.loop.log(values)
+        self.loop.log(numbers)
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
         """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""

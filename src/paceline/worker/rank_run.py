@@ -1,14 +1,23 @@
-"""`RankRun`: what a `Run` can do in any loop: sums and means over all ranks."""
+"""`RankRun`: what a `Run` can do in any loop: sums and means over all ranks, and what callbacks log."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from paceline.callbacks.run import Run
+from paceline.errors import ConfigError
+from paceline.observe.events import Events
+from paceline.observe.images import pixels_of, png_of
+from paceline.run.layout import RunFolder
+from paceline.worker.context import Context
+from paceline.worker.logged_values import checked
+from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
 
@@ -17,6 +26,47 @@ class RankRun(Run):
     """The run of one rank."""
 
     world: World
+    events: Events
+    lrs: Callable[[], list[float]] = list  # of each parameter group in the last step
+    is_in_callback: bool = False
+    logged: dict[str, Any] = field(default_factory=dict)  # by callbacks since the last `logged` event
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group in the last step."""
+        return self.lrs()
+
+    def log(self, **values: Any) -> None:
+        """Log numbers and images (C, H, W), once, from rank 0."""
+        images = {name: value for name, value in values.items() if getattr(value, "ndim", 0) > 2}
+        for name, value in images.items():
+            self._log_image(name, value)
+        numbers = {name: checked(name, value) for name, value in values.items() if name not in images}
+        if self.is_in_callback:
+            self.logged |= {name: float(value) for name, value in numbers.items()}
+        elif numbers:
+            self._log_in_loop(numbers)
+
+    def _log_in_loop(self, numbers: dict[str, Any]) -> None:
+        self._unavailable("log")
+
+    def _log_image(self, name: str, value: Any) -> None:
+        """Write an image into a file of the run folder, and an event about it, from rank 0."""
+        try:
+            pixels = pixels_of(_array_of(value))
+        except ValueError as error:
+            raise ConfigError(f"run.log({name}=…) {error}") from None
+        if not self.is_main:
+            return
+        path = RunFolder(self.folder).image(name, self.step_number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png_of(pixels))
+        self.events.write("image", step=self.step_number, name=name, file=str(path.relative_to(self.folder)))
+
+    def write_logged(self) -> None:
+        """Write what callbacks have logged since the last call as one event."""
+        if self.logged:
+            self.events.write("logged", step=self.step_number, values=self.logged)
+            self.logged = {}
 
     def sum(self, value: Any) -> Any:
         """The sum of a number or tensor over all ranks, in rank order. All ranks."""
@@ -40,6 +90,24 @@ class RankRun(Run):
         if with_grad:
             return GatherWithGradient.apply(rows, self.world)  # type: ignore[no-any-return, no-untyped-call]
         return torch.cat(self.world.gather_rows(rows.detach()))
+
+
+def run_facts(context: Context, plan: LoopPlan, state: TrainState) -> dict[str, Any]:
+    """The fields of a `RankRun` that both loops know."""
+    world = context.world
+    return {
+        "world": world, "events": context.events, "rank": world.rank, "world_size": world.size,
+        "device": world.device, "folder": context.folder.path, "total_steps": plan.total_steps,
+        "step_number": state.step, "epoch": state.epoch, "epochs_done": state.epochs_done, "history": state.history,
+        "finish_requested": state.finish_requested,
+    }  # fmt: skip
+
+
+def _array_of(value: Any) -> Any:
+    """An array on the host; floats of a tensor may have a type that NumPy does not have."""
+    if isinstance(value, torch.Tensor):
+        value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    return np.asarray(value)
 
 
 class GatherWithGradient(torch.autograd.Function):

@@ -80,6 +80,7 @@ class TrainState:
     finish_requested: str | None = None  # the reason that a callback gave to `run.finish`
     is_finished: bool = False  # all ranks have agreed to end the run here
     epoch: int = 0  # of the last step, from 1
+    epochs_done: int = 0  # whose last step is done; their evaluation may be due
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
 
@@ -93,6 +94,8 @@ class TrainState:
         # Checkpoints of earlier versions count epochs from 0.
         history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
         content.setdefault("epoch", len(history))
+        is_due, is_cut = content["is_evaluation_due"], content["is_epoch_cut_short"]
+        content.setdefault("epochs_done", len(history) + is_due - is_cut)
         value_sums = {name: LossSums(**sums) for name, sums in content.get("value_sums", {}).items()}
         sums = {"sums": LossSums(**content["sums"]), "value_sums": value_sums}
         return cls(**{**content, "history": history, **sums})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.state import load_optimizer, with_float_rates
+from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.worker.callback_states import check_plain
 
@@ -49,6 +50,10 @@ class Tracked:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers, in the order in which they were tracked."""
         return [thing for thing in self.objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group of all optimizers."""
+        return [lr for optimizer in self.optimizers() for lr in lrs_of(optimizer)]
 
     def states(self) -> dict[str, Any]:
         """The states for a checkpoint. States that no object has taken over yet are kept."""

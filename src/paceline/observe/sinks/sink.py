@@ -9,7 +9,7 @@ from paceline.observe.event_types import Event, Parser, values_in
 from paceline.observe.tail import Tail
 
 # Kinds of events, in the order in which they follow each other at one step.
-PLOTTED = ("step", "pace", "evaluation", "epoch")
+PLOTTED = ("step", "pace", "evaluation", "epoch", "logged")
 NOT_PLOTTED = ("event", "time", "step", "steps", "epochs")
 
 

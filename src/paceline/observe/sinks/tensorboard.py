@@ -7,6 +7,7 @@ has finished, its config is added at the end, for the tab HParams.
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from paceline.config import dotted_items
 from paceline.observe.event_types import Event
+from paceline.observe.images import size_of_png
 from paceline.observe.sinks.sink import PLOTTED, Sink, numbers_in
 from paceline.run.layout import RunFolder
 
@@ -38,6 +40,8 @@ class TensorBoardSink(Sink):
         """Write the numbers that are plotted; remember whether the run has finished."""
         if event["event"] in PLOTTED:
             self._plot(event)
+        elif event["event"] == "image":
+            self._write_image(event)
         elif event["event"] in ("run_started", "run_finished"):
             self._finished = event if event["event"] == "run_finished" else None
 
@@ -65,6 +69,17 @@ class TensorBoardSink(Sink):
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers_in(event)]
         self._write(Record(wall_time=event["time"], step=event["step"], summary=Summary(value=values)))
+
+    def _write_image(self, event: Event) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with suppress(OSError, struct.error):  # it was removed, or it is not complete
+            png = (self.run_dir / event["file"]).read_bytes()
+            height, width, channels = size_of_png(png)
+            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
+            summary = Summary(value=[Summary.Value(tag=event["name"], image=image)])
+            self._write(Record(wall_time=event["time"], step=event["step"], summary=summary))
 
     def _write_hparams(self, finished: Event) -> None:
         """Write the config as hyper-parameters; the tab shows the last value of each plotted number beside them."""

@@ -93,6 +93,9 @@ class RunHistory:
         if phase_ms:
             self.phases.add(steps, step_ms, phase_ms)
 
+    def _on_logged(self, event: dict[str, Any]) -> None:
+        self._plot("step", event)
+
     def _on_evaluation(self, event: dict[str, Any]) -> None:
         self._on_epoch(event)
 

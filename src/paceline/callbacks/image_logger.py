@@ -1,0 +1,53 @@
+"""`ImageLogger`: images that the model makes, or that show what it has learned, in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ImageLogger(Callback):
+    """Logs what `images(model)` returns after each evaluation, or every `every_steps` steps.
+
+    It is called on all ranks, in evaluation mode and without gradients, with keyed random numbers: the images are the
+    same on any number of ranks. They are (C, H, W) or a batch of them, with values between 0 and 1 or bytes.
+    """
+
+    needs_step_metrics = False
+
+    def __init__(
+        self,
+        images: Callable[[torch.nn.Module], torch.Tensor],
+        *,
+        name: str = "images",
+        every_steps: int | None = None,
+    ) -> None:
+        self.images, self.name, self.every_steps = images, name, every_steps
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """Log images, unless they are logged by steps."""
+        if self.every_steps is None:
+            self._log(run)
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """Log images every few steps."""
+        if self.every_steps is not None and run.step_number % self.every_steps == 0:
+            self._log(run)
+
+    def _log(self, run: Run) -> None:
+        import torch
+
+        was_training = run.model.training
+        run.model.eval()
+        try:
+            with torch.no_grad():
+                images = self.images(run.model)
+        finally:
+            run.model.train(was_training)
+        run.log(**{self.name: images})

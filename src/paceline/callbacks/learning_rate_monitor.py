@@ -1,0 +1,35 @@
+"""`LearningRateMonitor`: the learning rate of each parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.callbacks.callback import Callback
+from paceline.callbacks.run import Run
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of each parameter group as lr/group-0, lr/group-1, …, when one of them has changed.
+
+    Step events have that of the first group alone. At most every `every_steps` steps.
+    """
+
+    needs_step_metrics = False
+
+    def __init__(self, every_steps: int = 1) -> None:
+        self.every_steps = every_steps
+        self._last: list[float] = []
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        """Log the rates of this step."""
+        if run.step_number % self.every_steps == 0 and (lrs := run.learning_rates()) != self._last:
+            self._last = lrs
+            run.log(**{f"lr/group-{group}": lr for group, lr in enumerate(lrs)})
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The rates that were logged last."""
+        return {"last": self._last}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Do not log the same rates again."""
+        self._last = state["last"]

@@ -1,0 +1,168 @@
+"""The callbacks that we ship, each with a run that has no processes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import BestCheckpoint, EarlyStopping, GradualUnfreeze, MeanTeacher, Run
+from paceline.errors import ConfigError
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+
+
+def run_of(model: nn.Module | None = None, **facts: Any) -> Run:
+    options = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "folder": Path(), "total_steps": None}
+    return Run(**options, model=model or Pair(), **facts)
+
+
+# --- early stopping and the best checkpoint -----------------------------------------------------------------
+
+
+def finished_after(callback: EarlyStopping, metric: str, values: list[float | None]) -> int | None:
+    """The evaluation after which the run is finished."""
+    run = run_of()
+    for number, value in enumerate(values, start=1):
+        callback.on_evaluate(run, {metric: value})
+        if run.finish_requested is not None:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "expected"),
+    [
+        ({"patience": 2}, [3, 2, 1, 0.5], None),
+        ({"patience": 2}, [3, 2, 2, 2, 1], 4),
+        ({"patience": 2}, [3, 2, 4, 1, 2, 2], 6),
+        ({"patience": 1, "min_delta": 0.5}, [3, 2, 1.6], 3),
+        ({"patience": 2, "mode": "max"}, [1, 2, 2, 1], 4),
+        ({"patience": 2}, [None, math.nan], 2),
+        ({"patience": 3}, [math.inf, 5.0, math.nan, 4.0], None),
+    ],
+)
+def test_a_run_is_finished_after_evaluations_without_improvement(
+    options: dict[str, Any], values: list[float | None], expected: int | None
+) -> None:
+    assert finished_after(EarlyStopping("m", **options), "m", values) == expected
+
+
+def test_early_stopping_continues_to_count_after_a_resume() -> None:
+    first, second = EarlyStopping(patience=3), EarlyStopping(patience=3)
+    assert finished_after(first, "val_loss", [1, 2, 2]) is None
+    second.load_state_dict(first.state_dict())
+    assert finished_after(second, "val_loss", [2]) == 1
+
+
+def test_a_metric_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(metric='f1'\) is not measured; use train_loss, val_loss"):
+        EarlyStopping("f1").on_evaluate(run_of(), {"epoch": 1, "step": 3, "train_loss": 1.0, "val_loss": 2.0})
+
+
+def test_the_best_evaluation_is_saved_and_remembered() -> None:
+    best, saved = BestCheckpoint("m", "max"), []
+    run = run_of()
+    for value in (1.0, 3.0, 2.0, math.nan, None, 3.0, 4.0):
+        best.on_evaluate(run, {"m": value})
+        saved.append(run.save_requested)
+        run.save_requested = False
+    assert saved == [True, True, False, False, False, False, True]
+    again = BestCheckpoint("m", "max")
+    again.load_state_dict(best.state_dict())
+    again.on_evaluate(run, {"m": 4.0})
+    assert not run.save_requested
+
+
+def test_the_best_of_a_checkpoint_without_a_state_is_in_its_history() -> None:
+    run, best = run_of(history=[{"m": 1.0}, {}, {"m": None}]), BestCheckpoint("m")
+    best.on_start(run)
+    best.on_evaluate(run, {"m": 1.5})
+    assert not run.save_requested
+
+
+# --- a teacher ----------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_begins_as_a_copy_and_follows() -> None:
+    run, callback = run_of(model := Pair()), MeanTeacher(decay=0.75)
+    callback.on_start(run)
+    assert torch.equal(model.teacher[0].weight, model.student[0].weight)
+    before = model.teacher[0].weight.clone()
+    with torch.no_grad():
+        model.student[0].weight.add_(1.0)
+        model.student[1].running_mean.add_(2.0)
+    callback.on_step(run, {})
+    assert torch.equal(model.teacher[0].weight, torch.lerp(before, model.student[0].weight, 0.25))
+    assert model.teacher[1].running_mean.tolist() == [2.0, 2.0]
+
+
+def test_a_resumed_teacher_keeps_its_weights() -> None:
+    model = Pair()
+    before = model.teacher[0].weight.clone()
+    MeanTeacher().on_start(run_of(model, step_number=5))
+    assert torch.equal(model.teacher[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda model: model.__delattr__("teacher"), "the model has no module 'teacher'; it has student"),
+        (lambda model: model.teacher.requires_grad_(True), "teacher is trained by the optimizer, too"),
+        (lambda model: setattr(model, "teacher", nn.Linear(3, 3)), "teacher and student have different weights"),
+    ],
+)
+def test_a_teacher_that_cannot_follow_is_one_sentence(change: Any, problem: str) -> None:
+    change(model := Pair())
+    with pytest.raises(ConfigError, match=problem):
+        MeanTeacher().on_start(run_of(model))
+
+
+# --- freezing -----------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_frozen_by_their_names_and_those_of_modules() -> None:
+    run = run_of()
+    run.freeze("student.0", "student.1.bias")
+    assert run.frozen == {"student.0.weight", "student.0.bias", "student.1.bias"}
+    run.unfreeze("student")
+    assert run.frozen == set()
+    with pytest.raises(ConfigError, match=r"run.freeze\('stud'\) names no parameter of the model; its parts are stud"):
+        run.freeze("stud")
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [({"every_epochs": 2}, [{"epochs_done": n} for n in (0, 1, 2, 3, 4, 9)]),
+     ({"every_steps": 10}, [{"step_number": n} for n in (0, 9, 10, 19, 20, 90)])],
+)  # fmt: skip
+def test_modules_are_unfrozen_one_after_the_other_also_in_a_resumed_run(
+    options: dict[str, int], facts: list[dict[str, int]]
+) -> None:
+    run, callback = run_of(), GradualUnfreeze("student.1", "student.0", **options)
+    callback.on_start(run)
+    frozen = []
+    for fact in facts:
+        resumed = run_of(**fact)
+        GradualUnfreeze("student.1", "student.0", **options).on_start(resumed)
+        for name, value in fact.items():
+            setattr(run, name, value)
+        callback.on_step(run, {})
+        assert run.frozen == resumed.frozen
+        frozen.append(len(run.frozen))
+    assert frozen == [4, 4, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"every_steps": 1, "every_epochs": 1}])
+def test_unfreezing_needs_one_interval(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="one of every_epochs and every_steps"):
+        GradualUnfreeze("a", **options)
