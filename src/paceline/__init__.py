@@ -24,6 +24,7 @@ __all__ = [
     "current_run",
     "datasets",
     "errors",
+    "every",
     "indices_at",
     "linear_cross_entropy",
     "load",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         Run,
         current_run,
     )
+    from paceline.config.phases import every
     from paceline.data.order import indices_at
     from paceline.data.scaler import StandardScaler
     from paceline.data.shard import shard
@@ -74,6 +76,7 @@ _HOMES = {
     "StandardScaler": "paceline.data.scaler",
     "Sum": "paceline.engine.losses",
     "cached_tensors": "paceline.hub.cache",
+    "every": "paceline.config.phases",
     "indices_at": "paceline.data.order",
     "linear_cross_entropy": "paceline.engine.fused_loss",
     "load": "paceline.results.load",

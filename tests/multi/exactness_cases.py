@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import Callback, GradualUnfreeze, MeanTeacher, Run, StandardScaler, Sum, Trainer, shard
+from paceline import Callback, GradualUnfreeze, MeanTeacher, Run, StandardScaler, Sum, Trainer, every, shard
 
 LANES, BATCH = 4, 5
 EVEN, ODD = 80, 83  # samples: whole steps; and a last step of 3 for four lanes, so that one lane has none
@@ -396,6 +396,57 @@ def measure(model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": functional.cross_entropy(outputs, y), "right": Sum((outputs.argmax(1) == y).sum(), len(y))}
 
 
+class Gan(nn.Module):
+    """A generator with dropout and a critic with statistics, whose first layers are shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 36))
+        self.critic = nn.Sequential(nn.Linear(36, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.critic(x.flatten(1))
+        return output
+
+
+def critic_step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    real = batch[0].flatten(1)
+    fake = model.generator(torch.randn(len(real), 4)).detach()
+    loss = functional.softplus(-model.critic(real)).mean() + functional.softplus(model.critic(fake)).mean()
+    return {"loss": loss, "distance": (fake - real).square().mean()}
+
+
+def generator_step(model: Any, batch: Any) -> torch.Tensor:
+    fake = model.generator(torch.randn(len(batch[0]), 4))
+    return functional.softplus(-model.critic(fake)).mean()
+
+
+def gan_optimizers(model: Any) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "critic": torch.optim.AdamW(model.critic.parameters(), lr=3e-3),
+        "generator": torch.optim.SGD(model.generator.parameters(), lr=0.05, momentum=0.9),
+    }
+
+
+def weighted_gan(model: Any, batch: Any) -> Sum:
+    """The critic's loss, divided by a sum of weights."""
+    weights = 0.3 + 1.7 * batch[1]
+    return Sum((functional.softplus(-model(batch[0])).squeeze(1) * weights).sum(), weights.sum())
+
+
+def shared_optimizers(model: Any) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "both": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        "critic": torch.optim.AdamW(model.critic.parameters(), lr=3e-3, fused=True),
+    }
+
+
+GAN: dict[str, Any] = {
+    "model_fn": Gan, "optimizer": None, "optimizer_fn": gan_optimizers, "metrics": [],
+    "step_fn": {"critic": critic_step, "generator": generator_step},
+}  # fmt: skip
+
+
 def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     return OneCycleLR(optimizer, 0.1, total_steps=total_steps)
 
@@ -583,6 +634,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a step that moves frozen parameters, and an evaluation of its own": {
         "model_fn": Teacher, "step_fn": lambda model, batch: weighted_step(model, batch), "evaluate_fn": measure,
         "dataset_fn": lambda: NotFinite(ODD), "optimizer": ADAMW,
+    },
+    "two phases": {**GAN, "dataset_fn": lambda: NotFinite(ODD), "clip_norm": 0.5, "ema": 0.9},
+    "two phases, one of them at each third step": {
+        **GAN, "step_fn": {"critic": critic_step, "generator": every(3, generator_step)},
+        "schedule": {"name": "cosine", "warmup_steps": 3}, "dataset_fn": lambda: Images(ODD), "precision": "bf16",
+    },
+    "two phases over a stream, with parameters of both, and some unused": {
+        **GAN, "step_fn": {"both": generator_step, "critic": weighted_gan}, "optimizer_fn": shared_optimizers,
+        "dataset_fn": Uneven, "find_unused_parameters": True, "bucket_mb": 0.001,
     },
     "the model's own loss": {
         "model_fn": OwnLoss, "loss_fn": "model", "dataset_fn": lambda: Named(ODD), "val_dataset_fn": lambda: Named(61),

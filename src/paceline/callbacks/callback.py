@@ -22,7 +22,7 @@ class Callback:
         """Before the first step of this attempt, after a checkpoint was restored."""
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """After an update, with its loss, grad_norm and lr. May change the model under `torch.no_grad()`."""
+        """After an update, with its loss, values, grad_norm and lr. May change the model under `torch.no_grad()`."""
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
         """After an evaluation, with its row: at the end of an epoch, and within it by `evaluate.every_steps`."""

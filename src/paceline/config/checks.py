@@ -67,6 +67,20 @@ def _exclusive(first: str, second: str) -> Check:
     return check
 
 
+def _phases_have_optimizers(config: Config) -> Iterator[str]:
+    if not isinstance(config.step_fn, dict):
+        return
+    phases = ", ".join(map(str, config.step_fn))
+    if not config.step_fn or "" in config.step_fn:
+        yield "step_fn is a dict without names of phases; give a function, or {name: function, …}"
+    elif config.optimizer_fn is None:
+        yield f"step_fn has the phases {phases}; give optimizer_fn(model), which returns a dict with their optimizers"
+    if config.shard_optimizer:
+        yield f"shard_optimizer=true needs one optimizer, but step_fn has the phases {phases}; remove shard_optimizer"
+    if config.compression == "powersgd":
+        yield f"compression=powersgd needs one optimizer, but step_fn has the phases {phases}; use bf16 or fp16"
+
+
 # --- train_fn -----------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +264,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _model_is_made_by_a_function: (),
     _loop_is_given: ("train_fn", "loss_fn", "step_fn"),
     _exclusive("loss_fn", "step_fn"): (),
+    _phases_have_optimizers: ("step_fn", "optimizer_fn"),
     _train_fn_runs_when_called: (),
     _exclusive("optimizer", "optimizer_fn"): (),
     _exclusive("schedule", "schedule_fn"): (),

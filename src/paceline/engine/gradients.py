@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -55,14 +55,20 @@ class Backward:
         clock: PhaseClock,
         through_ddp: bool,
         objective: Objective | None = None,
+        optimized: Collection[torch.Tensor] | None = None,
     ) -> None:
-        """All ranks."""
+        """Only the gradients of `optimized` are summed and kept, if it is given; all of them otherwise. All ranks."""
         self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
         self.clock, self._autocast = clock, autocast(settings.precision, world.device)
         self.objective = objective or objectives_of(settings)[""]
-        self.named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
+        trainable = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
+        self.named = [(name, p) for name, p in trainable if optimized is None or p in optimized]
         self.parameters = [parameter for _, parameter in self.named]
         self._all = list(replica.module.parameters())  # the user's code may make more of them trainable
+        kept = set(self.parameters)
+        self._dropped = [parameter for parameter in self._all if optimized is not None and parameter not in kept]
+        # DDP would wait for the gradients of all parameters, and must know what is unused before the other lanes run.
+        self._sums_after_backward = settings.find_unused_parameters or optimized is not None
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.values = LaneValues(lanes_per_rank, world, self.objective)
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
@@ -72,8 +78,7 @@ class Backward:
         self._restores_buffers = False  # whether lanes start from a copy of the buffers
         self._uses_flag = guard is not None and world.size > 1  # a single rank checks its losses themselves
         self.hook: BucketHook | None = None
-        # DDP must know what is unused before the other lanes have run.
-        if through_ddp and isinstance(replica, Replica) and not settings.find_unused_parameters:
+        if through_ddp and isinstance(replica, Replica) and not self._sums_after_backward:
             nan_flag = guard.nan_flag if self._uses_flag and guard else None
             self.hook = BucketHook(self.parameters, self.reduction, nan_flag, lambda: clock.enter(REDUCTION))
             replica.on_buffers = self._on_buffers
@@ -137,7 +142,7 @@ class Backward:
         """
         if self._restores_buffers:
             (self._after_first if self._keeps_first else self._before).restore(self._buffers.tensors())
-        if self.hook is None and self.settings.find_unused_parameters:
+        if self._sums_after_backward:
             self._reduce_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
@@ -169,7 +174,7 @@ class Backward:
         """Run one lane and return the sum and the count of its loss; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)
         batch, source = self.feed.batch(inputs), self.objective.key
-        with self._compiler_stance(lane), _explaining_errors(self.settings.precision):
+        with self._compiler_stance(lane), explaining_errors(self.settings.precision):
             with self._autocast:
                 value, self._lane_values = parts_of(self._value_of(model, batch), source)
             self._has_own_count = isinstance(value, (tuple, list))
@@ -218,7 +223,9 @@ class Backward:
         missing = [name for name, p in self.named if p.grad is None]
         if missing and not self.settings.find_unused_parameters:
             raise UnusedParameters(missing)
-        if is_last and not self.settings.find_unused_parameters:  # the other lanes are added to these, in place
+        for parameter in self._dropped:
+            parameter.grad = None
+        if is_last and not self._sums_after_backward:  # the other lanes are added to these, in place
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             for branch in self.lane_sum.remaining(place):
                 torch._foreach_add_(gradients, branch)
@@ -273,7 +280,7 @@ class Backward:
 
 
 @contextmanager
-def _explaining_errors(precision: str) -> Iterator[None]:
+def explaining_errors(precision: str) -> Iterator[None]:
     """Replace torch's error about an operator that is missing or not deterministic on this device by a ConfigError."""
     try:
         yield

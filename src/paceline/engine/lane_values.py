@@ -19,7 +19,7 @@ class LaneValues:
     def __init__(self, lanes_per_rank: int, world: World, objective: Objective) -> None:
         self._lanes, self._world, self._source = lanes_per_rank, world, objective.key
         # A loss_fn has no further values, so its ranks do not have to agree on names.
-        self.names: tuple[str, ...] | None = None if objective.key == "step_fn" else ()
+        self.names: tuple[str, ...] | None = () if objective.key == "loss_fn" else None
         self.restart()
 
     def restart(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline.config import Config, advice_for
+from paceline.engine.joined_optimizers import JoinedOptimizers
 from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
 from paceline.errors import ConfigError
@@ -26,7 +27,7 @@ NEEDS_CLOSURE = "evaluates a batch several times in a step, the managed loop onc
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The user's `optimizer_fn(model)`, or the optimizer that the config names, over the trainable parameters."""
     if config.optimizer_fn is not None:
-        return _with_lr_on_device(_from_user(config, model))
+        return _from_user(config, model)
     options = dict(config.optimizer.model_extra or {})
     make: Any = optimizers()[config.optimizer.name.lower()]
     trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -37,20 +38,42 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
 
 
 def _from_user(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What `optimizer_fn` returns: an optimizer, or one for each phase of a step."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = config.function("optimizer_fn")(model)
+    returned = config.function("optimizer_fn")(model)
+    by_phase = _by_phase(returned, list(config.step_fn)) if isinstance(config.step_fn, Mapping) else {"": returned}
+    for optimizer in by_phase.values():
+        _check(optimizer, model, is_sharded=config.shard_optimizer)
+    # DDP has recorded which parameters have gradients.
+    if changed := trainable ^ {name for name, parameter in model.named_parameters() if parameter.requires_grad}:
+        raise ConfigError(f"optimizer_fn changed requires_grad of {min(changed)}; do that in model_fn")
+    on_device = {name: _with_lr_on_device(optimizer) for name, optimizer in by_phase.items()}
+    return on_device.get("") or JoinedOptimizers(on_device)
+
+
+def _by_phase(returned: Any, phases: list[str]) -> dict[str, torch.optim.Optimizer]:
+    """The optimizer of each phase, in the order of the phases."""
+    if not isinstance(returned, Mapping) or set(returned) != set(phases):
+        what = f"a dict with {', '.join(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
+        raise ConfigError(
+            f"optimizer_fn returned {what}, but step_fn has the phases {', '.join(phases)}; return a dict with an "
+            "optimizer for each"
+        )
+    return {phase: returned[phase] for phase in phases}
+
+
+def _check(optimizer: Any, model: torch.nn.Module, *, is_sharded: bool) -> None:
+    """Refuse what is not an optimizer of the model that the managed loop can use."""
+    if isinstance(optimizer, Mapping):
+        raise ConfigError("optimizer_fn returned a dict; give step_fn as a dict with the same keys, too")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
     if needs_closure(type(optimizer)):
         raise ConfigError(f"optimizer_fn returned {type(optimizer).__name__}, which {NEEDS_CLOSURE}")
-    # DDP has recorded which parameters have gradients.
-    if changed := trainable ^ {name for name, parameter in model.named_parameters() if parameter.requires_grad}:
-        raise ConfigError(f"optimizer_fn changed requires_grad of {min(changed)}; do that in model_fn")
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigError("optimizer_fn returned an Optimizer of other parameters; use those of the model it is given")
-    check_optimizer(optimizer, is_sharded=config.shard_optimizer)
-    return optimizer
+    check_optimizer(optimizer, is_sharded=is_sharded)
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:

@@ -21,9 +21,10 @@ from paceline.engine.forward_state import LaneBuffers, Snapshot
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard, nonfinite_flag
 from paceline.engine.optimizers import can_skip
+from paceline.engine.phase import NO_NORM, Number
 from paceline.engine.reduce import Reduction, reduce_after_backward
 from paceline.engine.replica import BareReplica
-from paceline.engine.step import NO_NORM, Number, StepResult
+from paceline.engine.step import StepResult
 from paceline.errors import ConfigError
 from paceline.world import World
 

@@ -1,7 +1,7 @@
 """One optimizer step: inputs, lanes, sums over lanes and ranks, the check for finite numbers, the update, the result.
 
-`Stepper.take` is the step as the loop calls it, `Stepper.work` is its work on the device, which may be recorded as CUDA
-graphs, and `Stepper._update` follows the last lane.
+`Stepper.take` is the step as the loop calls it, and `Stepper.work` is its work on the device, which may be recorded as
+CUDA graphs: the lanes and the update of each phase (`phase.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
-from paceline.engine.clock import FORWARD, OPTIMIZER, OTHER, DeviceClock, PhaseClock
+from paceline.engine.clock import FORWARD, OTHER, DeviceClock, PhaseClock
 from paceline.engine.cuda_graph import StepGraph
 from paceline.engine.digest import sha256_of_each, sha256_of_optimizer
 from paceline.engine.ema import Ema
-from paceline.engine.gradients import Backward
+from paceline.engine.joined_optimizers import JoinedOptimizers
 from paceline.engine.losses import number_on
-from paceline.engine.nonfinite import Guard, nonfinite_flag
-from paceline.engine.optimizers import can_skip
+from paceline.engine.objective import objectives_of
+from paceline.engine.phase import NO_NORM, Number, Phase, PhaseResult
 from paceline.engine.probe import probe_forward, uneven_warning
 from paceline.engine.replica import PlainModel, Replica
 from paceline.engine.schedule import LearningRates
@@ -32,11 +32,9 @@ from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError
 from paceline.world import World
 
-Number = torch.Tensor | float
 Segment = Callable[[Lane], AbstractContextManager[None]]  # what surrounds the work of one lane
 
 OPTIONS_OBSTACLE = "scheduler_fn sets options of the optimizer besides lr, which a recording would repeat"
-NO_NORM = -1.0  # stands for the norm of gradients where it was not computed
 
 
 class StepResult(NamedTuple):
@@ -106,34 +104,30 @@ class Stepper:
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
         self.lr = self.rates.base_lrs[0]  # of the first group, in the last step
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
-        self.guard = self._make_guard()
         self.sharding: Sharding | None = None
         if settings.shard_optimizer and world.size > 1:
             self.sharding = Sharding(optimizer, world, bucket_bytes=settings.bucket_mb * 2**20)
         self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else PhaseClock()
-        self.backward = Backward(
-            replica, settings, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=self.clock,
-            through_ddp=world.size > 1 if through_ddp is None else through_ddp,
-        )  # fmt: skip
-        self.parameters = self.backward.parameters
+        self.phases = self._make_phases(world.size > 1 if through_ddp is None else through_ddp)
+        self.guard = self.phases[0].guard
+        self.parameters = list(dict.fromkeys(p for phase in self.phases for p in phase.backward.parameters))
+        self.names: tuple[str, ...] = ()  # of the further values in the last row
         self.graph = self._make_graph()
         self._is_probed = False
-        self._frozen: list[torch.nn.Parameter] = []
         self._frozen_names: frozenset[str] = frozenset()
 
-    def _make_guard(self) -> Guard | None:
-        """The check for numbers that are not finite, unless it is off and not needed for fp16."""
-        settings = self.settings
-        if settings.nan == "off" and settings.precision != "fp16":
-            return None
-        return Guard(
-            self.replica.forward_state,
-            settings,
-            self.world,
-            on_bad=self.warn,
-            original=self.feed.original_indices,
-            is_deferred=settings.nan == "skip" and settings.precision != "fp16" and can_skip(self.optimizer),
-        )
+    def _make_phases(self, through_ddp: bool) -> list[Phase]:
+        """The phases of a step, in their order; all ranks."""
+        joined, objectives = self.optimizer, objectives_of(self.settings)
+        optimizers = joined.by_phase if isinstance(joined, JoinedOptimizers) else dict.fromkeys(objectives, joined)
+        return [
+            Phase(
+                name, objective, optimizers[name], self.replica, self.settings, self.feed, sharding=self.sharding,
+                lanes_per_rank=self.lanes_per_rank, world=self.world, clock=self.clock, warn=self.warn,
+                through_ddp=through_ddp,
+            )
+            for name, objective in objectives.items()
+        ]  # fmt: skip
 
     def _make_graph(self) -> StepGraph | None:
         """The step as CUDA graphs, on a GPU, unless the config asks for another mode. All ranks."""
@@ -143,7 +137,7 @@ class Stepper:
             self.work, self.replica.module, self.settings, self.world, self.clock,
             full_step=self.settings.batch_size * self.lanes_per_rank * self.world.size,
             has_one_form=self.feed.rows is not None, obstacle=self._graph_obstacle(),
-            is_in_ddp=self.backward.hook is not None, warn=self.warn,
+            is_in_ddp=self.phases[0].backward.hook is not None, warn=self.warn,
         )  # fmt: skip
 
     # --- the step ----------------------------------------------------------------------------------------------
@@ -165,7 +159,7 @@ class Stepper:
         self.rates.after_update()
         if self.rates.changes_options and self.graph is not None and not self.graph.is_given_up:
             self.graph.give_up(OPTIONS_OBSTACLE)
-        return StepResult(row, self.backward.values.names or ())
+        return StepResult(row, self.names)
 
     def freeze(self, names: frozenset[str]) -> None:
         """Leave the parameters with these names unchanged in all steps until the next call. All ranks, with the same.
@@ -174,21 +168,27 @@ class Stepper:
         them.
         """
         if names is not self._frozen_names and names != self._frozen_names:
-            self._frozen = [parameter for name, parameter in self.backward.named if name in names]
+            for phase in self.phases:
+                phase.frozen = [parameter for name, parameter in phase.backward.named if name in names]
             if self.graph is not None:
                 self.graph.restart()
         self._frozen_names = names
 
     def work(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], segment: Segment) -> torch.Tensor:
         """The work of a step on the device: a segment for each lane; the last one includes the update. All ranks."""
-        self.backward.begin(lanes)
-        for lane, of_lane in zip(lanes, inputs, strict=True):
-            with segment(lane):
-                if self.guard is not None and lane is lanes[0]:
-                    self.guard.begin()
-                self.backward.run_lane(lane, of_lane)
-                if lane is lanes[-1]:
-                    row = self._update(lanes, inputs)
+        due = [phase for phase in self.phases if phase.is_due(lanes[0].step)]
+        results: list[PhaseResult] = []
+        if not due:
+            return self._finish(due, results)
+        for phase in due:
+            phase.begin(lanes)
+            for lane, of_lane in zip(lanes, inputs, strict=True):
+                with segment(lane):
+                    phase.run_lane(lane, of_lane, is_first=lane is lanes[0])
+                    if lane is lanes[-1]:
+                        results.append(phase.update(lanes, inputs))
+                        if phase is due[-1]:
+                            row = self._finish(due, results)
         return row
 
     @contextmanager
@@ -196,40 +196,22 @@ class Stepper:
         seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
         yield
 
-    def _update(self, lanes: Sequence[Lane], inputs: Sequence[LaneInputs]) -> torch.Tensor:
-        """Complete the sums, check them and update the weights; return the row of the result. All ranks."""
-        losses, values = self.backward.finish(), self.backward.values.finish()
-        self.clock.enter(OPTIMIZER)
-        is_bad: torch.Tensor | None = None
-        # Before clipping, whose norm would spread one NaN over all gradients.
-        if self.guard is not None and self.guard.is_deferred:
-            is_bad = nonfinite_flag(self.backward.sums())
-        elif self.guard is not None and not self.guard.allows(self.backward.sums()):
-            self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
-            return StepResult.of([number_on(0, self.world.device)] * (len(losses) + len(values)), NO_NORM, 0).row
-        for parameter in self._frozen:
-            parameter.grad = None
-        norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
-        if self.settings.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm)
-        if is_bad is not None:
-            self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-        (self.sharding or self.optimizer).step()
-        if self.ema is not None:
-            self.ema.update(is_bad)
-        if self.guard is not None and is_bad is not None:
-            self.guard.undo_if(is_bad)
-        return StepResult.of([*losses, *values], norm, is_bad if is_bad is not None else 0).row
+    def _finish(self, due: Sequence[Phase], results: Sequence[PhaseResult]) -> torch.Tensor:
+        """Update the averages after the last phase; return the row of the result."""
+        if self.ema is not None and any(result.is_updated for result in results):
+            self.ema.update(results[0].is_bad)
+        self.names = tuple(name for phase in due for name in phase.value_names)
+        return self._row(due, results)
 
-    def _skip(self, guard: Guard, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], losses: torch.Tensor) -> None:
-        """Undo the step and find the lanes whose numbers are not finite. All ranks."""
-        inputs_of = {lane.lane: of_lane for lane, of_lane in zip(lanes, inputs, strict=True)}
-
-        def rerun(lane: Lane) -> list[torch.Tensor]:
-            with self._eagerly(lane):
-                return self.backward.lane_gradients(lane, inputs_of[lane.lane])
-
-        guard.skip(lanes[0].step, lanes, losses.view(-1, 2), rerun)
+    def _row(self, due: Sequence[Phase], results: Sequence[PhaseResult]) -> torch.Tensor:
+        """The row of a step: the loss of the first phase, then the values of each phase that was due."""
+        zero, first = number_on(0, self.world.device), self.phases[0]
+        is_first_due = bool(due) and due[0] is first
+        sums = [*results[0].losses] if is_first_due else [zero] * (2 * self.lanes_per_rank)
+        for result in results:
+            sums += [*(result.losses if first.name else ()), *result.values]
+        norm, is_bad = (results[0].grad_norm, results[0].is_bad) if results else (NO_NORM, None)
+        return StepResult.of(sums, norm, is_bad if is_bad is not None else 0).row
 
     # --- before the first step ---------------------------------------------------------------------------------
 
@@ -247,6 +229,8 @@ class Stepper:
     def _graph_obstacle(self) -> str | None:
         """Why a step of this run cannot be a CUDA graph, if that is known beforehand."""
         name = type(self.optimizer).__name__
+        if self.phases[0].name:
+            return "step_fn has phases, whose gradients are summed after backward"
         if self.sharding is not None:
             return "shard_optimizer=true sends weights between the ranks in each step, which is not recorded"
         if self.world.size > 1 and self.world.backend != "nccl":
@@ -271,15 +255,18 @@ class Stepper:
 
     def counters(self) -> dict[str, Any]:
         """What steps depend on, besides weights, optimizer and averages, for a checkpoint."""
-        counters: dict[str, Any] = {**self.guard.counters()} if self.guard is not None else {}
+        counters = self.phases[0].counters()
+        if self.phases[0].name:
+            counters = {"phases": {phase.name: phase.counters() for phase in self.phases}}
         rates = self.rates.state_dict()
         return {**counters, "rates": rates} if rates else counters
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Set what `counters` returned."""
         self.rates.load_state_dict(counters.get("rates", {}))
-        if self.guard is not None:
-            self.guard.set_counters(counters)
+        of_phases = counters.get("phases", {})
+        for phase in self.phases:
+            phase.set_counters(of_phases.get(phase.name, {}) if phase.name else counters)
 
     def optimizer_sha256(self) -> str | None:
         """The fingerprint of the optimizer's state, on rank 0. All ranks."""
