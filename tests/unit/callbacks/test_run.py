@@ -1,0 +1,17 @@
+"""`Run`, and the page that describes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from paceline.callbacks.run import Run
+
+PAGE = Path(__file__).parents[3] / "docs" / "your_loop.md"
+
+
+def test_everything_that_a_run_has_is_in_the_documentation() -> None:
+    fields, others = {field.name for field in dataclasses.fields(Run)}, {name for name in vars(Run) if name[0] != "_"}
+    text = PAGE.read_text(encoding="utf-8").partition("## What `run` has")[2].partition("\n## ")[0]
+    assert sorted(name for name in (fields | others) - {"save_requested"} if not re.search(rf"`{name}\b", text)) == []
