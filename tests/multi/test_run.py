@@ -12,6 +12,7 @@ import pytest
 import torch
 from exactness_cases import ODD, Images
 from faults import Disturbed, events, outcome, saved_steps, send_self, start, stop_step
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional
 
@@ -101,6 +102,18 @@ def test_what_is_logged_reaches_events_tensorboard_and_the_result() -> None:
     assert result.metrics == {name: result.history[-1][name] for name in ("accuracy", "updates")}
     assert any(Path("run").rglob("events.out.tfevents*"))
     assert 14 in saved_steps()  # run.save() after the second epoch
+
+
+def test_tensorboard_shows_tensors_as_histograms() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        own.train_simply(model, train_loader, val_loader, device, num_epochs, run)
+        run.log(weights=model[0].weight.flatten(), bad=torch.tensor([1.0, torch.nan, 3.0]))
+
+    start(**options(train, procs=2, ema=None))
+    board = EventAccumulator("run/tensorboard").Reload()
+    [weights], [bad] = board.Histograms("weights"), board.Histograms("bad")
+    assert (weights.step, weights.histogram_value.num) == (21, 72)
+    assert (bad.histogram_value.num, bad.histogram_value.sum) == (2, 4)
 
 
 def test_sums_means_and_rows_of_all_ranks() -> None:
@@ -254,8 +267,8 @@ def broken(mistake: Callable[..., Any]) -> Callable[..., Any]:
         ),
         (lambda run, optimizer, loss: run.log(epoch=1), r"run\.log\(epoch=…\) has a name that is reserved"),
         (
-            lambda run, optimizer, loss: run.log(image=torch.zeros(2)),
-            r"run\.log\(image=…\) got a Tensor of shape \(2,\)",
+            lambda run, optimizer, loss: run.log(image=torch.zeros(2, 2, 9)),
+            r"run\.log\(image=…\) has the shape \(2, 2, 9\)",
         ),
         (lambda run, optimizer, loss: run.ema_weights(), "needs an average; set ema"),
         (

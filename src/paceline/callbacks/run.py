@@ -119,7 +119,7 @@ class Run:
         self._unavailable("step")
 
     def log(self, **values: Any) -> None:
-        """Log numbers and images (C, H, W), once, from rank 0.
+        """Log numbers, images (C, H, W), and tensors of one or two dimensions as histograms; once, from rank 0.
 
         In a batch of the user's own loop numbers are averaged over lanes and ranks, and after an epoch they are its
         metrics; in a callback they are logged as they are.

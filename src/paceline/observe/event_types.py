@@ -140,6 +140,20 @@ class ImageEvent(TypedDict):
 
 
 @with_config(STRICT)
+class HistogramEvent(TypedDict):
+    """The distribution of the numbers in a tensor that was logged."""
+
+    event: Literal["histogram"]
+    time: UnixTime
+    step: Count
+    name: str
+    edges: list[float]
+    counts: list[int]
+    sum: float
+    sum_squares: float
+
+
+@with_config(STRICT)
 class EvaluatingEvent(TypedDict):
     """The progress of an evaluation."""
 
@@ -250,6 +264,7 @@ KnownEvent = Annotated[
     | Annotated[EpochEvent, AfterValidator(_only_numbers)]
     | LoggedEvent
     | ImageEvent
+    | HistogramEvent
     | EvaluatingEvent
     | ProgressEvent
     | SavingEvent

@@ -20,7 +20,7 @@ VERSION = 2  # of the events and their fields, which docs/events.md lists
 UNWRITTEN_LIMIT = 1 << 20  # bytes of events that are kept in memory while the disk is full; later ones are lost
 LINES_LISTED = 10  # numbers of damaged lines in a message
 # Removed where a run resumes from an earlier step.
-REPEATED = ("step", "pace", "logged", "image", "evaluation", "epoch", "digests")
+REPEATED = ("step", "pace", "logged", "image", "histogram", "evaluation", "epoch", "digests")
 
 
 class Events:

@@ -20,6 +20,8 @@ from paceline.worker.logged_values import checked
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
+BINS = 64  # of a histogram
+
 
 @dataclass(kw_only=True, eq=False)
 class RankRun(Run):
@@ -36,11 +38,16 @@ class RankRun(Run):
         return self.lrs()
 
     def log(self, **values: Any) -> None:
-        """Log numbers and images (C, H, W), once, from rank 0."""
-        images = {name: value for name, value in values.items() if getattr(value, "ndim", 0) > 2}
-        for name, value in images.items():
-            self._log_image(name, value)
-        numbers = {name: checked(name, value) for name, value in values.items() if name not in images}
+        """Log numbers, images (C, H, W), and tensors of fewer dimensions as histograms; once, from rank 0."""
+        numbers = {}
+        for name, value in values.items():
+            dimensions = getattr(value, "ndim", 0)
+            if dimensions > 2:
+                self._log_image(name, value)
+            elif dimensions and np.prod(value.shape) != 1:
+                self._log_histogram(name, value)
+            else:
+                numbers[name] = checked(name, value)
         if self.is_in_callback:
             self.logged |= {name: float(value) for name, value in numbers.items()}
         elif numbers:
@@ -61,6 +68,18 @@ class RankRun(Run):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png_of(pixels))
         self.events.write("image", step=self.step_number, name=name, file=str(path.relative_to(self.folder)))
+
+    def _log_histogram(self, name: str, value: Any) -> None:
+        """Write an event with the distribution of the finite numbers in a tensor, from rank 0."""
+        if not self.is_main:
+            return
+        numbers = _array_of(value).astype(np.float64)
+        numbers = numbers[np.isfinite(numbers)]
+        counts, edges = np.histogram(numbers, BINS)
+        self.events.write(
+            "histogram", step=self.step_number, name=name, edges=edges.tolist(), counts=counts.tolist(),
+            sum=float(numbers.sum()), sum_squares=float(np.square(numbers).sum()),
+        )  # fmt: skip
 
     def write_logged(self) -> None:
         """Write what callbacks have logged since the last call as one event."""

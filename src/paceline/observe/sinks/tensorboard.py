@@ -42,6 +42,8 @@ class TensorBoardSink(Sink):
             self._plot(event)
         elif event["event"] == "image":
             self._write_image(event)
+        elif event["event"] == "histogram":
+            self._write_histogram(event)
         elif event["event"] in ("run_started", "run_finished"):
             self._finished = event if event["event"] == "run_finished" else None
 
@@ -80,6 +82,18 @@ class TensorBoardSink(Sink):
             image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
             summary = Summary(value=[Summary.Value(tag=event["name"], image=image)])
             self._write(Record(wall_time=event["time"], step=event["step"], summary=summary))
+
+    def _write_histogram(self, event: Event) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        edges, counts = event["edges"], event["counts"]
+        histogram = HistogramProto(
+            min=edges[0], max=edges[-1], num=sum(counts), sum=event["sum"], sum_squares=event["sum_squares"],
+            bucket_limit=edges[1:], bucket=counts,
+        )  # fmt: skip
+        summary = Summary(value=[Summary.Value(tag=event["name"], histo=histogram)])
+        self._write(Record(wall_time=event["time"], step=event["step"], summary=summary))
 
     def _write_hparams(self, finished: Event) -> None:
         """Write the config as hyper-parameters; the tab shows the last value of each plotted number beside them."""
