@@ -15,8 +15,8 @@ from gpu_models import Remembering, Teacher, conv_net
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer
-from paceline.engine import reduce, step
+from paceline import GradualUnfreeze, Trainer
+from paceline.engine import phase, reduce
 from paceline.engine.cuda_graph import Recording, StepGraph
 from support.datasets import MapDataset, signed
 from support.models import RunningLoss
@@ -178,7 +178,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
     """The code path of several GPUs: steps use DDP, its buckets, and NCCL with a single rank."""
     hooks = []
 
-    class InDdp(step.Backward):
+    class InDdp(phase.Backward):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
             if way == "by pairs":
@@ -193,7 +193,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
 
     sums = reduce.Reduction.start
     wanted = start(num_epochs=3)
-    monkeypatch.setattr(step, "Backward", InDdp)
+    monkeypatch.setattr(phase, "Backward", InDdp)
     monkeypatch.setattr(reduce.Reduction, "start", start_at_any_size)
     replayed, eager = start(num_epochs=3), start(num_epochs=3, step_mode="eager")
     assert all(hook is not None for hook in hooks)
@@ -391,3 +391,49 @@ def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
     assert all_of(compiled) == all_of(start(step_mode="compile"))
     [warning] = warnings_of(compiled)
     assert warning.startswith("step_mode=compile: the compiler rounds differently")
+
+
+# --- schedules and callbacks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"schedule": "onecycle"},
+        {"schedule_fn": lambda step, total_steps: 1 / (1 + step)},
+        {"scheduler_fn": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)},
+    ],
+    ids=["schedule", "schedule_fn", "scheduler_fn"],
+)
+def test_a_graph_reads_the_learning_rate_of_each_step(start: Start, keys: dict[str, Any]) -> None:
+    replayed, eager = start(**keys), start(**keys, step_mode="eager")
+    assert all_of(replayed) == all_of(eager)
+    assert warnings_of(replayed) == []
+
+
+def test_a_scheduler_that_sets_momentum_takes_steps_kernel_by_kernel(start: Start) -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+
+    result, eager = start(scheduler_fn=one_cycle), start(scheduler_fn=one_cycle, step_mode="eager")
+    assert all_of(result) == all_of(eager)
+    assert warnings_of(result) == [
+        NOT_A_GRAPH + "scheduler_fn sets options of the optimizer besides lr, which a recording would repeat"
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_are_recorded_again_when_parameters_are_unfrozen(
+    start: Start, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = [], StepGraph._record
+    monkeypatch.setattr(StepGraph, "_record", lambda self, *a, **k: recorded.append(1) or record(self, *a, **k))
+    parts = [name for name, part in conv_net().named_children() if any(True for _ in part.parameters())]
+    options: dict[str, Any] = {
+        "optimizer": {"name": optimizer, "lr": 1e-2}, "num_epochs": 4, "clip_norm": 0.5, "ema": 0.9,
+        "callbacks": [GradualUnfreeze(*parts[:2], every_epochs=1)],
+    }  # fmt: skip
+    replayed = start(**options)
+    assert len(recorded) >= 3  # with two parts, one part, and none of them frozen
+    assert all_of(replayed) == all_of(start(**options, step_mode="eager"))
+    assert warnings_of(replayed) == []

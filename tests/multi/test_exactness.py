@@ -36,17 +36,29 @@ def run_matrix(folder: Path, procs: int, **options: Any) -> Outcomes:
     return json.loads(out.read_text())
 
 
+class Matrix(dict[str, Outcomes]):
+    """What all cases gave, by the number of ranks; each number is run when a test needs it for the first time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, ranks: str) -> Outcomes:
+        options = {"ddp": False} if ranks == "plain" else {}
+        procs = 1 if ranks == "plain" else int(ranks.split()[0])
+        self[ranks] = run_matrix(self.folder / ranks, procs, **options)
+        return self[ranks]
+
+
 @pytest.fixture(scope="session")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
-    """What all cases gave on 1, 2 and 4 ranks, and in a single process without DDP."""
-    folder = tmp_path_factory.mktemp("matrix")
-    by_ranks = {f"{procs} ranks": run_matrix(folder / str(procs), procs) for procs in (1, 2, 4)}
-    return {**by_ranks, "plain": run_matrix(folder / "plain", 1, ddp=False)}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """What all cases gave on "1 ranks", "2 ranks" and "4 ranks", and in a "plain" process without DDP."""
+    return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.parametrize("other", ["2 ranks", "4 ranks", "plain"])
 @pytest.mark.parametrize("case", matrix.CASES)
-def test_the_same_bits_at_any_number_of_ranks(outcomes: dict[str, Outcomes], case: str, other: str) -> None:
+def test_the_same_bits_at_any_number_of_ranks(outcomes: Matrix, case: str, other: str) -> None:
     assert outcomes[other][case] == outcomes["1 ranks"][case]
 
 
@@ -58,7 +70,7 @@ def test_sixteen_ranks_give_the_bits_of_one(tmp_path: Path) -> None:
     assert many.history == alone.history
 
 
-def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
+def test_cases_differ_from_each_other(outcomes: Matrix) -> None:
     """A hash that ignored what a case changes would make the test above worthless."""
     hashes = [outcome["weights"] for case, outcome in outcomes["1 ranks"].items()]
     # Workers, buckets and sharding change nothing, nor does evaluating: these pairs are equal, all others are not.
@@ -82,7 +94,7 @@ def test_cases_differ_from_each_other(outcomes: dict[str, Outcomes]) -> None:
     assert four["Muon, sharded"] == first["Muon"]
 
 
-def test_the_first_steps_are_those_of_a_plain_loop(outcomes: dict[str, Outcomes]) -> None:
+def test_the_first_steps_are_those_of_a_plain_loop(outcomes: Matrix) -> None:
     """A loop written here, without lanes, DDP or any of our loaders, to rounding."""
     data, seed = matrix.Images(), 0
     seed_generators(seed, "model")

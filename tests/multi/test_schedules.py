@@ -43,6 +43,23 @@ def test_a_resized_run_has_the_rates_of_an_undisturbed_one(keys: dict[str, Any])
         assert outcome(resumed)["history"] == outcome(whole)["history"]
 
 
+class Unsavable(LRScheduler):
+    """Keeps a function, which its state has, too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = lambda step: 0.9**step
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+
+def test_a_scheduler_that_no_checkpoint_can_hold_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match=r"state_dict\(\) of the scheduler of scheduler_fn cannot be kept"):
+        start(schedule="constant", scheduler_fn=Unsavable)
+    assert events("step") == []
+
+
 def test_a_factor_that_is_not_a_number_names_the_step() -> None:
     with pytest.raises(ConfigError, match=r"schedule_fn returned nan for step 3 of \d+"):
         start(schedule="constant", schedule_fn=lambda step, total_steps: 1.0 if step < 3 else float("nan"))

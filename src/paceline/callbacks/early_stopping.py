@@ -8,7 +8,6 @@ from typing import Any, Literal
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.patience import Patience
 from paceline.callbacks.run import Run
-from paceline.errors import ConfigError
 
 
 class EarlyStopping(Callback):
@@ -21,14 +20,12 @@ class EarlyStopping(Callback):
         patience: int = 5,
         min_delta: float = 0.0,
     ) -> None:
-        self.patience = Patience(metric, mode, patience, min_delta)
+        self.patience = Patience("early_stop", metric, mode, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Count the evaluation."""
-        metric = self.patience.metric
-        if metric not in metrics:
-            known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
-            raise ConfigError(f"EarlyStopping(metric={metric!r}) is not measured; use {known}")
+        """Count the evaluation; an own loop may have epochs without one."""
+        if run.is_own_loop and self.patience.metric not in metrics:
+            return
         if self.patience.is_exhausted_by(metrics):
             run.finish(self.patience.describe())
 

@@ -6,19 +6,26 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from paceline.errors import ConfigError
+
 
 class Patience:
     """Whether a metric has not improved by more than `min_delta` in the last `patience` evaluations."""
 
-    def __init__(self, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, owner: str, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0
+    ) -> None:
+        """`owner` is what the user knows the metric's setting by, for errors."""
+        self.owner = owner
         self.metric, self.sign, self.patience, self.min_delta = metric, 1 if mode == "min" else -1, patience, min_delta
         self.best: float | None = None  # multiplied by the sign, so that less is better
         self.waited = 0  # evaluations since the best one
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
-        """Count an evaluation; one without the metric does not count, one that is not a number is no improvement."""
+        """Count an evaluation; a metric that is not a number is no improvement."""
         if self.metric not in metrics:
-            return False
+            known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
+            raise ConfigError(f"{self.owner}.metric={self.metric!r} is not measured; use {known}")
         value = metrics[self.metric]
         number = math.nan if value is None else self.sign * value
         if number < (math.inf if self.best is None else self.best - self.min_delta):

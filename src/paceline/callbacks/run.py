@@ -31,6 +31,7 @@ class Run:
     epoch: int = 0  # from 1; 0 before the first step
     epochs_done: int = 0  # epochs completed
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
+    is_own_loop: bool = False  # whether the user's train_fn is the loop, which evaluates when it wants to
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
     stop_requested: str | None = None  # the reason that was given to `stop`
     save_requested: bool = False

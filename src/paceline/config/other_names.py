@@ -70,6 +70,10 @@ def _as_yaml(value: Any) -> str:
 
 
 _ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+_SCHEDULERS = {
+    "cosineannealinglr": "cosine", "onecyclelr": "onecycle", "steplr": "step", "exponentiallr": "exponential",
+    "reducelronplateau": "plateau", "reduce_lr_on_plateau": "plateau", "warmup_stable_decay": "wsd",
+}  # fmt: skip
 _ALL_ON_ONE_HOST = "the number of processes on each host"
 
 TABLE: dict[str, tuple[Row, ...]] = {
@@ -84,10 +88,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("optimizer: {betas: [0.9, VALUE]}", transformers="adam_beta2"),
         Row("optimizer_fn: VALUE", "a function of the model that returns the optimizer",
             lightning="configure_optimizers", transformers="optimizers optimizer_cls_and_kwargs"),
-        Row("schedule: {name: VALUE}", values={"constant_with_warmup": "write schedule: {warmup_steps: …}"},
+        Row("schedule: {name: VALUE}", "or scheduler_fn for torch's own", values={
+            "constant_with_warmup": "write schedule: {warmup_steps: …}",
+            **{name: f"write schedule: {{name: {ours}}}" for name, ours in _SCHEDULERS.items()}},
             transformers="lr_scheduler_type", others="scheduler lr_scheduler lr_schedule"),
         Row("schedule: {warmup_steps: VALUE}", transformers="warmup_steps", others="num_warmup_steps warmup"),
-        Row("schedule: {warmup_steps: …}", "VALUE of all steps, as a number of steps", transformers="warmup_ratio"),
+        Row("schedule: {warmup_fraction: VALUE}", transformers="warmup_ratio"),
+        Row("schedule: {factor: VALUE}", others="gamma lr_decay"),
+        Row("schedule: {every_epochs: VALUE}", others="step_size lr_step_size"),
+        Row("scheduler_fn: VALUE", "a function of the optimizer that returns a scheduler", others="scheduler_cls"),
         Row("clip_norm: VALUE", lightning="gradient_clip_val", transformers="max_grad_norm",
             others="grad_clip clip_grad_norm max_norm"),
         Row("clip_norm: …", values={"norm": "remove it, clip_norm clips the norm of the gradient"},

@@ -174,7 +174,7 @@ class Backward:
         """Run one lane and return the sum and the count of its loss; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)
         batch, source = self.feed.batch(inputs), self.objective.key
-        with self._compiler_stance(lane), _explaining_errors(self.settings.precision):
+        with self._compiler_stance(lane), explaining_errors(self.settings.precision):
             with self._autocast:
                 value, self._lane_values = parts_of(self._value_of(model, batch), source)
             self._has_own_count = isinstance(value, (tuple, list))
@@ -280,7 +280,7 @@ class Backward:
 
 
 @contextmanager
-def _explaining_errors(precision: str) -> Iterator[None]:
+def explaining_errors(precision: str) -> Iterator[None]:
     """Replace torch's error about an operator that is missing or not deterministic on this device by a ConfigError."""
     try:
         yield

@@ -66,7 +66,7 @@ class PlateauRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         super().__init__(optimizer)
         self.schedule, self.reductions, option = schedule, 0, schedule.option
-        self.patience = Patience(option("metric"), option("mode"), option("patience"), option("min_delta"))
+        self.patience = Patience("schedule", option("metric"), option("mode"), option("patience"), option("min_delta"))
         self.factor_at = self._factor_at
 
     def _factor_at(self, step: int) -> float:

@@ -71,7 +71,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str
         names = ", ".join(row.name for row in differing)
         reason = _likely_reason(config, results[0], rows[0], differing[0])
         verdict = f"the weights of {names} differ from {rows[0].name}: {reason}"
-        if config.train_fn is None:
+        if config.keeps_state:
             log("the weights differ; training both runs again to find the first difference")
             verdict += f"; {_first_difference(config, home, results[0], (rows[0], differing[0]), folder)}"
     comparison = Comparison(rows, not differing, verdict, str(folder))
@@ -82,8 +82,8 @@ def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str
 
 
 def _with_fixed_sums(config: Config, procs: Sequence[int]) -> Config:
-    """The config with the lanes of all runs, or with the threads of all runs if the loop is the user's own."""
-    if config.train_fn is not None:  # with more threads in a process, the speed-up would compare threads
+    """The config with the lanes of all runs, or with the threads of all runs if the loop has no lanes."""
+    if not config.keeps_state:  # with more threads in a process, the speed-up would compare threads
         return config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
     lanes = config.lanes or math.lcm(*procs)
     problems = [
@@ -121,7 +121,7 @@ def _row(name: str, procs: int, result: Result, rows: list[ComparedRun]) -> Comp
 
 def _likely_reason(config: Config, result: Result, first: ComparedRun, other: ComparedRun) -> str:
     """Why the weights of two runs probably differ; `result` is that of the first."""
-    if config.train_fn is not None:
+    if not config.keeps_state:
         return "your own loop averages over what each process sees, so its numbers depend on how many there are"
     if not config.exact:
         return "exact: false adds up in whatever order is fastest"
@@ -211,7 +211,7 @@ def _bars(rows: list[ComparedRun]) -> str:
 def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     if not points:
-        return "<p>Your own loop (train_fn) writes no losses.</p>"
+        return "<p>A loop without run writes no losses.</p>"
     last, low, high = max(step for step, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
     parts = [
         f'<text x="0" y="16" fill="currentColor" font-size="12">{high:.3g}</text>'

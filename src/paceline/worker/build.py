@@ -28,6 +28,7 @@ from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
 from paceline.system.signals import Stop
+from paceline.worker.callback_states import check_plain
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.evaluate import Evaluator
@@ -183,6 +184,8 @@ def build_loop(
     if evaluator is not None:
         context.progress.phase = "trying the evaluation"
         evaluator.try_measures(stepper.replica.module)
+
+    check_plain("the state_dict() of the scheduler of scheduler_fn", stepper.rates.state_dict())
 
     def capture_with(counters: dict[str, Any]) -> CheckpointState:
         counters = {**counters, "stepper": stepper.counters()}

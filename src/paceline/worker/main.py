@@ -29,6 +29,7 @@ from paceline.data.scaler import fit_scalers
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
 from paceline.engine.digest import sha256_of_optimizers
+from paceline.engine.gradients import explaining_errors
 from paceline.engine.replica import replicate
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
@@ -220,9 +221,10 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
     context.progress.phase = "training"
     set_current_run(run)
     try:
-        value = config.function("train_fn")(
-            run.model, train_loader, val_loader, context.world.device, config.num_epochs, run=run
-        )
+        with explaining_errors(loop.step.settings.precision):
+            value = config.function("train_fn")(
+                run.model, train_loader, val_loader, context.world.device, config.num_epochs, run=run
+            )
         loop.finish()
     except StopAgreed as agreed:
         return int(agreed.args[0]), None

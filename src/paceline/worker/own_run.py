@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class OwnRun(RankRun):
     """The run as the user's own loop sees it."""
 
+    is_own_loop: bool = True
     loop: OwnLoop = field(init=False)  # set when it is built
 
     def track(self, **objects: Any) -> None:

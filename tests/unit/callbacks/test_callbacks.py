@@ -65,7 +65,7 @@ def test_early_stopping_continues_to_count_after_a_resume() -> None:
 
 
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"EarlyStopping\(metric='f1'\) is not measured; use train_loss, val_loss"):
+    with pytest.raises(ConfigError, match=r"early_stop.metric='f1' is not measured; use train_loss, val_loss"):
         EarlyStopping("f1").on_evaluate(run_of(), {"epoch": 1, "step": 3, "train_loss": 1.0, "val_loss": 2.0})
 
 

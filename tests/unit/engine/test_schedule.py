@@ -128,9 +128,14 @@ def test_plateau_falls_when_the_metric_has_not_improved() -> None:
     found = []
     for value in (1.0, 0.95, 0.8, math.nan, 0.9, 0.9, 0.9, 0.9, 0.9, 0.5):
         rates.after_evaluation({"val_loss": value})
-        rates.after_evaluation({"train_loss": value})  # an epoch without an evaluation does not count
         found.append(rates.apply(0))
     assert found == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2]
+
+
+def test_plateau_names_the_metrics_that_are_measured() -> None:
+    rates = make_rates(config_of(schedule={"name": "plateau"}), sgd(), None, None)
+    with pytest.raises(ConfigError, match=r"schedule.metric='val_loss' is not measured; use train_loss, f1"):
+        rates.after_evaluation({"epoch": 1, "step": 3, "train_loss": 1.0, "f1": 0.5})
 
 
 def test_plateau_may_wait_for_more_of_a_metric() -> None:

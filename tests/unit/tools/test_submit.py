@@ -62,7 +62,7 @@ def test_the_status_of_your_own_loop_does_not_offer_to_resume(tmp_path: Path) ->
         events.write("run_started", name="lab", world_size=2)
     assert (
         describe(folder)[-1]
-        == "not running; it has its own loop (train_fn); --resume auto starts it from the beginning"
+        == "not running; it has its own loop (train_fn) and no checkpoint; --resume auto starts it from the beginning"
     )
 
 

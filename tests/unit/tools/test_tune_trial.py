@@ -181,18 +181,18 @@ def test_a_run_that_is_stopped_before_it_has_a_folder_is_stopped(folder, monkeyp
 
 
 def test_a_trial_resumes_in_its_folder_and_your_own_loop_starts_in_a_new_one(folder: StudyFolder) -> None:
-    assert tune.trial_run_dir(folder, 1, is_managed=False) == folder.run(1)
+    assert tune.trial_run_dir(folder, 1, can_resume=False) == folder.run(1)
     folder.run(1).mkdir()
-    assert tune.trial_run_dir(folder, 1, is_managed=True) == folder.run(1)
-    assert tune.trial_run_dir(folder, 1, is_managed=False).name == "trial-0001-2"
+    assert tune.trial_run_dir(folder, 1, can_resume=True) == folder.run(1)
+    assert tune.trial_run_dir(folder, 1, can_resume=False).name == "trial-0001-2"
 
 
 def test_the_config_of_a_trial_is_for_one_machine_and_without_restarts() -> None:
-    raw = tune.trial_config({"launcher": "auto", "run_dir": "x", "resume": "never"}, Path("t"), is_managed=True)
+    raw = tune.trial_config({"launcher": "auto", "run_dir": "x", "resume": "never"}, Path("t"), can_resume=True)
     settled = {"max_restarts": 0, "launcher": "local", "run_dir": "t", "resume": "auto"}
     assert raw == {**settled, "nodes": None, "rendezvous": None}
-    assert tune.trial_config({"max_restarts": 2}, Path("t"), is_managed=False)["max_restarts"] == 2
-    assert "resume" not in tune.trial_config({}, Path("t"), is_managed=False)
+    assert tune.trial_config({"max_restarts": 2}, Path("t"), can_resume=False)["max_restarts"] == 2
+    assert "resume" not in tune.trial_config({}, Path("t"), can_resume=False)
 
 
 def test_without_a_folder_key_the_folder_is_that_of_the_config(tmp_path: Path) -> None:

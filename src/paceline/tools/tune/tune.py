@@ -76,7 +76,7 @@ def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str]
     goal = pick_goal(config, plan.metric, plan.mode)
     name = plan.study or config.name
     folder = StudyFolder(new_folder(plan.run_dir or Path("runs") / f"{name}-tune", Path()))
-    is_managed = config.train_fn is None
+    can_resume = config.keeps_state
     with locked(RunFolder(folder.path)), ExitStack() as stack:
         pruner = make_pruner(plan.pruner, config.num_epochs) if isinstance(plan.pruner, str) else plan.pruner
         study = Study(
@@ -84,11 +84,11 @@ def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str]
             sampler=plan.sampler, pruner=pruner, seed=config.seed if plan.seed is None else plan.seed,
         )  # fmt: skip
         study.check_identity(_identity(plan, goal))
-        ledger = TrialLedger(study, plan.trials, log, may_copy=is_managed)
+        ledger = TrialLedger(study, plan.trials, log, may_copy=can_resume)
 
         def config_of(candidate: Candidate) -> dict[str, Any]:
-            run_dir = trial_run_dir(folder, candidate.number, is_managed)
-            return trial_config(plan.config_of(candidate.values), run_dir, is_managed)
+            run_dir = trial_run_dir(folder, candidate.number, can_resume)
+            return trial_config(plan.config_of(candidate.values), run_dir, can_resume)
 
         def start(candidate: Candidate, place: int) -> TrialRun:
             raw = config_of(candidate)
@@ -136,22 +136,22 @@ def _identity(plan: TunePlan, goal: Goal) -> dict[str, Any]:
     return identity
 
 
-def trial_run_dir(folder: StudyFolder, number: int, is_managed: bool) -> Path:
+def trial_run_dir(folder: StudyFolder, number: int, can_resume: bool) -> Path:
     """The run folder of a trial; a new one for each attempt of the user's own loop, which cannot be resumed."""
     run_dir = first = folder.run(number)
     attempt = 1
-    while not is_managed and run_dir.exists():
+    while not can_resume and run_dir.exists():
         attempt += 1
         run_dir = first.with_name(f"{first.name}-{attempt}")
     return run_dir
 
 
-def trial_config(raw: dict[str, Any], run_dir: Path, is_managed: bool) -> dict[str, Any]:
+def trial_config(raw: dict[str, Any], run_dir: Path, can_resume: bool) -> dict[str, Any]:
     """The config of one trial: on one machine, resumed from its last checkpoint, and not restarted after a failure."""
     launcher = raw.get("launcher") or "auto"
     changes = {"run_dir": str(run_dir), "launcher": "local" if launcher == "auto" else launcher}
     changes |= {"nodes": None, "rendezvous": None}
-    if is_managed:
+    if can_resume:
         changes["resume"] = "auto"
     return {"max_restarts": 0, **raw, **changes}
 

@@ -96,7 +96,7 @@ def train(path: Path) -> TrialOutcome:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return TrialOutcome("failed", str(error))
-    return TrialOutcome("done", history=result.history or _returned(result))
+    return TrialOutcome("done", history=[*result.history, *_returned(result)])
 
 
 def _epochs(run_dir: Path) -> list[dict[str, Any]]:
