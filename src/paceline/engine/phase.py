@@ -5,7 +5,7 @@ A step without phases has one, named "". The phases of a step run one after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ class Phase:
         self.name, self.optimizer, self.settings, self.world, self.clock = name, optimizer, settings, world, clock
         self.every = objective.function if isinstance(objective.function, Every) else None
         self.sharding, self.warn = sharding, warn
-        self._frozen: list[torch.nn.Parameter] = []
+        self.frozen: list[torch.nn.Parameter] = []  # the update leaves them unchanged
         self.guard = self._make_guard(replica, feed)
         groups = optimizer.param_groups if name else ()  # without phases, all parameters have gradients
         self.backward = Backward(
@@ -99,10 +99,6 @@ class Phase:
         """Whether the phase runs at a step."""
         return self.every is None or self.every.is_due(step)
 
-    def freeze(self, names: Collection[str]) -> None:
-        """Leave the parameters with these names unchanged in updates until the next call."""
-        self._frozen = [parameter for name, parameter in self.backward.named if name in names]
-
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Prepare for the lanes of a step."""
         self.backward.begin(lanes)
@@ -132,7 +128,7 @@ class Phase:
             self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
             zero = number_on(0, self.world.device)
             return PhaseResult([zero] * len(losses), [zero] * len(values), NO_NORM, None, is_updated=False)
-        for parameter in self._frozen:
+        for parameter in self.frozen:
             parameter.grad = None
         norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.settings.clip_norm is not None:

@@ -169,7 +169,7 @@ class Stepper:
         """
         if names is not self._frozen_names and names != self._frozen_names:
             for phase in self.phases:
-                phase.freeze(names)
+                phase.frozen = [parameter for name, parameter in phase.backward.named if name in names]
             if self.graph is not None:
                 self.graph.restart()
         self._frozen_names = names
