@@ -285,14 +285,16 @@ def test_a_mistake_in_the_loop_is_one_sentence(mistake: Callable[..., Any], mess
         ).start()
 
 
-def test_a_loop_that_steps_without_run_diverges_and_is_stopped() -> None:
+def test_a_loop_that_steps_by_itself_after_run_backward_is_refused() -> None:
     def forgetful(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x, y in train_loader:
             run.backward(functional.cross_entropy(model(x.flatten(1)), y))
             optimizer.step()
 
-    with pytest.raises(RankFailed, match="differ"):
+    with pytest.raises(
+        ConfigError, match=r"run\.backward\(loss\) was called in a step, but run\.step\(optimizer\) was not"
+    ):
         Trainer(
             model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=forgetful, procs=2, max_restarts=0
         ).start()

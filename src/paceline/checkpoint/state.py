@@ -176,10 +176,17 @@ def restore_optimizer(
 
 
 def load_optimizer(
-    loaded: dict[str, Any], optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None
-) -> None:
-    """Load a state dict into an optimizer, which keeps its kernel options; raise a ConfigError if it does not fit."""
-    _check_param_groups(loaded["param_groups"], optimizer.state_dict()["param_groups"], source)
+    loaded: dict[str, Any], optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None,
+    *, has_free_options: bool = False,
+) -> None:  # fmt: skip
+    """Load a state dict into an optimizer, which keeps its kernel options; raise a ConfigError if it does not fit.
+
+    With `has_free_options`, groups may have other options: a scheduler adds some.
+    """
+    saved, current = loaded["param_groups"], optimizer.state_dict()["param_groups"]
+    if has_free_options:
+        saved, current = ([{"params": group["params"]} for group in groups] for groups in (saved, current))
+    _check_param_groups(saved, current, source)
     if places is not None:
         loaded["state"] = {place: value for place, value in loaded["state"].items() if place in places}
     options = [{key: group[key] for key in ("lr", *KERNEL_OPTIONS) if key in group} for group in optimizer.param_groups]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.engine.reduce import Future, Gradients, LaneSum, Reduction, add_flag
+from paceline.errors import ConfigError
 
 ALIGNMENT_BYTES = 64  # at other addresses, kernels that sum may take another order
 
@@ -90,13 +91,19 @@ class GradientSums:
         """Send the gradients again in `finish`: another backward adds to them."""
         self._is_early = False
 
-    def is_incomplete(self) -> bool:
-        """Whether a gradient has changed after it was sent, because backward has added to it more than once."""
-        return any(bucket.waiting < 0 for bucket in self._buckets[: self._next])
+    def check_complete(self) -> None:
+        """Raise if backward has added to a gradient after it was sent."""
+        if any(bucket.waiting < 0 for bucket in self._buckets[: self._next]):
+            raise ConfigError(
+                "a parameter got its gradient in several parts in one backward pass, but not so in the first step; "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
 
     def finish(self, place: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """After the backward pass of the last lane: leave the sums of all lanes in the parameters. All ranks."""
-        if not self._is_early or self.is_incomplete():
+        if self._is_early:
+            self.check_complete()
+        else:
             self._wait()
             self._prepare(place, is_empty=is_empty, flag=flag)
         if not self._buckets:

@@ -148,8 +148,11 @@ class LaneBuffers:
         """Begin a step with this number of lanes on this rank."""
         self._entered, self._keeps_first, self._is_discarded = 0, keeps_first, False
         self._is_needed = lanes > 1 or not keeps_first
-        if self._is_needed:
-            self._before.take(self._state.tensors())
+        self._before.take(self._state.tensors())
+
+    def restore_start(self) -> None:
+        """Set the buffers to those of the step's beginning, which all ranks have."""
+        self._before.restore(self._state.tensors())
 
     def enter(self) -> None:
         """Before the forward pass of a lane."""

@@ -6,6 +6,7 @@ The user's code runs forward passes between the calls of this class; `worker/own
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,7 +45,9 @@ class OwnStep:
         self.lane: Lane | None = None  # of the batch that the user's code has
         self.is_begun = False  # whether the user's code has called `backward` in this step
         self._buffers = LaneBuffers(replica.forward_state)
-        self._before_evaluation, self._is_evaluating = Snapshot(), False
+        self._before_evaluation, self._of_lane, self._is_evaluating = Snapshot(), Snapshot(), False
+        self._arrivals: Counter[torch.nn.Parameter] = Counter()  # of gradients in one backward pass of the first steps
+        self._is_split = False  # whether a gradient has arrived in several parts
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
         self._form: list[Any] = []  # the calls of the step: None for a backward, else the optimizer
@@ -89,6 +92,11 @@ class OwnStep:
 
     def end(self) -> StepResult:
         """After the last lane: the numbers of the step. All ranks."""
+        if self.is_begun and not any(call is not None for call in self._form):
+            raise ConfigError(
+                "run.backward(loss) was called in a step, but run.step(optimizer) was not; call it for every batch; "
+                "accumulate gradients over batches with lanes or global_batch_size"
+            )
         self._buffers.finish()
         if self.guard is not None and self._is_bad is not None:
             self.guard.undo_if(self._is_bad)
@@ -109,14 +117,22 @@ class OwnStep:
         """The sums of a loop with one `backward` and one `step` for each batch, which can be sent during backward."""
         optimizers = {call for call in self._form if call is not None}
         is_simple = len(optimizers) == 1 and self._form == [None, *optimizers] * len(self._lanes)
-        return self._sums[optimizers.pop()] if is_simple and self.world.size > 1 else None
+        can_send = is_simple and self.world.size > 1 and not self._is_split
+        return self._sums[optimizers.pop()] if can_send else None
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Copy the buffers: evaluating must leave them as they are, and each batch begins with them."""
-        self.restore_buffers()
-        self._before_evaluation.take(self.replica.forward_state.tensors())
+        """Copy the buffers: evaluating must leave them as they are, and each batch begins with them.
+
+        Within a batch, an evaluation uses the buffers of the step's beginning, which are the same on all ranks.
+        """
+        self.end_evaluation()
+        tensors = self.replica.forward_state.tensors()
+        self._of_lane.take(tensors)
+        if self.lane is not None:
+            self._buffers.restore_start()
+        self._before_evaluation.take(tensors)
         self._is_evaluating = True
 
     def restore_buffers(self) -> None:
@@ -125,8 +141,9 @@ class OwnStep:
             self._before_evaluation.restore(self.replica.forward_state.tensors())
 
     def end_evaluation(self) -> None:
-        """Restore the buffers from before the evaluation."""
-        self.restore_buffers()
+        """Restore the buffers from before the evaluation, if there is one."""
+        if self._is_evaluating:
+            self._of_lane.restore(self.replica.forward_state.tensors())
         self._is_evaluating = False
 
     # --- called by the user's code -----------------------------------------------------------------------------
@@ -136,8 +153,8 @@ class OwnStep:
         lane = self._present("run.backward(loss)")
         self.is_begun = True
         self._form.append(None)
+        self._check_kind(lane, loss)
         weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
-        self._has_own_count = isinstance(loss, (tuple, list))
         if self._has_own_count:
             value, count = sum_and_count(loss, 0, "run.backward")
             total = value.detach()
@@ -153,6 +170,7 @@ class OwnStep:
             else:  # a further loss, which was not there in the step before
                 self._early.cancel()
         self._is_in_backward = True
+        self._arrivals.clear()
         self.clock.enter(BACKWARD)
         try:
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
@@ -163,9 +181,7 @@ class OwnStep:
     def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
         """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
         lane = self._present("run.step(optimizer)")
-        if not self.is_begun:
-            instead = "loss.backward() was called instead of it" if self._is_plain else "call it first"
-            raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
+        self._check_step(optimizer)
         self._form.append(optimizer)
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
@@ -204,6 +220,52 @@ class OwnStep:
         """The parameters of all optimizers that have stepped."""
         return [parameter for sums in self._sums.values() for parameter in sums.parameters]
 
+    def watch_again(self) -> None:
+        """Watch parameters that have become trainable. All ranks."""
+        if self.world.size > 1:
+            self.watch(self.replica.module.parameters())
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Release the memory for the sums of an optimizer that another one has replaced."""
+        self._sums.pop(optimizer, None)
+
+    # --- mistakes ----------------------------------------------------------------------------------------------
+
+    def _check_kind(self, lane: Lane, loss: Any) -> None:
+        """Refuse a second loss in a step that is divided by another kind of count than the first."""
+        has_own_count = isinstance(loss, (tuple, list))
+        is_first = self._form.count(None) == 1
+        if not is_first and has_own_count != self._has_own_count:
+            raise ConfigError(
+                "run.backward got a mean and a sum with its own count in one step; give both the same form"
+            )
+        if has_own_count and self._totals[self._place(lane)] is not None and lane.samples:
+            raise ConfigError(
+                "run.backward got two sums with counts of their own in one batch; add the losses before, as one sum"
+            )
+        self._has_own_count = has_own_count
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse calls whose gradients would be wrong."""
+        if not self.is_begun:
+            instead = "loss.backward() was called instead of it" if self._is_plain else "call it first"
+            raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
+        if self._is_plain:
+            raise ConfigError(
+                "loss.backward() and run.backward(loss) were both called in one step; use run.backward for all losses"
+            )
+        last = len(self._form) - 1 - self._form[::-1].index(None)
+        if optimizer in self._form[last:] and self.lanes_per_rank > 1:
+            raise ConfigError(
+                f"run.step was called twice for one batch with the same optimizer, but lanes={self.settings.lanes} on "
+                f"{self.world.size} ranks; use as many lanes as ranks"
+            )
+        if type(optimizer).__name__ == "LBFGS":
+            raise ConfigError(
+                "run.step(optimizer) evaluates a batch once, and LBFGS several times; call optimizer.step(closure) "
+                "with a closure that calls loss.backward() and returns run.mean(loss)"
+            )
+
     # --- the parts of a step -----------------------------------------------------------------------------------
 
     def _present(self, call: str) -> Lane:
@@ -234,8 +296,9 @@ class OwnStep:
                 "loss of the second would see an update of the first that other lanes have not seen; use as many lanes "
                 "as ranks, or step_fn with one function for each optimizer"
             )
-        if optimizer not in self._sums:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._sums.get(optimizer)
+        if known is None or len(known.parameters) != len(parameters):  # a group may have been added
             if self.world.size > 1:
                 self.watch(parameters)
             bucket_bytes = self.settings.bucket_mb * 2**20
@@ -295,7 +358,10 @@ class OwnStep:
         """Called by autograd when the gradient of a parameter is complete. All ranks."""
         if self._active is not None:
             self._active.on_gradient(parameter)
-        elif not self._is_in_backward and not self._is_average_due:
+        elif self._is_in_backward:
+            self._arrivals[parameter] += 1
+            self._is_split |= self._arrivals[parameter] > 1
+        elif not self._is_average_due:
             self._is_plain = self._is_average_due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
 

@@ -229,8 +229,8 @@ def _check_layers(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
-                f"{name or 'the model'} is sparse=True, but the managed loop sums sparse gradients on one rank only; "
-                "use sparse=False, --procs 1, or your own train_fn"
+                f"{name or 'the model'} is sparse=True, but sparse gradients are summed on one rank only; "
+                "use sparse=False, --procs 1, or a train_fn without run"
             )
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
             raise ConfigError(
@@ -240,8 +240,8 @@ def _check_layers(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
-                f"{name} is complex, but the managed loop sums complex gradients on one rank only; "
-                "use two real parameters, --procs 1, or your own train_fn"
+                f"{name} is complex, but complex gradients are summed on one rank only; "
+                "use two real parameters, --procs 1, or a train_fn without run"
             )
 
 

@@ -22,7 +22,7 @@ from paceline.engine.own_step import OwnStep
 from paceline.engine.replica import BareReplica, check_trainable, place_model
 from paceline.system.signals import Stop
 from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
-from paceline.worker.callback_states import restore_states
+from paceline.worker.callback_states import copied, restore_states
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.logged_values import LoggedValues
@@ -55,7 +55,7 @@ def restore_own(
 ) -> tuple[TrainState, Tracked, dict[str, Any]]:
     """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
     if checkpoint is None:
-        return TrainState(), Tracked({}, None, context.warn), {}
+        return TrainState(), Tracked({}, None, context.warn, step.replica.module), {}
     state = checkpoint.state
     if step.ema is not None:
         for name, average in step.ema.averages().items():
@@ -65,7 +65,7 @@ def restore_own(
         step.guard.set_counters(counters["stepper"])
     for name in restore_states(callbacks, counters.get("callbacks", {})):
         context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
-    tracked = Tracked(tracked_states(state), checkpoint.path, context.warn)
+    tracked = Tracked(tracked_states(state), checkpoint.path, context.warn, step.replica.module, counters.get("frozen"))
     return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
 
 
@@ -83,8 +83,10 @@ def build_own_loop(
         counters = {
             **counters,
             "stepper": step.counters(),
-            "own": {**run.state},
+            "own": copied(run.state),
+            "frozen": tracked.frozen(),
         }
+        tracked.check_state(run.state)
         return capture_own(module, tracked.states(), step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
@@ -117,7 +119,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
     config = context.config.model_copy(update={"batch_size": size})
     validation_feed, _ = make_feeds(validation, None, config, context.world)
     validation_feed.is_channels_last = settings.channels_last
-    return train_loader, ValLoader(validation_feed, loop.step, context.events, context.progress)
+    return train_loader, ValLoader(validation_feed, loop.step, context.events, context.progress, loop.close_left_step)
 
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:

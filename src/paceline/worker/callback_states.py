@@ -18,7 +18,12 @@ from paceline.errors import ConfigError
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Copies of the states: a checkpoint is written while callbacks change."""
-    return {name: map_leaves(callback.state_dict(), _copied) for name, callback in _named(callbacks).items()}
+    return {name: copied(callback.state_dict()) for name, callback in _named(callbacks).items()}
+
+
+def copied(state: Any) -> Any:
+    """A copy of a state: a checkpoint is written while the state changes."""
+    return map_leaves(state, _copied)
 
 
 def _copied(_: TreePath, leaf: Any) -> Any:
@@ -44,7 +49,7 @@ def check_plain(what: str, state: Any) -> None:
     """Raise a ConfigError if a checkpoint could not hold a state, or not give it back."""
     buffer = io.BytesIO()
     try:
-        torch.save(map_leaves(state, _copied), buffer)
+        torch.save(copied(state), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled

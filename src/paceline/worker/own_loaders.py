@@ -39,8 +39,12 @@ class TrainLoader:
 class ValLoader:
     """This rank's batches of the validation data: every sample on exactly one rank; `dataset` is that share."""
 
-    def __init__(self, feed: Feed, step: OwnStep, events: Events, progress: Progress) -> None:
+    def __init__(
+        self, feed: Feed, step: OwnStep, events: Events, progress: Progress, close_step: Callable[[], None]
+    ) -> None:
+        """`close_step` completes a step that the user's code has left in the middle."""
         self._feed, self._step, self._events, self._progress = feed, step, events, progress
+        self._close_step = close_step
         self._batches, self._sampler = feed.evaluation_batches()
         size, world = feed.config.batch_size, feed.world
         first = range(world.rank * size, len(feed.dataset), world.size * size)
@@ -52,15 +56,18 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Random numbers and buffers of a batch depend on the batch alone, and are afterwards as they were before."""
+        self._close_step()
         before = generator_states()
         self._step.begin_evaluation()
         phase, number = self._progress.phase, self._progress.batch
-        for done, batch in enumerate(self._batches):
-            self._step.restore_buffers()
-            seed_generators(self._step.settings.seed, "evaluation", batch.batch)
-            yield self._feed.evaluation_batch(batch)
-            self._progress.phase, self._progress.batch = "validating", done
-            self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
-        self._progress.phase, self._progress.batch = phase, number
-        self._step.end_evaluation()
-        restore_generators(before)
+        try:
+            for done, batch in enumerate(self._batches):
+                self._step.restore_buffers()
+                seed_generators(self._step.settings.seed, "evaluation", batch.batch)
+                yield self._feed.evaluation_batch(batch)
+                self._progress.phase, self._progress.batch = "validating", done
+                self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
+        finally:  # also where the user's code leaves the loader early
+            self._progress.phase, self._progress.batch = phase, number
+            self._step.end_evaluation()
+            restore_generators(before)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from paceline.data.feed import Feed
@@ -42,7 +43,7 @@ class OwnLoop:
     cycle: StepCycle
     tracked: Tracked
     logged: LoggedValues
-    inputs_from: Callable[[int, int], Iterator[StepInputs]]  # of the steps from one number up to another
+    inputs_from: Callable[[int, int], Iterable[StepInputs]]  # of the steps from one number up to another
     steps_per_epoch: int | None  # None for an iterable data set
 
     def __post_init__(self) -> None:
@@ -51,9 +52,14 @@ class OwnLoop:
         self._epoch: int | None = None  # that run.epochs has begun
         self._passes = 0  # epochs that were begun without run.epochs
         self._open: StepInputs | None = None  # the step whose batches the user's code gets
-        self._is_exchanging = self._is_warned = False
+        self._is_exchanging = self._is_warned = self._is_warned_of_epochs = False
+        self._is_warned_of_lanes = False
+        self._is_left = False  # whether the user's code has left the loader within a step
+        self._unused: StepInputs | None = None  # the inputs of a step that was left before anything was computed
+        self._begun = 0  # passes over the loader so far
+        self._trained = -1  # the last epoch whose batches were all trained on
         self._inputs: Iterator[StepInputs] | None = None
-        self._position = -1  # the next step of `_inputs`
+        self._position = self._inputs_end = -1  # the next step of `_inputs`, and the step after its last one
         self._values: dict[str, Any] = {}  # logged after the batches of this epoch
         self._stopped: StopAgreed | None = None
 
@@ -63,23 +69,56 @@ class OwnLoop:
         """The batches of this rank in the present epoch, from where the run is. All ranks."""
         self._check_stopped()
         self.close_step()
-        epoch = self._epoch if self._epoch is not None else self._next_pass()
+        epoch = self._epoch if self._epoch is not None else self._passes
+        self._begun += 1
+        begun = self._begun
+        if self._is_read_again(epoch):
+            yield from self._batches_again(epoch)
+            return
         self.progress.phase = "training"
         for inputs in self._inputs_of(epoch):
-            self._open = inputs
+            self._open, self._is_left = inputs, False
             self.step.begin(inputs)
             for lane in inputs.lanes:
                 batch = self.feed.batch(self.feed.inputs(lane, inputs.epoch))
                 self.progress.epoch, self.progress.step, self.progress.batch = inputs.epoch, inputs.step, lane.lane
                 self.step.enter(lane)
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._is_left = True  # what follows is not part of the batch; the step is closed by all ranks later
+                    raise
+                if self._begun != begun:
+                    raise ConfigError(
+                        "train_loader was iterated again within its own loop, which would mix up the batches; iterate "
+                        "over it once at a time"
+                    )
+                if self._open is not inputs:  # the end of the epoch has closed the step
+                    return
                 self.step.leave()
             self._end_step(inputs)
             self.cycle.clock.enter(DATA)
             if self.state.is_finished:
                 break
         self.progress.batch = None
+        if self._epoch is None:
+            self._passes += 1
+        self._trained = epoch
         seed_generators(self.seed, "after the batches", epoch)
+
+    def _is_read_again(self, epoch: int) -> bool:
+        """Whether the batches of an epoch were all trained on, and the user's code wants to see them once more."""
+        is_after_all = self._epoch is None and self._claimed > 0
+        return self.steps_per_epoch is not None and (self._trained == epoch or is_after_all)
+
+    def _batches_again(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch without steps, for example to measure the training accuracy."""
+        assert self.steps_per_epoch is not None
+        first = min(epoch, max(self._claimed - 1, 0)) * self.steps_per_epoch
+        for inputs in self.inputs_from(first, first + self.steps_per_epoch):
+            for lane in inputs.lanes:
+                if lane.samples:
+                    yield self.feed.batch(self.feed.inputs(lane, inputs.epoch))
 
     def close_step(self) -> None:
         """Complete a step whose last batch was processed before the user's code left the loader. All ranks."""
@@ -89,10 +128,19 @@ class OwnLoop:
             return
         self.step.leave()
         if self.step.is_begun and lane is inputs.lanes[-1]:
+            self._open = inputs
             self._end_step(inputs)
-        elif self._is_exchanging:
+            return
+        if self._is_exchanging:
             self._is_exchanging = False
             self.cycle.exchange.end()
+        if not self.step.is_begun:  # it was only looked at
+            self._unused = inputs
+
+    def close_left_step(self) -> None:
+        """Complete the step if the user's code has left the loader in the middle of it. All ranks."""
+        if self._is_left:
+            self.close_step()
 
     def begin_exchange(self) -> None:
         """Begin the exchange of the ranks for this step. All ranks."""
@@ -102,13 +150,22 @@ class OwnLoop:
 
     def _end_step(self, inputs: StepInputs) -> None:
         """Log the step, and save or stop if the ranks agree on it. All ranks."""
+        if self._epoch is None:
+            self._check_outside_epochs()
+        if not self.step.is_begun and self.step.lanes_per_rank > 1 and not self._is_warned_of_lanes:
+            self._is_warned_of_lanes = True
+            self.context.warn(
+                f"lanes={self.step.settings.lanes} has no effect without run.backward(loss) and run.step(optimizer): "
+                "each batch is a step by itself, so the weights depend on the number of processes"
+            )
         self.begin_exchange()
         self._is_exchanging, self._open = False, None
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
         if self.state.is_finished:  # the loaders end, and the user's code does what it does after them
             answers = answers._replace(reason=0)
         try:
-            self.cycle.close(answers, can_save=self._epoch is not None)
+            # A checkpoint that is due after the last step of an epoch waits for the metrics of the epoch.
+            self.cycle.close(answers, can_save=self._epoch is not None and not inputs.ends_epoch)
         except StopAgreed as agreed:
             self._stopped = agreed
             raise
@@ -121,31 +178,37 @@ class OwnLoop:
             wanted, end = self._position if self._inputs is not None else self.state.step, -1
         else:
             wanted, end = max(self.state.step, epoch * per_epoch), (epoch + 1) * per_epoch
-            is_over = wanted >= min(end, self.plan.total_steps or end)
+            if self._is_limited() and self.plan.total_steps is not None:
+                end = min(end, self.plan.total_steps)
+            is_over = wanted >= end
         if is_over:
             return
-        if self._inputs is None or self._position != wanted:
-            self._inputs = self.inputs_from(wanted, max(end, self.plan.total_steps or end))
-        for inputs in self._inputs:
+        is_used_up = per_epoch is not None and wanted >= self._inputs_end
+        if self._inputs is None or self._position != wanted or is_used_up:
+            self._inputs_end = max(end, self.plan.total_steps or end)
+            self._inputs = iter(self.inputs_from(wanted, self._inputs_end))
+        unused, self._unused = self._unused, None
+        kept = [unused] if unused is not None and per_epoch is None else []  # a stream cannot be read again
+        for inputs in chain(kept, self._inputs):
             self._position = inputs.step + 1
             yield inputs
             if inputs.ends_epoch:
                 return
 
-    def _next_pass(self) -> int:
-        """The next epoch of a loop that does not use run.epochs."""
-        if self.state.step and not self._passes:
+    def _check_outside_epochs(self) -> None:
+        """Warn once that a loop without run.epochs is not saved; refuse it if the run was saved in another one."""
+        if self._is_warned_of_epochs:
+            return
+        self._is_warned_of_epochs = True
+        if self.state.history:
             raise ConfigError(
-                "the run was saved within run.epochs(…), which train_fn does not call before it iterates over "
+                "the run was saved within run.epochs(…), which train_fn does not call before it trains over "
                 "train_loader; call it, or begin a new run with --resume never"
             )
-        if not self._passes:
-            self.context.warn(
-                "train_fn iterates over train_loader outside run.epochs(…), so no checkpoints are kept; "
-                "write `for epoch in run.epochs(num_epochs)`"
-            )
-        self._passes += 1
-        return self._passes - 1
+        self.context.warn(
+            "train_fn trains over train_loader outside run.epochs(…), so no checkpoints are kept; "
+            "write `for epoch in run.epochs(num_epochs)`"
+        )
 
     # --- epochs ------------------------------------------------------------------------------------------------
 
@@ -154,9 +217,13 @@ class OwnLoop:
         first, self._claimed = self._claimed, self._claimed + number
         for epoch in range(first, first + number):
             self._check_stopped()
-            if epoch < len(self.state.history) or self._is_over() or self.state.is_finished:
+            self.finish_epoch()  # that the user's code has left
+            done = self.state.history[-1]["epoch"] if self.state.history else 0
+            if epoch < done or self._is_over() or self.state.is_finished:
                 continue
             self._epoch = epoch
+            self.tracked.restore_options()
+            self.step.watch_again()
             self.cycle.run.epoch = epoch + 1
             seed_generators(self.seed, "epoch", epoch)
             yield epoch - first
@@ -181,11 +248,14 @@ class OwnLoop:
         cycle.events.write("epoch", **row)
         cycle.log.restart_epoch()
         cycle.call("on_evaluate", row)
-        if cycle.is_save_requested():
+        if cycle.is_save_requested() or cycle.saver.is_due:
             cycle.save()
+            self.progress.phase = "training"
         cycle.log.restart_clock()
+        is_last = self.plan.total_steps is not None and state.step >= self.plan.total_steps
         try:
-            cycle.check_stop()
+            if not is_last:  # nothing is left to train: the user's code ends, and the run is complete
+                cycle.check_stop()
         except StopAgreed as agreed:
             self._stopped = agreed
             raise
@@ -212,7 +282,7 @@ class OwnLoop:
     def log(self, values: dict[str, Any]) -> None:
         """Keep the values for the next log point, or for the row of this epoch."""
         lane, inputs = self.step.lane, self._open
-        if lane is not None and inputs is not None:
+        if lane is not None and inputs is not None and not self._is_left:
             self.logged.add(inputs.step, lane.lane, lane.samples, values)
         else:
             self._values |= {name: checked(name, value) for name, value in values.items()}

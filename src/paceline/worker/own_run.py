@@ -49,8 +49,13 @@ class OwnRun(RankRun):
 
         Returns whether the step is complete. All ranks.
         """
-        self.loop.tracked.add_optimizer(optimizer)
-        return self.loop.step.step(optimizer, self.loop.step.settings.clip_norm if clip_norm is None else clip_norm)
+        loop = self.loop
+        if (replaced := loop.tracked.add_optimizer(optimizer)) is not None:
+            loop.step.forget(replaced)
+        is_complete = loop.step.step(optimizer, loop.step.settings.clip_norm if clip_norm is None else clip_norm)
+        if is_complete:
+            self.step_number = loop.state.step + 1
+        return is_complete
 
     def freeze(self, *names: str) -> None:
         """Leave parameters unchanged from the next backward pass on."""
@@ -67,13 +72,20 @@ class OwnRun(RankRun):
         for name, parameter in self.model.named_parameters():
             if name in named:
                 parameter.requires_grad_(name not in self.frozen)
+        self.loop.step.watch_again()
 
     def _log_in_loop(self, numbers: dict[str, Any]) -> None:
         """Log numbers: in a batch, their means over lanes and ranks; after an epoch, as metrics of the epoch."""
         self.loop.log(numbers)
 
+    def sum(self, value: Any) -> Any:
+        """The sum of a number or tensor over all ranks, in rank order. All ranks."""
+        self.loop.close_left_step()
+        return super().sum(value)
+
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
         """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        self.loop.close_left_step()
         if with_grad:
             self.loop.warn_of_gather()
         return super().gather(tensor, with_grad=with_grad)

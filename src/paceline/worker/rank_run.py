@@ -92,6 +92,8 @@ class RankRun(Run):
         if not isinstance(value, torch.Tensor):
             return sum(self.world.gather_objects(value))
         present = value.detach().to(self.device)
+        if len(shapes := set(self.world.gather_objects(tuple(value.shape)))) > 1:
+            raise ConfigError(f"run.sum got tensors of different shapes on the ranks: {sorted(shapes)}; give one shape")
         if not present.is_floating_point():
             return torch.stack(self.world.gather_equal(present.long())).sum(dim=0)
         return torch.stack(self.world.gather_equal(present.double())).sum(dim=0).to(value.dtype)

@@ -92,7 +92,8 @@ class TrainState:
             if earlier in content:
                 content[name] = content.pop(earlier)
         # Checkpoints of earlier versions count epochs from 0.
-        history = [{**row, "epoch": number} for number, row in enumerate(content["history"], start=1)]
+        shift = 1 if content["history"] and content["history"][0]["epoch"] == 0 else 0
+        history = [{**row, "epoch": row["epoch"] + shift} for row in content["history"]]
         content.setdefault("epoch", len(history))
         is_due, is_cut = content["is_evaluation_due"], content["is_epoch_cut_short"]
         content.setdefault("epochs_done", len(history) + is_due - is_cut)

@@ -46,10 +46,11 @@ class ArrivedStep(NamedTuple):
     is_skipped: bool
 
     def with_logged(self, logged: dict[str, tuple[float, float]]) -> ArrivedStep:
-        """The step with the values that the user's own loop has logged; its `loss` counts if the step has none."""
+        """The step with the values that the user's own loop has logged; a logged `loss` replaces that of backward."""
         values = {name: value for name, value in logged.items() if name != "loss"}
-        is_needed = "loss" in logged and not self.loss[1]
-        return self._replace(values=self.values | values, loss=logged["loss"] if is_needed else self.loss)
+        return self._replace(
+            values=self.values | values, loss=self.loss if self.is_skipped else logged.get("loss", self.loss)
+        )
 
 
 def arrived_steps(sent: PendingRows) -> list[ArrivedStep]:

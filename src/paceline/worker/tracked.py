@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.state import load_optimizer, with_float_rates
+from paceline.checkpoint.state import KERNEL_OPTIONS, load_optimizer, with_float_rates
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.worker.callback_states import check_plain
+
+OUTER = "parameters outside modules"  # a key beside those of an optimizer's state dict
 
 
 class Tracked:
     """The tracked objects by name, and the states that a checkpoint has for them."""
 
-    def __init__(self, saved: Mapping[str, Any], source: Path | None, warn: Callable[[str], None]) -> None:
-        """`saved` are the states in the checkpoint `source` from which the run resumes; None for a new run."""
+    def __init__(
+        self, saved: Mapping[str, Any], source: Path | None, warn: Callable[[str], None], model: torch.nn.Module,
+        frozen: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        """`saved` are the states in the checkpoint `source` from which the run resumes; None for a new run.
+
+        `frozen` names the parameters of the model that were frozen then.
+        """
+        self._frozen = frozen
         self.objects: dict[str, Any] = {}
-        self._saved, self._source, self._warn = dict(saved), source, warn
-        self._is_checked = False
+        self._saved, self._source, self._warn, self._model = dict(saved), source, warn, model
+        self._is_checked = self._is_state_checked = False
+        self._unnamed: list[str] = []  # names of optimizers that the user has not given
+        self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []  # saved ones, to restore once more
 
     def add(self, name: str, thing: Any) -> None:
         """Track an object, and restore it from the checkpoint."""
@@ -40,12 +51,19 @@ class Tracked:
         elif self._source is not None:
             self._warn(f"the checkpoint has no state of {name}, which run.track names; it starts anew")
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Track an optimizer that the user has not named."""
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Track an optimizer that the user has not named; returns one of the same parameters that it replaces."""
         if any(thing is optimizer for thing in self.objects.values()):
-            return
+            return None
+        for name in self._unnamed:
+            if _first_of(self.objects[name]) is _first_of(optimizer):
+                replaced: torch.optim.Optimizer = self.objects[name]
+                self.objects[name] = optimizer
+                return replaced
         number = 1 + len(self.optimizers())
-        self.add("optimizer" if number == 1 else f"optimizer_{number}", optimizer)
+        self._unnamed.append("optimizer" if number == 1 else f"optimizer_{number}")
+        self.add(self._unnamed[-1], optimizer)
+        return None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers, in the order in which they were tracked."""
@@ -57,16 +75,63 @@ class Tracked:
 
     def states(self) -> dict[str, Any]:
         """The states for a checkpoint. States that no object has taken over yet are kept."""
-        states = {name: _state_of(thing) for name, thing in self.objects.items()}
+        states = {name: self._state_of(thing) for name, thing in self.objects.items()}
         if not self._is_checked:
             self._check(states)
         return {**self._saved, **states}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise, once, if a checkpoint cannot hold `run.state`."""
+        if state and not self._is_state_checked:
+            self._is_state_checked = True
+            check_plain("run.state", state)
+
+    def restore_options(self) -> None:
+        """Before the first epoch: restore what the user's code before the loop has set again.
+
+        A scheduler that is made after `track` sets its first rate, and layers may be frozen that were trained since.
+        """
+        for optimizer, groups in self._options:
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
+                rate = group["lr"]
+                group.update({key: value for key, value in saved.items() if key not in ("params", *KERNEL_OPTIONS)})
+                if isinstance(rate, torch.Tensor):
+                    group["lr"] = torch.full_like(rate, group["lr"])
+        self._options = []
+        if self._frozen is not None:
+            for name, parameter in self._model.named_parameters():
+                parameter.requires_grad_(name not in self._frozen)
+            self._frozen = None
+
+    def frozen(self) -> list[str]:
+        """The names of the frozen parameters of the model, for a checkpoint."""
+        return [name for name, parameter in self._model.named_parameters() if not parameter.requires_grad]
+
+    def _state_of(self, thing: Any) -> Any:
+        state = thing.state_dict()
+        if not isinstance(thing, torch.optim.Optimizer):
+            return state
+        return {**with_float_rates(state), OUTER: self._outer_parameters(thing)}
+
+    def _outer_parameters(self, optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+        """The parameters of an optimizer that are in no tracked module, such as weights of a loss, by their places."""
+        modules = [self._model, *(thing for thing in self.objects.values() if isinstance(thing, torch.nn.Module))]
+        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        numbered = enumerate(_parameters_of(optimizer))
+        return {place: parameter.detach() for place, parameter in numbered if id(parameter) not in known}
+
     def _restore(self, thing: Any, state: Any) -> None:
-        if isinstance(thing, torch.optim.Optimizer):
-            load_optimizer(state, thing, self._source or Path())
-        else:
+        if not isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(state)
+            return
+        state, outer = {**state}, state.get(OUTER, {})
+        state.pop(OUTER, None)
+        self._options.append((thing, [{**group} for group in state["param_groups"]]))
+        load_optimizer(state, thing, self._source or Path(), has_free_options=True)
+        own = _parameters_of(thing)
+        with torch.no_grad():
+            for place, value in outer.items():
+                own[place].copy_(value)
 
     def _check(self, states: Mapping[str, Any]) -> None:
         """After the first step: whether checkpoints can hold the states, and whether a scheduler is missing."""
@@ -82,6 +147,9 @@ class Tracked:
             )
 
 
-def _state_of(thing: Any) -> Any:
-    state = thing.state_dict()
-    return with_float_rates(state) if isinstance(thing, torch.optim.Optimizer) else state
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _first_of(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
+    return _parameters_of(optimizer)[0]
