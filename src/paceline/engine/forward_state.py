@@ -175,6 +175,34 @@ class LaneBuffers:
             (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
 
 
+class EvaluationBuffers:
+    """Keeps buffers while an own loop evaluates: each batch begins with the same, and they end as before."""
+
+    def __init__(self, state: ForwardState, lanes: LaneBuffers) -> None:
+        self._state, self._lanes = state, lanes
+        self._start, self._before, self._is_begun = Snapshot(), Snapshot(), False
+
+    def begin(self, *, is_in_batch: bool) -> None:
+        """Copy the buffers. Within a batch, those of the step's beginning are used, which all ranks have."""
+        self.end()
+        tensors = self._state.tensors()
+        self._before.take(tensors)
+        if is_in_batch:
+            self._lanes.restore_start()
+        self._start.take(tensors)
+        self._is_begun = True
+
+    def restart(self) -> None:
+        """Before a batch: restore the buffers with which the evaluation began."""
+        self._start.restore(self._state.tensors())
+
+    def end(self) -> None:
+        """Restore the buffers from before the evaluation, if there is one."""
+        if self._is_begun:
+            self._before.restore(self._state.tensors())
+        self._is_begun = False
+
+
 def _is_changeable(tensor: torch.Tensor) -> bool:
     is_trained = _is_weight(tensor) and tensor.requires_grad  # was frozen before
     return tensor.layout is torch.strided and not is_trained

@@ -6,7 +6,6 @@ The user's code runs forward passes between the calls of this class; `worker/own
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,12 +17,13 @@ from paceline.data.seeding import seed_generators
 from paceline.engine.buckets import GradientSums
 from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCTION, PhaseClock
 from paceline.engine.ema import Ema
-from paceline.engine.forward_state import LaneBuffers, Snapshot
+from paceline.engine.forward_state import EvaluationBuffers, LaneBuffers
+from paceline.engine.gradient_hooks import GradientHooks
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard, nonfinite_flag
 from paceline.engine.optimizers import can_skip
 from paceline.engine.phase import NO_NORM, Number
-from paceline.engine.reduce import Reduction, reduce_after_backward
+from paceline.engine.reduce import Reduction
 from paceline.engine.replica import BareReplica
 from paceline.engine.step import StepResult
 from paceline.errors import ConfigError
@@ -45,31 +45,24 @@ class OwnStep:
         self.lane: Lane | None = None  # of the batch that the user's code has
         self.is_begun = False  # whether the user's code has called `backward` in this step
         self._buffers = LaneBuffers(replica.forward_state)
-        self._before_evaluation, self._of_lane, self._is_evaluating = Snapshot(), Snapshot(), False
-        self._arrivals: Counter[torch.nn.Parameter] = Counter()  # of gradients in one backward pass of the first steps
-        self._is_split = False  # whether a gradient has arrived in several parts
+        self.evaluation = EvaluationBuffers(replica.forward_state, self._buffers)
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
         self._form: list[Any] = []  # the calls of the step: None for a backward, else the optimizer
-        self._active: GradientSums | None = None
-        self._is_in_backward = False
-        self._is_plain = False  # whether the user's code has called a plain `loss.backward()` in this step
-        self._is_average_due = False
-        self._watched: dict[torch.nn.Parameter, None] = {}  # in one order on all ranks
         self._lanes: Sequence[Lane] = ()
-        if world.size > 1:
-            self.watch(replica.module.parameters())
+        self.hooks = GradientHooks(self.reduction, settings.bucket_mb * 2**20)
+        self.hooks.watch(replica.module.parameters())
 
     # --- around the batches ------------------------------------------------------------------------------------
 
     def begin(self, inputs: StepInputs) -> None:
         """Prepare for the lanes of a step."""
-        self.end_evaluation()  # that the user's code has left early
+        self.evaluation.end()  # if the user's code has left it early
         self._lanes = inputs.lanes
         self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
         self._norm: Number = NO_NORM
         self._is_bad: torch.Tensor | None = None
-        self._has_own_count = self._is_updated = self._is_plain = self.is_begun = False
+        self._has_own_count = self._is_updated = self.is_begun = self.hooks.has_seen_plain = False
         self._form = []
         for sums in self._sums.values():
             sums.restart()
@@ -117,34 +110,8 @@ class OwnStep:
         """The sums of a loop with one `backward` and one `step` for each batch, which can be sent during backward."""
         optimizers = {call for call in self._form if call is not None}
         is_simple = len(optimizers) == 1 and self._form == [None, *optimizers] * len(self._lanes)
-        can_send = is_simple and self.world.size > 1 and not self._is_split
+        can_send = is_simple and self.world.size > 1 and not self.hooks.is_split
         return self._sums[optimizers.pop()] if can_send else None
-
-    # --- evaluation --------------------------------------------------------------------------------------------
-
-    def begin_evaluation(self) -> None:
-        """Copy the buffers: evaluating must leave them as they are, and each batch begins with them.
-
-        Within a batch, an evaluation uses the buffers of the step's beginning, which are the same on all ranks.
-        """
-        self.end_evaluation()
-        tensors = self.replica.forward_state.tensors()
-        self._of_lane.take(tensors)
-        if self.lane is not None:
-            self._buffers.restore_start()
-        self._before_evaluation.take(tensors)
-        self._is_evaluating = True
-
-    def restore_buffers(self) -> None:
-        """Restore the buffers from before an evaluation that has not ended."""
-        if self._is_evaluating:
-            self._before_evaluation.restore(self.replica.forward_state.tensors())
-
-    def end_evaluation(self) -> None:
-        """Restore the buffers from before the evaluation, if there is one."""
-        if self._is_evaluating:
-            self._of_lane.restore(self.replica.forward_state.tensors())
-        self._is_evaluating = False
 
     # --- called by the user's code -----------------------------------------------------------------------------
 
@@ -163,19 +130,16 @@ class OwnStep:
             total, weight = value.detach() * count, weight * count
         if lane.samples:
             self._add_loss(lane, total, number_on(count, self.world.device))
+        sent: GradientSums | None = None
         if self._early is not None and lane is self._lanes[-1]:
             if self._form.count(None) == len(self._lanes):
                 self._early.expect(self._place(lane), is_empty=not lane.samples, flag=self._flag())
-                self._active = self._early
+                sent = self._early
             else:  # a further loss, which was not there in the step before
                 self._early.cancel()
-        self._is_in_backward = True
-        self._arrivals.clear()
         self.clock.enter(BACKWARD)
-        try:
+        with self.hooks.sending(sent):
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
-        finally:
-            self._is_in_backward, self._active = False, None
         self.clock.enter(FORWARD)
 
     def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
@@ -199,18 +163,10 @@ class OwnStep:
         self.clock.enter(FORWARD)
         return True
 
-    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients of these parameters over ranks, however backward is called. All ranks."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = None
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-
     def include(self, name: str, module: torch.nn.Module) -> None:
         """Treat a further module like the model: rank 0's weights, buffers of lane 0, sums of gradients. All ranks."""
         self.replica.include(name, module)
-        if self.world.size > 1:
-            self.watch(module.parameters())
+        self.hooks.watch(module.parameters())
 
     def counters(self) -> dict[str, float]:
         """The numbers on which steps depend, besides weights, optimizers and averages, for a checkpoint."""
@@ -222,8 +178,7 @@ class OwnStep:
 
     def watch_again(self) -> None:
         """Watch parameters that have become trainable. All ranks."""
-        if self.world.size > 1:
-            self.watch(self.replica.module.parameters())
+        self.hooks.watch(self.replica.module.parameters())
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Release the memory for the sums of an optimizer that another one has replaced."""
@@ -248,9 +203,9 @@ class OwnStep:
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse calls whose gradients would be wrong."""
         if not self.is_begun:
-            instead = "loss.backward() was called instead of it" if self._is_plain else "call it first"
+            instead = "loss.backward() was called instead of it" if self.hooks.has_seen_plain else "call it first"
             raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
-        if self._is_plain:
+        if self.hooks.has_seen_plain:
             raise ConfigError(
                 "loss.backward() and run.backward(loss) were both called in one step; use run.backward for all losses"
             )
@@ -299,8 +254,7 @@ class OwnStep:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = self._sums.get(optimizer)
         if known is None or len(known.parameters) != len(parameters):  # a group may have been added
-            if self.world.size > 1:
-                self.watch(parameters)
+            self.hooks.watch(parameters)
             bucket_bytes = self.settings.bucket_mb * 2**20
             self._sums[optimizer] = GradientSums(parameters, self.lanes_per_rank, self.reduction, bucket_bytes)
         return self._sums[optimizer]
@@ -351,28 +305,6 @@ class OwnStep:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    # --- gradients as backward computes them -------------------------------------------------------------------
-
-    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Called by autograd when the gradient of a parameter is complete. All ranks."""
-        if self._active is not None:
-            self._active.on_gradient(parameter)
-        elif self._is_in_backward:
-            self._arrivals[parameter] += 1
-            self._is_split |= self._arrivals[parameter] > 1
-        elif not self._is_average_due:
-            self._is_plain = self._is_average_due = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
-
-    def _average(self) -> None:
-        """At the end of a plain `loss.backward()`: average the gradients over the ranks, as DDP does. All ranks."""
-        self._is_average_due = False
-        watched = list(self._watched)
-        gradients = [parameter.grad for parameter in watched]
-        averaged = reduce_after_backward(gradients, watched, self.reduction, self.settings.bucket_mb * 2**20)
-        for parameter, gradient in zip(watched, averaged, strict=True):
-            parameter.grad = None if gradient is None else gradient.div_(self.world.size)
 
 
 def _clear(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -58,16 +58,16 @@ class ValLoader:
         """Random numbers and buffers of a batch depend on the batch alone, and are afterwards as they were before."""
         self._close_step()
         before = generator_states()
-        self._step.begin_evaluation()
+        self._step.evaluation.begin(is_in_batch=self._step.lane is not None)
         phase, number = self._progress.phase, self._progress.batch
         try:
             for done, batch in enumerate(self._batches):
-                self._step.restore_buffers()
+                self._step.evaluation.restart()
                 seed_generators(self._step.settings.seed, "evaluation", batch.batch)
                 yield self._feed.evaluation_batch(batch)
                 self._progress.phase, self._progress.batch = "validating", done
                 self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
         finally:  # also where the user's code leaves the loader early
             self._progress.phase, self._progress.batch = phase, number
-            self._step.end_evaluation()
+            self._step.evaluation.end()
             restore_generators(before)

@@ -1,0 +1,67 @@
+"""Hooks that see each gradient as backward computes it, where the model is not inside DDP.
+
+During `run.backward` they send gradients to the other ranks; after a plain `loss.backward()` they average them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from paceline.engine.buckets import GradientSums
+from paceline.engine.reduce import Reduction, reduce_after_backward
+
+
+class GradientHooks:
+    """The hooks of all parameters of one rank; a single rank needs none."""
+
+    def __init__(self, reduction: Reduction, bucket_bytes: float) -> None:
+        self._reduction, self._bucket_bytes = reduction, bucket_bytes
+        self._watched: dict[torch.nn.Parameter, None] = {}  # in one order on all ranks
+        self._sums: GradientSums | None = None  # that are sent while backward runs
+        self._is_inside = self._is_average_due = False
+        self._arrivals: Counter[torch.nn.Parameter] = Counter()  # in a backward pass that sends nothing
+        self.is_split = False  # whether a gradient has arrived in several parts of one backward pass
+        self.has_seen_plain = False  # whether there was a plain `loss.backward()` since this was set to False
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Register hooks for the trainable ones of these parameters. All ranks, with the same parameters."""
+        if self._reduction.world.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = None
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def sending(self, sums: GradientSums | None) -> Iterator[None]:
+        """The backward pass of `run.backward`; with `sums`, gradients are sent while it runs."""
+        self._is_inside, self._sums = True, sums
+        self._arrivals.clear()
+        try:
+            yield
+        finally:
+            self._is_inside, self._sums = False, None
+
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Called by autograd when it has added to the gradient of a parameter. All ranks."""
+        if self._sums is not None:
+            self._sums.on_gradient(parameter)
+        elif self._is_inside:
+            self._arrivals[parameter] += 1
+            self.is_split |= self._arrivals[parameter] > 1
+        elif not self._is_average_due:
+            self.has_seen_plain = self._is_average_due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+
+    def _average(self) -> None:
+        """At the end of a plain `loss.backward()`: average the gradients over the ranks, as DDP does. All ranks."""
+        self._is_average_due = False
+        watched = list(self._watched)
+        gradients = [parameter.grad for parameter in watched]
+        averaged = reduce_after_backward(gradients, watched, self._reduction, self._bucket_bytes)
+        for parameter, gradient in zip(watched, averaged, strict=True):
+            parameter.grad = None if gradient is None else gradient.div_(self._reduction.world.size)
