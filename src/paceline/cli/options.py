@@ -29,8 +29,7 @@ class AnsweringGroup(TyperGroup):
 
 def key_of(name: str) -> str | None:
     """The key of a config that an option may mean."""
-    from paceline.config import Config
-    from paceline.config.other_names import rows_of
+    from paceline.config import Config, answers
 
-    keys = [row.key for row in rows_of(name) if row.key]
+    keys = [answers.key_of(row.write) for row in answers.rows_of(name) if row.write]
     return name if name in Config.model_fields else next(iter(keys), None)

@@ -3,9 +3,9 @@
 Reports all mistakes of a config at once. Must not know torch, devices, processes or the environment.
 """
 
+from paceline.config.answers import advice_for
 from paceline.config.build import build, override, resolve_tables
 from paceline.config.messages import problems_of
-from paceline.config.other_names import advice_for
 from paceline.config.resolved import Settings
 from paceline.config.schema import (
     EXECUTION_KEYS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.config.signatures import (
     wrong_step_functions,
     wrong_train_fn,
 )
+from paceline.config.written import FILE, PYTHON
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
@@ -34,7 +35,7 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     """
     # A known key without a value keeps its default; an unknown key without a value is still a mistake.
     values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
-    config, problems = _validated(values)
+    config, problems = _validated(values, PYTHON if folder is None else FILE)
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
@@ -56,14 +57,14 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     return config
 
 
-def _validated(values: dict[str, Any]) -> tuple[Config, list[str]]:
+def _validated(values: dict[str, Any], places: Sequence[str]) -> tuple[Config, list[str]]:
     """The config and its problems; keys with an invalid value have their default, so that all others are checked."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
         config = Config.model_validate({key: value for key, value in values.items() if key not in invalid})
-        return config, problems_of(error) + conflicts(config, invalid)
+        return config, problems_of(error, places) + conflicts(config, invalid)
     return config, conflicts(config)
 
 

@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config.other_names import advice_for
+from paceline.config.answers import advice_for, advice_on_value
 from paceline.config.schema import FUNCTION_KEYS, Config
+from paceline.config.written import FILE
 
 
-def problems_of(error: ValidationError) -> list[str]:
-    """One sentence for each mistake that pydantic found in a config."""
-    return list(dict.fromkeys(_describe(detail) for detail in error.errors(include_url=False)))
+def problems_of(error: ValidationError, places: Sequence[str] = FILE) -> list[str]:
+    """One sentence for each mistake that pydantic found in a config, which the user wrote in one of the places."""
+    return list(dict.fromkeys(_describe(detail, places) for detail in error.errors(include_url=False)))
 
 
-def _describe(detail: ErrorDetails) -> str:
+def _describe(detail: ErrorDetails, places: Sequence[str]) -> str:
     if detail["type"] == "extra_forbidden":
-        return _unknown([str(part) for part in detail["loc"]], detail["input"])
+        return _unknown([str(part) for part in detail["loc"]], detail["input"], places)
     # For a union, the location also names the branch that failed, such as "list[str]"; the user knows only the key.
     path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [part for part in path if part not in ("str", "callable", "bool")]
     key = ".".join(path)
+    if advice := advice_on_value(key, detail["input"], places):
+        return f"{key}={_short(detail['input'])} {advice}"
     if path[0] in FUNCTION_KEYS:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
 
 
-def _unknown(path: list[str], value: Any) -> str:
+def _unknown(path: list[str], value: Any, places: Sequence[str]) -> str:
     """A sentence about an unknown key: what it is called here if another library has it, else what is similar."""
     key = ".".join(path)
-    if advice := advice_for(path[:-1], path[-1], value):
+    if advice := advice_for(path[:-1], path[-1], value, places):
         return f"{key}={_short(value)} {advice}"
     return f"{key} is not a known key; {_hint(path)}"
 
 
 def _hint(path: list[str]) -> str:
-    """What the user may have meant: a very similar key, the same word inside a section, or a less similar key."""
+    """What the user may have meant: a key that is spelled almost the same, or the same word inside a section."""
     *sections, last = path
     known = _known_keys(sections)
     near = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
     near = near or [f"{key}.{last}" for key in known if not sections and last in _known_keys([key])]
-    near = near or difflib.get_close_matches(last, known, n=1, cutoff=0.5)
     meant = " or ".join(".".join([*sections, key]) for key in near)
     return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
 
