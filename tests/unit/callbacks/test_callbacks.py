@@ -166,3 +166,11 @@ def test_modules_are_unfrozen_one_after_the_other_also_in_a_resumed_run(
 def test_unfreezing_needs_one_interval(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="one of every_epochs and every_steps"):
         GradualUnfreeze("a", **options)
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint])
+def test_a_metric_that_is_no_loss_needs_a_mode(callback: Any) -> None:
+    with pytest.raises(ConfigError, match="metric='accuracy' needs a mode"):
+        callback("accuracy")
+    callback("val_loss")
+    callback("accuracy", "max")
