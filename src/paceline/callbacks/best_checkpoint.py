@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from paceline.callbacks.callback import Callback
+from paceline.callbacks.patience import sign_of
 from paceline.callbacks.run import Run
 
 
 class BestCheckpoint(Callback):
-    """Saves a checkpoint whenever a metric is better than in all evaluations before."""
+    """Saves a checkpoint whenever a metric is better than in all evaluations before.
 
-    def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
-        self.metric, self.sign = metric, 1 if mode == "min" else -1
+    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    """
+
+    def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> None:
+        self.metric, self.sign = metric, sign_of(metric, mode)
         self.best = math.inf  # multiplied by the sign, so that less is better
 
     def on_start(self, run: Run) -> None:

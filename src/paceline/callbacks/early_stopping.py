@@ -11,12 +11,15 @@ from paceline.callbacks.run import Run
 
 
 class EarlyStopping(Callback):
-    """Ends the run as complete when a metric has not improved by more than `min_delta` in `patience` evaluations."""
+    """Ends the run as complete when a metric has not improved by more than `min_delta` in `patience` evaluations.
+
+    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    """
 
     def __init__(
         self,
         metric: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         patience: int = 5,
         min_delta: float = 0.0,
     ) -> None:

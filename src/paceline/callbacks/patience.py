@@ -9,15 +9,24 @@ from typing import Any, Literal
 from paceline.errors import ConfigError
 
 
+def sign_of(metric: str, mode: Literal["min", "max"] | None) -> int:
+    """1 if less of a metric is better, −1 if more is; a ConfigError if that is not known."""
+    if mode is None and not metric.endswith("loss"):
+        raise ConfigError(
+            f'metric={metric!r} needs a mode, whether more or less is better; give mode="max" or mode="min"'
+        )
+    return -1 if mode == "max" else 1
+
+
 class Patience:
     """Whether a metric has not improved by more than `min_delta` in the last `patience` evaluations."""
 
     def __init__(
-        self, owner: str, metric: str, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0
+        self, owner: str, metric: str, mode: Literal["min", "max"] | None, patience: int, min_delta: float = 0.0
     ) -> None:
         """`owner` is what the user knows the metric's setting by, for errors."""
         self.owner = owner
-        self.metric, self.sign, self.patience, self.min_delta = metric, 1 if mode == "min" else -1, patience, min_delta
+        self.metric, self.sign, self.patience, self.min_delta = metric, sign_of(metric, mode), patience, min_delta
         self.best: float | None = None  # multiplied by the sign, so that less is better
         self.waited = 0  # evaluations since the best one
 

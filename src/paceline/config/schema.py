@@ -64,9 +64,10 @@ def _false_as(word: str) -> BeforeValidator:
 
 
 def _best(value: Any) -> Any:
-    """Refuses a metric without a mode."""
-    if isinstance(value, str):
-        forms = " or ".join(f"{{metric: {value}, mode: {mode}}}" for mode in ("max", "min"))
+    """Refuses a metric without a mode, unless it is a loss."""
+    metric = value.get("metric") if isinstance(value, dict) and value.get("mode") is None else None
+    if isinstance(value, str) or (isinstance(metric, str) and not metric.endswith("loss")):
+        forms = " or ".join(f"{{metric: {metric or value}, mode: {mode}}}" for mode in ("max", "min"))
         raise ValueError(f"needs a mode: whether more or less is better; give {forms}")
     return value
 

@@ -54,7 +54,7 @@ def finished_after(callback: EarlyStopping, metric: str, values: list[float | No
 def test_a_run_is_finished_after_evaluations_without_improvement(
     options: dict[str, Any], values: list[float | None], expected: int | None
 ) -> None:
-    assert finished_after(EarlyStopping("m", **options), "m", values) == expected
+    assert finished_after(EarlyStopping("m_loss", **options), "m_loss", values) == expected
 
 
 def test_early_stopping_continues_to_count_after_a_resume() -> None:
@@ -66,7 +66,7 @@ def test_early_stopping_continues_to_count_after_a_resume() -> None:
 
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do() -> None:
     with pytest.raises(ConfigError, match=r"early_stop.metric='f1' is not measured; use train_loss, val_loss"):
-        EarlyStopping("f1").on_evaluate(run_of(), {"epoch": 1, "step": 3, "train_loss": 1.0, "val_loss": 2.0})
+        EarlyStopping("f1", "max").on_evaluate(run_of(), {"epoch": 1, "step": 3, "train_loss": 1.0, "val_loss": 2.0})
 
 
 def test_the_best_evaluation_is_saved_and_remembered() -> None:
@@ -84,7 +84,7 @@ def test_the_best_evaluation_is_saved_and_remembered() -> None:
 
 
 def test_the_best_of_a_checkpoint_without_a_state_is_in_its_history() -> None:
-    run, best = run_of(history=[{"m": 1.0}, {}, {"m": None}]), BestCheckpoint("m")
+    run, best = run_of(history=[{"m": 1.0}, {}, {"m": None}]), BestCheckpoint("m", "min")
     best.on_start(run)
     best.on_evaluate(run, {"m": 1.5})
     assert not run.save_requested
@@ -166,3 +166,11 @@ def test_modules_are_unfrozen_one_after_the_other_also_in_a_resumed_run(
 def test_unfreezing_needs_one_interval(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="one of every_epochs and every_steps"):
         GradualUnfreeze("a", **options)
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint])
+def test_a_metric_that_is_no_loss_needs_a_mode(callback: Any) -> None:
+    with pytest.raises(ConfigError, match="metric='accuracy' needs a mode"):
+        callback("accuracy")
+    callback("val_loss")
+    callback("accuracy", "max")

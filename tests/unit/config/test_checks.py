@@ -126,13 +126,13 @@ def test_the_best_checkpoint_needs_a_metric_that_is_measured() -> None:
     ]
     for metric in ("val_loss", "train_loss", "accuracy", "mine"):
         metrics = {"accuracy": loss, "mine": loss}
-        config = build({**MANAGED, "metrics": metrics, "checkpoint": {"best": {"metric": metric}}})
+        config = build({**MANAGED, "metrics": metrics, "checkpoint": {"best": {"metric": metric, "mode": "max"}}})
         assert config.checkpoint.best is not None
         assert config.checkpoint.best.metric == metric
 
 
 def test_invalid_metrics_are_the_only_mistake_reported() -> None:
-    found = problems({**MANAGED, "metrics": 3, "checkpoint": {"best": {"metric": "accuracy"}}})
+    found = problems({**MANAGED, "metrics": 3, "checkpoint": {"best": {"metric": "accuracy", "mode": "max"}}})
     assert {problem.partition(" ")[0] for problem in found} == {"metrics=3"}
 
 
@@ -232,3 +232,9 @@ def test_the_global_batch_size_derives_the_lanes() -> None:
 )
 def test_a_global_batch_size_that_lanes_cannot_fill_is_a_mistake(keys: dict[str, Any], problem: str) -> None:
     assert problems({**MANAGED, **keys}) == [problem]
+
+
+def test_the_best_checkpoint_by_a_metric_that_is_no_loss_needs_a_mode() -> None:
+    [problem] = problems({**MANAGED, "metrics": ["accuracy"], "checkpoint": {"best": {"metric": "accuracy"}}})
+    assert problem.endswith("give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}")
+    build({**MANAGED, "checkpoint": {"best": {"metric": "train_loss"}}})
