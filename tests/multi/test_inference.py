@@ -123,7 +123,7 @@ def test_data_to_predict_may_be_a_file_and_missing_data_is_an_error(tmp_path: Pa
         lambda: nn.Linear(1, 2), make_dataset, table(20), train_fn=lambda *arguments: None, procs=1, val_fraction=0
     ).start()
     assert own.predict(df=table(5)).shape == (5, 2)
-    with pytest.raises(ConfigError, match="evaluate needs evaluate_fn"):
+    with pytest.raises(ConfigError, match=r"evaluate needs evaluate_fn.*--config config\.yaml"):
         own.evaluate(df=table(5))
     with pytest.raises(ConfigError, match="the run has no validation data"):
         own.predict()

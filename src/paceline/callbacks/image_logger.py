@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.run import Run
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -50,4 +51,9 @@ class ImageLogger(Callback):
                 images = self.images(run.model)
         finally:
             run.model.train(was_training)
+        if len(images.shape) not in (3, 4):
+            raise ConfigError(
+                f"ImageLogger(name={self.name!r}) has the shape {tuple(images.shape)}; an image is (C, H, W) "
+                "with 1, 3 or 4 channels, or a batch (N, C, H, W) of them; images[None] adds a channel to (H, W)"
+            )
         run.log(**{self.name: images})

@@ -14,6 +14,11 @@ from paceline.config.answers import advice_for, advice_on_value
 from paceline.config.schema import FUNCTION_KEYS, Config
 from paceline.config.written import FILE
 
+_MADE_BY = {  # what makes the objects for which a section has the settings
+    "optimizer": "write optimizer_fn, a function of the model that returns it",
+    "schedule": "write scheduler_fn, a function of the optimizer that returns it",
+}
+
 
 def problems_of(error: ValidationError, places: Sequence[str] = FILE) -> list[str]:
     """One sentence for each mistake that pydantic found in a config, which the user wrote in one of the places."""
@@ -29,6 +34,8 @@ def _describe(detail: ErrorDetails, places: Sequence[str]) -> str:
     key = ".".join(path)
     if advice := advice_on_value(key, detail["input"], places):
         return f"{key}={_short(detail['input'])} {advice}"
+    if key in _MADE_BY:
+        return f"{key}={_short(detail['input'])} is neither a name nor a section; to give an object, {_MADE_BY[key]}"
     if path[0] in FUNCTION_KEYS:
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
@@ -66,5 +73,5 @@ def _known_keys(sections: list[str]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.config import build
 from paceline.errors import ConfigError
@@ -48,6 +49,14 @@ def test_a_value_that_is_not_a_function_says_what_to_give() -> None:
     assert problems({**MANAGED, "model_fn": 3}) == [
         'model_fn=3 is not a function; give a function, or "module:name" in a config'
     ]
+
+
+def test_an_optimizer_or_scheduler_of_torch_is_answered_with_the_key_for_it_in_one_line() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    first, second = problems({**MANAGED, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR})
+    assert first.startswith("optimizer=SGD ( Parameter Group 0 ")
+    assert first.endswith("; to give an object, write optimizer_fn, a function of the model that returns it")
+    assert second.endswith("; to give an object, write scheduler_fn, a function of the optimizer that returns it")
 
 
 def test_long_values_are_shortened_in_the_message() -> None:
