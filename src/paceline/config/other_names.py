@@ -67,7 +67,7 @@ VALUES: dict[str, Mapping[str, str]] = {
     "early_stop": {"true": "write early_stop: {patience: 5}", **_FALSE},
     "device": {"gpu": "write device: cuda", "cuda:0": "write device: cuda"},
     "resume": {"true": "write resume: auto", **_FALSE},
-    "schedule.name": {name: text for name, text in _SCHEDULERS.items() if name not in SCHEDULES},
+    "schedule.name": {name: text for name, text in _SCHEDULERS.items() if name not in (*SCHEDULES, "text")},
 }
 
 TABLE: dict[str, tuple[Row, ...]] = {
