@@ -80,9 +80,32 @@ def test_wrong_numbers_of_processes_are_reported(run_here) -> None:
         assert message in ended.stderr
 
 
-def test_an_own_loop_is_compared_by_time_and_its_difference_explained(run, tmp_path: Path) -> None:
+WITHOUT_RUN = """
+import torch
+
+
+def train(model, train_loader, val_loader, device, num_epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_epochs):
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+"""
+
+
+def test_an_own_loop_with_run_has_the_same_weights_on_any_number_of_processes(run) -> None:
     assert run("paceline", "init", "mylab").returncode == 0
     ended = run("paceline", "compare", "mylab", "num_epochs=1", "--procs", "1,2", timeout_s=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "the same weights to the last bit in all 3 runs" in ended.stdout
+
+
+def test_an_own_loop_is_compared_by_time_and_its_difference_explained(run, tmp_path: Path) -> None:
+    assert run("paceline", "init", "mylab").returncode == 0
+    (tmp_path / "mylab" / "train.py").write_text(WITHOUT_RUN)
+    without = ["lanes=null", "loss_fn=null", "metrics=null"]
+    ended = run("paceline", "compare", "mylab", "num_epochs=1", *without, "--procs", "1,2", timeout_s=200)
     assert ended.returncode == 0, ended.stderr
     assert "the weights of ddp-2 differ from plain: your own loop averages over what each process sees" in ended.stdout
     configs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/mylab-compare/*/*/config.yaml")]
