@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from paceline.callbacks.run import set_current_run
-from paceline.checkpoint.resume import identity_of
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import capture, restore_weights
+from paceline.checkpoint.state import capture
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.scaler import fit_scalers
 from paceline.data.seeding import seed_generators
-from paceline.data.sources import size_of
 from paceline.engine.digest import sha256_of_optimizers
 from paceline.engine.gradients import explaining_errors
 from paceline.engine.replica import replicate
@@ -58,7 +56,8 @@ from paceline.worker.cycle import StepCycle
 from paceline.worker.loop import Loop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
-from paceline.worker.restore import begin_attempt, continue_if_new, find_checkpoint, report_checkpoint, restore
+from paceline.worker.prepare import prepare_run
+from paceline.worker.restore import begin_attempt, continue_if_new, restore
 from paceline.worker.result import write_patiently, write_result
 from paceline.worker.state import TrainState
 from paceline.world import World, join, world_size
@@ -138,20 +137,7 @@ def train_in_plain_loop(context: Context) -> None:
 def train_managed(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
     """Train from the last checkpoint, or from the beginning, to the end or to an agreed stop. All ranks."""
     use_own_stream(world)
-    checkpoint = find_checkpoint(config, folder, world, progress)
-    # Until all checks have passed, the folder of an earlier attempt is not changed.
-    context = open_context(config, folder, world, progress, is_held=folder.events.exists())
-    warn_of_other_bits(context)
-    training, validation = build_data(context)
-    model = build_model(context)
-    lanes = config.lanes or world.size
-    identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
-    if checkpoint is not None:
-        progress.phase = "restoring the checkpoint"
-        report_checkpoint(context, checkpoint, identity)
-        restore_weights(checkpoint.state, model, checkpoint.path)
-    else:
-        fit_scalers(model, training, config.seed, progress, config.collate)
+    context, checkpoint, identity, model, training, validation = prepare_run(config, folder, world, progress)
     stepper, plan, evaluator = build_step(context, model, training, validation)
     state, callbacks = TrainState(), build_callbacks(config)
     if checkpoint is not None:
@@ -177,19 +163,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
 
 def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
     """Call a `train_fn` with `run`, from the last checkpoint or from the beginning. All ranks."""
-    checkpoint = find_checkpoint(config, folder, world, progress)
-    context = open_context(config, folder, world, progress, is_held=folder.events.exists())
-    warn_of_other_bits(context)
-    training, validation = build_data(context)
-    model = build_model(context)
-    lanes = config.lanes or world.size
-    identity = identity_of(config, lanes=lanes, samples=size_of(training), device=world.device)
-    if checkpoint is not None:
-        progress.phase = "restoring the checkpoint"
-        report_checkpoint(context, checkpoint, identity)
-        restore_weights(checkpoint.state, model, checkpoint.path)
-    else:
-        fit_scalers(model, training, config.seed, progress)
+    context, checkpoint, identity, model, training, validation = prepare_run(config, folder, world, progress)
     feed, _ = make_feeds(training, None, config, world)
     step, callbacks = build_own_step(context, model, feed), build_callbacks(config)
     restored = restore_own(context, checkpoint, step, callbacks)
@@ -208,7 +182,8 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     if reason:
         write_stop(context, run.loop.cycle, reason, is_saved)
     else:
-        compare_ranks(context, run.model, {name for name, _ in run.model.named_parameters()})
+        for module in (run.model, *run.loop.tracked.modules()):
+            compare_ranks(context, module, {name for name, _ in module.named_parameters()})
         finish_own_run(context, run, value, identity["config"])
     context.events.close()
 
@@ -232,21 +207,6 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
         set_current_run(None)
         context.progress.batch = None
     return 0, value
-
-
-def warn_of_other_bits(context: Context) -> None:
-    """Warn if this number of ranks cannot give the bits that others give."""
-    config, size = context.config, context.world.size
-    if config.exact and size & (size - 1):
-        context.warn(
-            f"{size} ranks sum gradients in another order: the weights agree with other numbers of ranks "
-            "to rounding, not to the last bit; use a power of two for the same bits"
-        )
-    if config.exact and config.step_mode == "compile":
-        context.warn(
-            "step_mode=compile: the compiler rounds differently for one process and for several, so the weights "
-            "agree with other numbers of processes to rounding, not to the last bit"
-        )
 
 
 def check_space(context: Context, stepper: Stepper) -> None:

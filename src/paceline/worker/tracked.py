@@ -69,6 +69,10 @@ class Tracked:
         """The tracked optimizers, in the order in which they were tracked."""
         return [thing for thing in self.objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
+    def modules(self) -> list[torch.nn.Module]:
+        """The tracked modules, besides the model."""
+        return [thing for thing in self.objects.values() if isinstance(thing, torch.nn.Module)]
+
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group of all optimizers."""
         return [lr for optimizer in self.optimizers() for lr in lrs_of(optimizer)]
@@ -115,8 +119,7 @@ class Tracked:
 
     def _outer_parameters(self, optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
         """The parameters of an optimizer that are in no tracked module, such as weights of a loss, by their places."""
-        modules = [self._model, *(thing for thing in self.objects.values() if isinstance(thing, torch.nn.Module))]
-        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        known = {id(parameter) for module in (self._model, *self.modules()) for parameter in module.parameters()}
         numbered = enumerate(_parameters_of(optimizer))
         return {place: parameter.detach() for place, parameter in numbered if id(parameter) not in known}
 
