@@ -23,16 +23,22 @@ def run(program: Path, procs: int, folder: Path) -> list[str]:
     return ended.stdout.splitlines()
 
 
+def hashes_in(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("hash ")]
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_of_the_documentation_runs_and_gives_one_hash(program: Path, tmp_path: Path) -> None:
-    alone, two = (run(program, procs, tmp_path / str(procs)) for procs in (1, 2))
-    assert alone, "it prints nothing"
-    assert [line for line in two if line.startswith("hash ")] == [line for line in alone if line.startswith("hash ")]
+    two = run(program, 2, tmp_path / "2")
+    assert two, "it prints nothing"
+    if hashes_in(two):
+        assert hashes_in(run(program, 1, tmp_path / "1")) == hashes_in(two)
+    if program.stem == "imbalanced":
+        assert_that_weights_find_the_rare_class(two[0])
 
 
-def test_weights_find_the_rare_class(tmp_path: Path) -> None:
-    [program] = [path for path in PROGRAMS if path.stem == "imbalanced"]
-    words = run(program, 1, tmp_path / "run")[0].replace(",", "").split()
+def assert_that_weights_find_the_rare_class(line: str) -> None:
+    words = line.replace(",", "").split()
     without, with_weights = float(words[3]), float(words[6])
     assert without < 0.4
     assert with_weights > 0.7
