@@ -49,7 +49,7 @@ class Tracked:
         if name in self._saved:
             self._restore(thing, self._saved.pop(name))
         elif self._source is not None:
-            self._warn(f"the checkpoint has no state of {name}, which run.track names; it starts anew")
+            self._warn(f"the checkpoint has no state of {name}, which run.track names; it keeps its present state")
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Track an optimizer that the user has not named; returns one of the same parameters that it replaces."""
