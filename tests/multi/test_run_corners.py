@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline import Result, Sum, Trainer
-from paceline.errors import ConfigError, Stopped
+from paceline.errors import ConfigError, RankFailed, Stopped
 from support.runs import warnings_in
 
 STEPS = 5  # of an epoch: 80 samples, 4 lanes of 4
@@ -121,20 +121,122 @@ def by_closure(model, run, optimizer, x, y, loader):
     run.step(torch.optim.LBFGS(model.parameters()))
 
 
+def accumulated(model, run, optimizer, x, y, loader):
+    accumulated.batches += 1
+    run.backward(loss_of(model, x, y))
+    if accumulated.batches % 4 == 0:
+        run.step(optimizer)
+
+
+def left_out(model, run, optimizer, x, y, loader):
+    left_out.batches += 1
+    if left_out.batches != 3:
+        step_of(model, run, optimizer, x, y)
+
+
+accumulated.batches = left_out.batches = 0
+
+
+@pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         (mean_and_sum, "got a mean and a sum with its own count in one step"),
         (nested, "train_loader was iterated again within its own loop"),
         (two_styles, r"loss\.backward\(\) and run\.backward\(loss\) were both called"),
-        (no_step, r"run\.backward\(loss\) was called in a step, but run\.step\(optimizer\) was not"),
+        (no_step, r"run\.backward\(loss\) was called in a batch, but run\.step\(optimizer\) was not"),
+        (accumulated, "accumulate gradients over batches with lanes or global_batch_size"),
+        (left_out, r"called for some batches of a step and not for others; .* with 0 \* loss"),
         (twice, "run.step was called twice for one batch"),
         (by_closure, "LBFGS several times"),
     ],
 )
-def test_loops_that_would_train_wrongly_are_refused(mistake: Callable[..., Any], message: str) -> None:
+def test_loops_that_would_train_wrongly_are_refused(mistake: Callable[..., Any], message: str, procs: int) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(refused(mistake), procs=2)
+        start(refused(mistake), procs)
+
+
+@pytest.mark.parametrize("procs", [1, 4])
+def test_a_step_that_is_left_before_its_update_leaves_nothing_behind(procs: int) -> None:
+    def leave(is_computed: bool) -> Callable[..., Any]:
+        def train(model, train_loader, val_loader, device, num_epochs, run):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in run.epochs(num_epochs):
+                for x, y in train_loader:
+                    if run.step_number % STEPS == 2:
+                        if is_computed:
+                            run.backward(functional.cross_entropy(model(x), y))
+                        break
+                    step_of(model, run, optimizer, x, y)
+
+        return train
+
+    computed, looked_at = (start(leave(each), procs, model_fn=conv_net) for each in (True, False))
+    assert computed.weights_sha256 == looked_at.weights_sha256
+
+
+def test_an_optimizer_that_is_not_named_is_restored_once() -> None:
+    """A scheduler that computes each rate from the one before shows a rate that is restored too late."""
+
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4 * STEPS)
+        run.track(scheduler=scheduler)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch):
+                    scheduler.step()
+                stop_at(run, STEPS + 2)
+
+    whole, parts = resumed(train, num_epochs=4)
+    assert parts.weights_sha256 == whole.weights_sha256
+    assert [text for text in warnings_in(whole.run_dir) if "run.track does not name changes its learning rate" in text]
+
+
+def test_an_optimizer_that_steps_by_itself_is_restored_and_keys_without_effect_are_named() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                stop_at(run, STEPS + 2)
+
+    whole, parts = resumed(train, later=1, lanes=1, ema=0.9, clip_norm=1.0)
+    assert parts.weights_sha256 == whole.weights_sha256
+    [warning] = warnings_in(whole.run_dir)
+    assert warning == "ema=0.9 and clip_norm=1.0 have no effect without run.backward(loss) and run.step(optimizer)"
+
+
+def test_a_metric_that_differs_between_ranks_is_reported() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                step_of(model, run, optimizer, *batch)
+            run.log(forgotten=float(run.rank), agreed=run.sum(1), unknown=float("nan"))
+
+    result = start(train, procs=2)
+    assert result.metrics["forgotten"] == 0
+    [warning] = warnings_in(result.run_dir)
+    assert warning.startswith("run.log(forgotten=…) after the batches of an epoch got different values on the ranks")
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_bad_update_counts_though_another_optimizer_has_a_good_one_after_it(procs: int) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[1], model[2]))
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                run.backward(model[1](model[0](x)).sum() * float("nan"))
+                run.step(first)
+                run.backward(functional.cross_entropy(model[2](model[0](x)), y))
+                run.step(second)
+
+    two_layers = {"model_fn": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Linear(36, 2)), "lanes": procs}
+    with pytest.raises(RankFailed, match="nan_limit=3 steps in a row were not finite"):
+        start(train, procs, nan_limit=3, **two_layers)
 
 
 def test_a_group_that_is_added_later_is_summed_over_lanes_and_ranks() -> None:

@@ -54,6 +54,7 @@ class GradientSums:
 
     def restart(self) -> None:
         """Begin a step."""
+        self._wait()  # for buckets of a step that was left
         self._lane_sum.restart()
         self._has_gradient = [False] * len(self.parameters)
         self._branches: list[Gradients] = []

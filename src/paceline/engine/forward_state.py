@@ -146,7 +146,7 @@ class LaneBuffers:
 
     def begin(self, lanes: int, *, keeps_first: bool) -> None:
         """Begin a step with this number of lanes on this rank."""
-        self._entered, self._keeps_first, self._is_discarded = 0, keeps_first, False
+        self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
         self._before.take(self._state.tensors())
 
@@ -165,13 +165,9 @@ class LaneBuffers:
         if self._is_needed and self._keeps_first and self._entered == 1:
             self._after_first.take(self._state.tensors())
 
-    def discard(self) -> None:
-        """Keep the present buffers: the step was undone."""
-        self._is_discarded = True
-
     def finish(self) -> None:
         """After the last lane."""
-        if self._is_needed and not self._is_discarded:
+        if self._is_needed:
             (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
 
 

@@ -130,14 +130,19 @@ class Guard:
         """Set the flag to NaN if the loss of a lane is not finite; no synchronisation."""
         self.nan_flag.sub_(loss.detach().abs(), alpha=0.0)  # −0.0 − 0 × loss: −0.0 again, or NaN
 
+    def defer(self, *, can_skip: bool) -> None:
+        """Leave the check of the numbers to the device; `can_skip`: whether the optimizer skips a bad step there."""
+        self.is_deferred, self.is_fatal = True, self.is_fatal or not can_skip
+
     def allows(self, sums: Iterable[torch.Tensor]) -> bool:
         """Whether the sums of the step are finite, the same on all ranks; in fp16, divide them by the scale."""
-        if not are_finite(sums, 1 / self.scale):
-            return False
+        return are_finite(sums, 1 / self.scale)
+
+    def count_good(self) -> None:
+        """Count a step whose sums were all finite."""
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.grow()
-        return True
 
     def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, rerun: Rerun | None) -> None:
         """Undo a step that is not finite, and warn; raises NotFinite where the run must stop. All ranks.

@@ -25,6 +25,7 @@ from paceline.worker.build import build_plan, build_settings, steps_in_order, st
 from paceline.worker.callback_states import copied, restore_states
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
+from paceline.worker.epoch_inputs import EpochInputs
 from paceline.worker.logged_values import LoggedValues
 from paceline.worker.own_loaders import TrainLoader, ValLoader
 from paceline.worker.own_loop import OwnLoop
@@ -55,7 +56,7 @@ def restore_own(
 ) -> tuple[TrainState, Tracked, dict[str, Any]]:
     """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
     if checkpoint is None:
-        return TrainState(), Tracked({}, None, context.warn, step.replica.module), {}
+        return TrainState(), Tracked({}, None, context.warn_once, step.replica.module), {}
     state = checkpoint.state
     if step.ema is not None:
         for name, average in step.ema.averages().items():
@@ -65,7 +66,9 @@ def restore_own(
         step.guard.set_counters(counters["stepper"])
     for name in restore_states(callbacks, counters.get("callbacks", {})):
         context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
-    tracked = Tracked(tracked_states(state), checkpoint.path, context.warn, step.replica.module, counters.get("frozen"))
+    tracked = Tracked(
+        tracked_states(state), checkpoint.path, context.warn_once, step.replica.module, counters.get("frozen")
+    )
     return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
 
 
@@ -104,7 +107,9 @@ def build_own_loop(
             return iter(stream_steps(context, settings, feed.dataset, state))
         return steps_in_order(settings, feed, range(first, end), end, order, is_padded=True)
 
-    run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs_from, per_epoch)
+    limit = plan.total_steps if settings.max_steps is not None else None
+    inputs = EpochInputs(inputs_from, state, steps_per_epoch=per_epoch, total_steps=plan.total_steps, limit=limit)
+    run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs)
     return run
 
 
@@ -124,7 +129,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:
     """The number of batches of this rank in an epoch; None for an iterable data set."""
-    per_epoch, settings, world = loop.steps_per_epoch, loop.step.settings, loop.context.world
+    per_epoch, settings, world = loop.inputs.steps_per_epoch, loop.step.settings, loop.context.world
     if per_epoch is None:
         return None
     sampler = LaneSampler(

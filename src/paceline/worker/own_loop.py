@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.data.feed import Feed
 from paceline.data.lanes import StepInputs
@@ -16,6 +20,7 @@ from paceline.errors import ConfigError
 from paceline.system.signals import StopAgreed
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
+from paceline.worker.epoch_inputs import EpochInputs
 from paceline.worker.logged_values import LoggedValues, checked
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.tracked import Tracked
@@ -23,7 +28,7 @@ from paceline.worker.tracked import Tracked
 
 @dataclass(eq=False)
 class OwnLoop:
-    """The place of the user's code in the run.
+    """Supplies batches to the user's code, and completes its steps and epochs.
 
     for epoch in run.epochs(n):              callbacks: on_evaluate, for the epoch before
         for batch in train_loader:
@@ -43,24 +48,21 @@ class OwnLoop:
     cycle: StepCycle
     tracked: Tracked
     logged: LoggedValues
-    inputs_from: Callable[[int, int], Iterable[StepInputs]]  # of the steps from one number up to another
-    steps_per_epoch: int | None  # None for an iterable data set
+    inputs: EpochInputs
 
     def __post_init__(self) -> None:
         self.progress, self.seed = self.context.progress, self.step.settings.seed
-        self._claimed = 0  # epochs of the calls of run.epochs so far
+        # Epochs
+        self._claimed = 0  # by the calls of run.epochs so far
         self._epoch: int | None = None  # that run.epochs has begun
-        self._passes = 0  # epochs that were begun without run.epochs
-        self._open: StepInputs | None = None  # the step whose batches the user's code gets
-        self._is_exchanging = self._is_warned = self._is_warned_of_epochs = False
-        self._is_warned_of_lanes = False
-        self._is_left = False  # whether the user's code has left the loader within a step
-        self._unused: StepInputs | None = None  # the inputs of a step that was left before anything was computed
-        self._begun = 0  # passes over the loader so far
+        self._passes = 0  # over the loader, without run.epochs
         self._trained = -1  # the last epoch whose batches were all trained on
-        self._inputs: Iterator[StepInputs] | None = None
-        self._position = self._inputs_end = -1  # the next step of `_inputs`, and the step after its last one
         self._values: dict[str, Any] = {}  # logged after the batches of this epoch
+        # The step whose batches the user's code gets
+        self._open: StepInputs | None = None
+        self._is_exchanging = False  # whether the exchange of the ranks for it has begun
+        self._is_left = False  # whether the user's code has left the loader within it
+        self._begun = 0  # iterations over the loader so far
         self._stopped: StopAgreed | None = None
 
     # --- batches -----------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class OwnLoop:
             yield from self._batches_again(epoch)
             return
         self.progress.phase = "training"
-        for inputs in self._inputs_of(epoch):
+        for inputs in self.inputs.remaining(epoch):
             self._open, self._is_left = inputs, False
             self.step.begin(inputs)
             for lane in inputs.lanes:
@@ -95,6 +97,7 @@ class OwnLoop:
                     )
                 if self._open is not inputs:  # the end of the epoch has closed the step
                     return
+                self.step.check_lane()
                 self.step.leave()
             self._end_step(inputs)
             self.cycle.clock.enter(DATA)
@@ -107,15 +110,13 @@ class OwnLoop:
         seed_generators(self.seed, "after the batches", epoch)
 
     def _is_read_again(self, epoch: int) -> bool:
-        """Whether the batches of an epoch were all trained on, and the user's code wants to see them once more."""
+        """Whether the batches of an epoch were all trained on, and the user's code reads them again."""
         is_after_all = self._epoch is None and self._claimed > 0
-        return self.steps_per_epoch is not None and (self._trained == epoch or is_after_all)
+        return self.inputs.steps_per_epoch is not None and (self._trained == epoch or is_after_all)
 
     def _batches_again(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch without steps, for example to measure the training accuracy."""
-        assert self.steps_per_epoch is not None
-        first = min(epoch, max(self._claimed - 1, 0)) * self.steps_per_epoch
-        for inputs in self.inputs_from(first, first + self.steps_per_epoch):
+        for inputs in self.inputs.all_of(min(epoch, max(self._claimed - 1, 0))):
             for lane in inputs.lanes:
                 if lane.samples:
                     yield self.feed.batch(self.feed.inputs(lane, inputs.epoch))
@@ -126,16 +127,19 @@ class OwnLoop:
         self._open = None
         if inputs is None or lane is None:
             return
+        is_complete = self.step.has_stepped and lane is inputs.lanes[-1]
         self.step.leave()
-        if self.step.is_begun and lane is inputs.lanes[-1]:
+        if is_complete:
             self._open = inputs
             self._end_step(inputs)
             return
         if self._is_exchanging:
             self._is_exchanging = False
             self.cycle.exchange.end()
-        if not self.step.is_begun:  # it was only looked at
-            self._unused = inputs
+        if self.step.is_begun:
+            self.step.abandon()
+        else:  # its batches were only looked at
+            self.inputs.put_back(inputs)
 
     def close_left_step(self) -> None:
         """Complete the step if the user's code has left the loader in the middle of it. All ranks."""
@@ -152,12 +156,8 @@ class OwnLoop:
         """Log the step, and save or stop if the ranks agree on it. All ranks."""
         if self._epoch is None:
             self._check_outside_epochs()
-        if not self.step.is_begun and self.step.lanes_per_rank > 1 and not self._is_warned_of_lanes:
-            self._is_warned_of_lanes = True
-            self.context.warn(
-                f"lanes={self.step.settings.lanes} has no effect without run.backward(loss) and run.step(optimizer): "
-                "each batch is a step by itself, so the weights depend on the number of processes"
-            )
+        if not self.step.is_begun:
+            self._warn_of_plain_step()
         self.begin_exchange()
         self._is_exchanging, self._open = False, None
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
@@ -170,42 +170,27 @@ class OwnLoop:
             self._stopped = agreed
             raise
 
-    def _inputs_of(self, epoch: int) -> Iterator[StepInputs]:
-        """The inputs of the remaining steps of an epoch."""
-        per_epoch = self.steps_per_epoch
-        if per_epoch is None:
-            is_over = self.state.stream_position[0] > epoch
-            wanted, end = self._position if self._inputs is not None else self.state.step, -1
-        else:
-            wanted, end = max(self.state.step, epoch * per_epoch), (epoch + 1) * per_epoch
-            if self._is_limited() and self.plan.total_steps is not None:
-                end = min(end, self.plan.total_steps)
-            is_over = wanted >= end
-        if is_over:
-            return
-        is_used_up = per_epoch is not None and wanted >= self._inputs_end
-        if self._inputs is None or self._position != wanted or is_used_up:
-            self._inputs_end = max(end, self.plan.total_steps or end)
-            self._inputs = iter(self.inputs_from(wanted, self._inputs_end))
-        unused, self._unused = self._unused, None
-        kept = [unused] if unused is not None and per_epoch is None else []  # a stream cannot be read again
-        for inputs in chain(kept, self._inputs):
-            self._position = inputs.step + 1
-            yield inputs
-            if inputs.ends_epoch:
-                return
+    def _warn_of_plain_step(self) -> None:
+        """Warn of keys that have no effect in a step without run.backward and run.step."""
+        settings = self.step.settings
+        depends = self.step.lanes_per_rank > 1
+        given = {"lanes": depends, "ema": settings.ema is not None, "clip_norm": settings.clip_norm is not None}
+        if keys := [f"{key}={getattr(settings, key)}" for key, is_given in given.items() if is_given]:
+            verb = "has" if len(keys) == 1 else "have"
+            rest = "; each batch is a step by itself, so the weights depend on the number of processes"
+            self.context.warn_once(
+                f"{' and '.join(keys)} {verb} no effect without run.backward(loss) and run.step(optimizer)"
+                + (rest if depends else "")
+            )
 
     def _check_outside_epochs(self) -> None:
-        """Warn once that a loop without run.epochs is not saved; refuse it if the run was saved in another one."""
-        if self._is_warned_of_epochs:
-            return
-        self._is_warned_of_epochs = True
+        """Warn that a loop without run.epochs is not saved; refuse it if the run was saved in another one."""
         if self.state.history:
             raise ConfigError(
                 "the run was saved within run.epochs(…), which train_fn does not call before it trains over "
                 "train_loader; call it, or begin a new run with --resume never"
             )
-        self.context.warn(
+        self.context.warn_once(
             "train_fn trains over train_loader outside run.epochs(…), so no checkpoints are kept; "
             "write `for epoch in run.epochs(num_epochs)`"
         )
@@ -219,7 +204,7 @@ class OwnLoop:
             self._check_stopped()
             self.finish_epoch()  # that the user's code has left
             done = self.state.history[-1]["epoch"] if self.state.history else 0
-            if epoch < done or self._is_over() or self.state.is_finished:
+            if epoch < done or self.inputs.is_over() or self.state.is_finished:
                 continue
             self._epoch = epoch
             self.tracked.restore_options()
@@ -230,18 +215,18 @@ class OwnLoop:
             self.finish_epoch()
 
     def finish_epoch(self) -> None:
-        """Add the row of the epoch that has ended to the history; save or stop if the ranks want to. All ranks."""
+        """Add the row of the epoch that has ended to the history; save or stop if that is due. All ranks."""
         self.close_step()
         epoch, self._epoch = self._epoch, None
         if epoch is None:
             return
         cycle, state = self.cycle, self.state
-        is_ended = self._is_over() or state.is_finished
-        if self.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
-            state.step = max(state.step, (epoch + 1) * self.steps_per_epoch)
+        is_ended = self.inputs.is_over() or state.is_finished
+        if self.inputs.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
+            state.step = max(state.step, (epoch + 1) * self.inputs.steps_per_epoch)
         cycle.log.collect()
         values, self._values = self._values, {}
-        metrics = cycle.world.decide(lambda: {name: float(checked(name, value)) for name, value in values.items()})
+        metrics = self._agreed({name: float(value) for name, value in values.items()})
         row = {"epoch": epoch + 1, "step": state.step, **cycle.log.epoch_means(), **metrics}
         state.metrics = metrics
         state.history.append(row)
@@ -260,6 +245,17 @@ class OwnLoop:
             self._stopped = agreed
             raise
 
+    def _agreed(self, values: dict[str, float]) -> dict[str, float]:
+        """Rank 0's values of the epoch, with a warning if those of other ranks differ. All ranks."""
+        of_ranks = self.context.world.gather_objects(values)
+        differing = [name for name in of_ranks[0] if any(each.get(name) != of_ranks[0][name] for each in of_ranks)]
+        if differing := [name for name in differing if not math.isnan(of_ranks[0][name])]:
+            self.context.warn_once(
+                f"run.log({differing[0]}=…) after the batches of an epoch got different values on the ranks; rank 0's "
+                "is kept; combine them with run.sum or run.mean"
+            )
+        return of_ranks[0]
+
     def finish(self) -> None:
         """Complete what is open when the user's code returns. All ranks."""
         self._check_stopped()
@@ -270,12 +266,21 @@ class OwnLoop:
         """Save the present state, unless the loop cannot be resumed; return whether it is on the disk. All ranks."""
         return bool(self._claimed) and self.cycle.save()
 
-    def _is_over(self) -> bool:
-        return self.plan.total_steps is not None and self.state.step >= self.plan.total_steps and self._is_limited()
+    # --- optimizers ----------------------------------------------------------------------------------------------
 
-    def _is_limited(self) -> bool:
-        """Whether max_steps ends the run, and not the number of epochs."""
-        return self.context.config.max_steps is not None
+    @contextmanager
+    def noticing_steps(self) -> Iterator[None]:
+        """Within this context, an optimizer that steps in a batch is tracked, also without run.step."""
+
+        def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if self.step.lane is not None:
+                self.tracked.add_optimizer(optimizer)
+
+        hook = register_optimizer_step_pre_hook(on_step)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # --- what the user's code logs -----------------------------------------------------------------------------
 
@@ -289,9 +294,8 @@ class OwnLoop:
 
     def warn_of_gather(self) -> None:
         """Warn that a loss over the gathered rows of ranks depends on their number, if lanes do not fix it."""
-        if self.step.lanes_per_rank > 1 and not self._is_warned:
-            self._is_warned = True
-            self.context.warn(
+        if self.step.lanes_per_rank > 1:
+            self.context.warn_once(
                 f"run.gather joins the batches of {self.context.world.size} ranks, so the loss depends on their "
                 "number; use as many ranks as lanes for the same weights"
             )

@@ -31,8 +31,9 @@ class Tracked:
         self.objects: dict[str, Any] = {}
         self._saved, self._source, self._warn, self._model = dict(saved), source, warn, model
         self._is_checked = self._is_state_checked = False
-        self._unnamed: list[str] = []  # names of optimizers that the user has not given
-        self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []  # saved ones, to restore once more
+        self._first_rates: dict[str, list[float]] = {}  # of optimizers that the user has not named
+        # The saved options of optimizers, to restore once more before the first epoch; None afterwards.
+        self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] | None = []
 
     def add(self, name: str, thing: Any) -> None:
         """Track an object, and restore it from the checkpoint."""
@@ -52,18 +53,37 @@ class Tracked:
             self._warn(f"the checkpoint has no state of {name}, which run.track names; it keeps its present state")
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """Track an optimizer that the user has not named; returns one of the same parameters that it replaces."""
-        if any(thing is optimizer for thing in self.objects.values()):
+        """Track an optimizer that steps, if `track` does not name it; returns one of the same parameters it replaces.
+
+        It is restored in its first step, which is late for what the user's code sets or uses before.
+        """
+        tracked_name = next((name for name, thing in self.objects.items() if thing is optimizer), None)
+        if tracked_name is not None:
+            self._check_rates(tracked_name, optimizer)
             return None
-        for name in self._unnamed:
+        for name in self._first_rates:
             if _first_of(self.objects[name]) is _first_of(optimizer):
                 replaced: torch.optim.Optimizer = self.objects[name]
                 self.objects[name] = optimizer
                 return replaced
         number = 1 + len(self.optimizers())
-        self._unnamed.append("optimizer" if number == 1 else f"optimizer_{number}")
-        self.add(self._unnamed[-1], optimizer)
+        name = "optimizer" if number == 1 else f"optimizer_{number}"
+        if self._outer_parameters(optimizer):
+            self._warn_of_unnamed("updates parameters outside the model")
+        self.add(name, optimizer)
+        self._first_rates[name] = _rates_on_host(optimizer)
         return None
+
+    def _check_rates(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if the learning rate of an optimizer changes that the user has not named."""
+        if name in self._first_rates and self._first_rates[name] != _rates_on_host(optimizer):
+            self._warn_of_unnamed("changes its learning rate")
+
+    def _warn_of_unnamed(self, what: str) -> None:
+        self._warn(
+            f"an optimizer that run.track does not name {what}; a resumed run would restore it too late; "
+            "call run.track(optimizer=optimizer) before run.epochs(…)"
+        )
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers, in the order in which they were tracked."""
@@ -95,13 +115,13 @@ class Tracked:
 
         A scheduler that is made after `track` sets its first rate, and layers may be frozen that were trained since.
         """
-        for optimizer, groups in self._options:
+        for optimizer, groups in self._options or ():
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 rate = group["lr"]
                 group.update({key: value for key, value in saved.items() if key not in ("params", *KERNEL_OPTIONS)})
                 if isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full_like(rate, group["lr"])
-        self._options = []
+        self._options = None
         if self._frozen is not None:
             for name, parameter in self._model.named_parameters():
                 parameter.requires_grad_(name not in self._frozen)
@@ -129,7 +149,8 @@ class Tracked:
             return
         state, outer = {**state}, state.get(OUTER, {})
         state.pop(OUTER, None)
-        self._options.append((thing, [{**group} for group in state["param_groups"]]))
+        if self._options is not None:
+            self._options.append((thing, [{**group} for group in state["param_groups"]]))
         load_optimizer(state, thing, self._source or Path(), has_free_options=True)
         own = _parameters_of(thing)
         with torch.no_grad():
@@ -152,6 +173,11 @@ class Tracked:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rates_on_host(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates that can be read without waiting for a device."""
+    return [group["lr"] for group in optimizer.param_groups if not isinstance(group["lr"], torch.Tensor)]
 
 
 def _first_of(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
