@@ -215,7 +215,7 @@ def test_a_metric_that_differs_between_ranks_is_reported() -> None:
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
-            run.log(forgotten=float(run.rank), agreed=run.sum(1), unknown=float("nan"))
+            run.log(forgotten=float(run.rank), agreed=run.sum(1))
 
     result = start(train, procs=2)
     assert result.metrics["forgotten"] == 0

@@ -46,8 +46,9 @@ class EpochInputs:
         return self.limit is not None and self._state.step >= self.limit
 
     def put_back(self, inputs: StepInputs) -> None:
-        """Keep the inputs of a step for which nothing was computed."""
-        self._unused = inputs
+        """Yield the inputs of a step again, for which nothing was computed."""
+        if self.steps_per_epoch is None:  # else they are read again
+            self._unused = inputs
 
     def _of_stream(self, epoch: int) -> Iterable[StepInputs]:
         if self._state.stream_position[0] > epoch:

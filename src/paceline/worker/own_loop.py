@@ -69,7 +69,7 @@ class OwnLoop:
 
     def batches(self) -> Iterator[Any]:
         """The batches of this rank in the present epoch, from where the run is. All ranks."""
-        self._check_stopped()
+        self.check_stopped()
         self.close_step()
         epoch = self._epoch if self._epoch is not None else self._passes
         self._begun += 1
@@ -143,6 +143,7 @@ class OwnLoop:
 
     def close_left_step(self) -> None:
         """Complete the step if the user's code has left the loader in the middle of it. All ranks."""
+        self.check_stopped()
         if self._is_left:
             self.close_step()
 
@@ -201,7 +202,7 @@ class OwnLoop:
         """The epochs that are left of `number`, counted from 0. All ranks."""
         first, self._claimed = self._claimed, self._claimed + number
         for epoch in range(first, first + number):
-            self._check_stopped()
+            self.check_stopped()
             self.finish_epoch()  # that the user's code has left
             done = self.state.history[-1]["epoch"] if self.state.history else 0
             if epoch < done or self.inputs.is_over() or self.state.is_finished:
@@ -258,7 +259,7 @@ class OwnLoop:
 
     def finish(self) -> None:
         """Complete what is open when the user's code returns. All ranks."""
-        self._check_stopped()
+        self.check_stopped()
         self.finish_epoch()
         self.cycle.log.collect()
 
@@ -300,6 +301,7 @@ class OwnLoop:
                 "number; use as many ranks as lanes for the same weights"
             )
 
-    def _check_stopped(self) -> None:
-        if self._stopped is not None:  # the user's code has caught it
+    def check_stopped(self) -> None:
+        """Raise the agreed stop again if the user's code has caught it."""
+        if self._stopped is not None:
             raise self._stopped

@@ -41,6 +41,7 @@ class OwnRun(RankRun):
 
     def backward(self, loss: Any) -> None:
         """Compute gradients of the mean loss of a batch, or of `paceline.Sum(total, count)`. All ranks."""
+        self.loop.check_stopped()
         self.loop.begin_exchange()
         self.loop.step.backward(loss)
 
@@ -50,6 +51,7 @@ class OwnRun(RankRun):
         Returns whether the step is complete. All ranks.
         """
         loop = self.loop
+        loop.check_stopped()
         if (replaced := loop.tracked.add_optimizer(optimizer)) is not None:
             loop.step.forget(replaced)
         is_complete = loop.step.step(optimizer, loop.step.settings.clip_norm if clip_norm is None else clip_norm)
