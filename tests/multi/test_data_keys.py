@@ -193,6 +193,7 @@ def test_the_users_own_loop_draws_by_weights_and_follows_an_order() -> None:
 def test_the_users_own_loop_with_run_has_one_hash_with_each_key(keys: dict[str, Any]) -> None:
     def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for images, labels in train_loader:
                 run.backward(nn.functional.cross_entropy(model(images), labels))

@@ -136,6 +136,7 @@ def test_sums_means_and_rows_of_all_ranks() -> None:
 def train_contrastive(model, train_loader, val_loader, device, num_epochs, run):
     """Each sample against the samples of all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(optimizer=optimizer)
     for _ in run.epochs(num_epochs):
         for x, _ in train_loader:
             features = functional.normalize(model(x.flatten(1)), dim=1)
@@ -198,6 +199,7 @@ def test_two_optimizers_in_one_batch() -> None:
 
     def train(model, train_loader, val_loader, device, num_epochs, run):
         first, second = (torch.optim.Adam(part.parameters()) for part in (model.first, model.second))
+        run.track(first=first, second=second)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 features = model.first(x.flatten(1))
@@ -217,6 +219,7 @@ def test_two_optimizers_in_one_batch() -> None:
 def test_a_rank_may_look_at_a_batch_by_itself_and_the_loader_may_be_left_early() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         if run.is_main:
             next(iter(train_loader))
             next(iter(val_loader))
@@ -242,6 +245,7 @@ def test_a_rank_may_look_at_a_batch_by_itself_and_the_loader_may_be_left_early()
 def broken(mistake: Callable[..., Any]) -> Callable[..., Any]:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 mistake(run, optimizer, functional.cross_entropy(model(x.flatten(1)), y))
@@ -288,12 +292,13 @@ def test_a_mistake_in_the_loop_is_one_sentence(mistake: Callable[..., Any], mess
 def test_a_loop_that_steps_by_itself_after_run_backward_is_refused() -> None:
     def forgetful(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for x, y in train_loader:
             run.backward(functional.cross_entropy(model(x.flatten(1)), y))
             optimizer.step()
 
     with pytest.raises(
-        ConfigError, match=r"run\.backward\(loss\) was called in a step, but run\.step\(optimizer\) was not"
+        ConfigError, match=r"run\.backward\(loss\) was called in a batch, but run\.step\(optimizer\) was not"
     ):
         Trainer(
             model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=forgetful, procs=2, max_restarts=0
@@ -303,6 +308,7 @@ def test_a_loop_that_steps_by_itself_after_run_backward_is_refused() -> None:
 def test_a_scheduler_that_is_not_tracked_is_reported() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
@@ -317,6 +323,7 @@ def test_a_scheduler_that_is_not_tracked_is_reported() -> None:
 def test_a_loop_without_run_epochs_keeps_no_checkpoints_and_says_so() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in range(num_epochs):
             for x, y in train_loader:
                 run.backward(functional.cross_entropy(model(x.flatten(1)), y))

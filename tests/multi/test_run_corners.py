@@ -54,6 +54,7 @@ def stop_at(run: Any, step: int) -> None:
 def test_max_steps_ends_within_an_epoch_and_more_epochs_than_planned_are_trained() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         return sum(step_of(model, run, optimizer, *batch) for _ in run.epochs(4) for batch in train_loader)
 
     assert start(train, max_steps=3).value == 3
@@ -64,6 +65,7 @@ def test_max_steps_ends_within_an_epoch_and_more_epochs_than_planned_are_trained
 def test_batches_can_be_seen_again_after_they_were_trained_on() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
@@ -78,6 +80,7 @@ def test_batches_can_be_seen_again_after_they_were_trained_on() -> None:
 def refused(mistake: Callable[..., Any]) -> Callable[..., Any]:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 mistake(model, run, optimizer, x, y, train_loader)
@@ -105,6 +108,36 @@ def two_styles(model, run, optimizer, x, y, loader):
     run.step(optimizer)
 
 
+def untracked(model, run, optimizer, x, y, loader):
+    step_of(model, run, torch.optim.SGD(model.parameters(), lr=0.1), x, y)
+
+
+def untracked_plainly(model, run, optimizer, x, y, loader):
+    loss_of(model, x, y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def wrapped(model, run, optimizer, x, y, loader):
+    wrapped.model = wrapped.model or nn.parallel.DistributedDataParallel(model)
+    step_of(wrapped.model, run, optimizer, x, y)
+
+
+def detached(model, run, optimizer, x, y, loader):
+    run.backward(loss_of(model, x, y).detach())
+
+
+def nested_epochs(model, run, optimizer, x, y, loader):
+    list(run.epochs(2))
+
+
+def negative_norm(model, run, optimizer, x, y, loader):
+    run.backward(loss_of(model, x, y))
+    run.step(optimizer, clip_norm=-1)
+
+
+wrapped.model = None
+
+
 def no_step(model, run, optimizer, x, y, loader):
     run.backward(loss_of(model, x, y))
     if run.step_number % 2:
@@ -117,8 +150,10 @@ def twice(model, run, optimizer, x, y, loader):
 
 
 def by_closure(model, run, optimizer, x, y, loader):
+    optimizer = torch.optim.LBFGS(model.parameters())
+    run.track(lbfgs=optimizer)
     run.backward(loss_of(model, x, y))
-    run.step(torch.optim.LBFGS(model.parameters()))
+    run.step(optimizer)
 
 
 def accumulated(model, run, optimizer, x, y, loader):
@@ -149,6 +184,12 @@ accumulated.batches = left_out.batches = 0
         (left_out, r"called for some batches of a step and not for others; .* with 0 \* loss"),
         (twice, "run.step was called twice for one batch"),
         (by_closure, "LBFGS several times"),
+        (untracked, r"run\.step\(optimizer\) got an optimizer that run\.track does not name"),
+        (untracked_plainly, r"optimizer\.step\(\) got an optimizer that run\.track does not name"),
+        (wrapped, "has wrapped the model in DistributedDataParallel"),
+        (detached, "a loss that depends on no trainable parameter"),
+        (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
+        (negative_norm, "clip_norm=-1.* must be a number above 0"),
     ],
 )
 def test_loops_that_would_train_wrongly_are_refused(mistake: Callable[..., Any], message: str, procs: int) -> None:
@@ -161,6 +202,7 @@ def test_a_step_that_is_left_before_its_update_leaves_nothing_behind(procs: int)
     def leave(is_computed: bool) -> Callable[..., Any]:
         def train(model, train_loader, val_loader, device, num_epochs, run):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            run.track(optimizer=optimizer)
             for _ in run.epochs(num_epochs):
                 for x, y in train_loader:
                     if run.step_number % STEPS == 2:
@@ -175,27 +217,10 @@ def test_a_step_that_is_left_before_its_update_leaves_nothing_behind(procs: int)
     assert computed.weights_sha256 == looked_at.weights_sha256
 
 
-def test_an_optimizer_that_is_not_named_is_restored_once() -> None:
-    """A scheduler that computes each rate from the one before shows a rate that is restored too late."""
-
-    def train(model, train_loader, val_loader, device, num_epochs, run):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4 * STEPS)
-        run.track(scheduler=scheduler)
-        for _ in run.epochs(num_epochs):
-            for batch in train_loader:
-                if step_of(model, run, optimizer, *batch):
-                    scheduler.step()
-                stop_at(run, STEPS + 2)
-
-    whole, parts = resumed(train, num_epochs=4)
-    assert parts.weights_sha256 == whole.weights_sha256
-    assert [text for text in warnings_in(whole.run_dir) if "run.track does not name changes its learning rate" in text]
-
-
 def test_an_optimizer_that_steps_by_itself_is_restored_and_keys_without_effect_are_named() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 functional.cross_entropy(model(x), y).backward()
@@ -206,12 +231,13 @@ def test_an_optimizer_that_steps_by_itself_is_restored_and_keys_without_effect_a
     whole, parts = resumed(train, later=1, lanes=1, ema=0.9, clip_norm=1.0)
     assert parts.weights_sha256 == whole.weights_sha256
     [warning] = warnings_in(whole.run_dir)
-    assert warning == "ema=0.9 and clip_norm=1.0 have no effect without run.backward(loss) and run.step(optimizer)"
+    assert warning == "clip_norm=1.0 and ema=0.9 have no effect without run.backward(loss) and run.step(optimizer)"
 
 
 def test_a_metric_that_differs_between_ranks_is_reported() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
@@ -227,6 +253,7 @@ def test_a_metric_that_differs_between_ranks_is_reported() -> None:
 def test_a_bad_update_counts_though_another_optimizer_has_a_good_one_after_it(procs: int) -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[1], model[2]))
+        run.track(first=first, second=second)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 run.backward(model[1](model[0](x)).sum() * float("nan"))
@@ -242,6 +269,7 @@ def test_a_bad_update_counts_though_another_optimizer_has_a_good_one_after_it(pr
 def test_a_group_that_is_added_later_is_summed_over_lanes_and_ranks() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        run.track(optimizer=optimizer)
         for epoch in run.epochs(num_epochs):
             if epoch == 1:
                 optimizer.add_param_group({"params": model[2].parameters()})
@@ -257,6 +285,7 @@ def test_a_group_that_is_added_later_is_summed_over_lanes_and_ranks() -> None:
 def test_metrics_after_a_loop_that_was_left_belong_to_the_epoch_and_agree_on_any_number_of_ranks() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:
                 if step_of(model, run, optimizer, x, y):
@@ -279,6 +308,7 @@ def test_metrics_after_a_loop_that_was_left_belong_to_the_epoch_and_agree_on_any
 def test_the_best_epoch_is_kept_though_its_last_step_is_saved_by_its_number() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for epoch in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
@@ -320,15 +350,20 @@ def test_all_parts_of_an_own_loop_are_restored() -> None:
     assert parts.value == whole.value
 
 
-def test_an_optimizer_of_each_epoch_and_two_loops_over_epochs_are_restored() -> None:
+@pytest.mark.parametrize("place", ["within an epoch", "at the last step of an epoch", "between epochs"])
+def test_an_optimizer_of_each_epoch_and_two_loops_over_epochs_are_restored(place: str) -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         rows = []
         for phase in range(2):
             for epoch in run.epochs(3):
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                run.track(optimizer=optimizer)
                 for batch in train_loader:
                     step_of(model, run, optimizer, *batch)
-                    stop_at(run, 4 * STEPS + 2)
+                    if place != "between epochs":
+                        stop_at(run, 4 * STEPS + (2 if place == "within an epoch" else 0))
+                if place == "between epochs":
+                    stop_at(run, 4 * STEPS)
                 rows.append((phase, epoch))
                 if (phase, epoch) == (0, 1):
                     break
@@ -337,7 +372,90 @@ def test_an_optimizer_of_each_epoch_and_two_loops_over_epochs_are_restored() -> 
     whole, parts = resumed(train, num_epochs=6)
     assert whole.value == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
     assert parts.weights_sha256 == whole.weights_sha256
+    assert parts.optimizer_sha256 == whole.optimizer_sha256
     assert parts.history == whole.history
+    assert not warnings_in(whole.run_dir)
+
+
+def test_a_scheduler_that_is_tracked_within_an_epoch_gives_the_rates_of_an_uninterrupted_run() -> None:
+    """It computes each rate from the one before, so a rate that is restored twice shows."""
+
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = None
+        for _ in run.epochs(num_epochs):
+            if optimizer is None:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4 * STEPS)
+                run.track(optimizer=optimizer, scheduler=scheduler)
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch):
+                    scheduler.step()
+                stop_at(run, 2)
+
+    whole, parts = resumed(train, num_epochs=4)
+    assert parts.weights_sha256 == whole.weights_sha256
+    assert "was called within an epoch, so a run restores optimizer only if" in warnings_in(whole.run_dir)[0]
+
+
+def test_a_stop_where_the_loop_is_left_resumes_after_the_epoch() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch) and run.step_number % STEPS == 3:
+                    stop_at(run, STEPS + 3)
+                    break
+
+    whole, parts = resumed(train, checkpoint={"every_steps": 3})
+    assert parts.weights_sha256 == whole.weights_sha256
+    assert parts.history == whole.history
+
+
+def test_an_average_that_is_moved_after_each_update_is_the_same_on_any_number_of_ranks() -> None:
+    """An AveragedModel counts its updates in a buffer, and copies the statistics of BatchNorm."""
+
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        run.track(optimizer=optimizer, average=average)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch):
+                    average.update_parameters(model)
+        return average.n_averaged.item(), [float(each.double().sum()) for each in average.module.state_dict().values()]
+
+    counts, sums = zip(*(start(train, procs, model_fn=conv_net).value for procs in (1, 2, 4)), strict=True)
+    assert counts == (3 * STEPS,) * 3
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_a_forward_pass_after_the_update_gives_the_same_buffers_on_any_number_of_ranks() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                step_of(model, run, optimizer, x, y)
+                with torch.no_grad():
+                    run.log(loss_after=functional.cross_entropy(model(x), y))
+
+    assert len({start(train, procs, model_fn=conv_net).weights_sha256 for procs in (1, 2, 4)}) == 1
+
+
+def test_logged_values_are_those_of_their_batch_and_count_once_for_each_update() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                run.log(bias=model[1].bias[:1].detach())
+                if step_of(model, run, optimizer, *batch):
+                    run.log(updates=run.step_number)
+
+    flat = {"dataset_fn": lambda: Images(70)}  # the last step is short
+    results = [start(train, procs, **flat) for procs in (1, 2, 4)]
+    assert results[0].history == results[1].history == results[2].history
 
 
 def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
@@ -347,29 +465,35 @@ def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
 
     def train(model, train_loader, val_loader, device, num_epochs, run):
         shape = next(iter(train_loader))[0].shape
+        run.state["before"] = run.sum(sum(x.sum().item() for x, _ in train_loader))  # a whole pass, before the epochs
+        head = torch.nn.Linear(2, 2)  # drawn after batches were read
+        run.state["equal"] = len(set(run.gather(head.weight.detach()[None, 0, 0]).tolist())) == 1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         batches = endless(train_loader)
         for _ in run.epochs(num_epochs):
             for _ in range(len(train_loader)):
                 step_of(model, run, optimizer, *next(batches))
                 stop_at(run, STEPS + 2)
-        return tuple(shape)
+        return shape, run.state["equal"]
 
     def plainly(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
 
-    whole = start(train, procs=2)
-    assert whole.value == (4, 1, 6, 6)
-    assert whole.weights_sha256 == start(plainly).weights_sha256
+    whole, parts = resumed(train)
+    assert whole.value == (torch.Size((4, 1, 6, 6)), True)
+    assert whole.weights_sha256 == parts.weights_sha256 == start(plainly).weights_sha256
     assert not warnings_in(whole.run_dir)
 
 
 def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step() -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         run.state["function"] = lambda: 1
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
@@ -393,6 +517,7 @@ def test_layers_with_shared_weights_under_reentrant_checkpointing_are_summed_onc
 
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)

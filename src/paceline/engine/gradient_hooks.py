@@ -35,6 +35,10 @@ class GradientHooks:
                 self._watched[parameter] = None
                 parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
+    def are_watched(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether any of these parameters has a hook."""
+        return any(parameter in self._watched for parameter in parameters)
+
     @contextmanager
     def sending(self, sums: GradientSums | None) -> Iterator[None]:
         """The backward pass of `run.backward`; with `sums`, gradients are sent while it runs."""

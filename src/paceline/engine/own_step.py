@@ -7,6 +7,7 @@ The user's code runs forward passes between the calls of this class; `worker/own
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -160,6 +161,11 @@ class OwnStep:
                 sent = self._early
             else:  # a further loss, which was not there in the step before
                 self._early.cancel()
+        if not value.requires_grad:
+            raise ConfigError(
+                "run.backward(loss) got a loss that depends on no trainable parameter; do not detach it or compute it "
+                "under torch.no_grad(), and look whether the parameters are frozen"
+            )
         self.clock.enter(BACKWARD)
         with self.hooks.sending(sent):
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
@@ -169,12 +175,15 @@ class OwnStep:
         """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
         lane = self._present("run.step(optimizer)")
         self._check_step(optimizer)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"run.step(…, clip_norm={clip_norm}) must be a number above 0, or None")
         self._form.append(optimizer)
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
             if lane.samples:
                 sums.add(self._place(lane))
             _clear(sums.parameters)
+            self._buffers.update_called()
             return False
         self.clock.enter(REDUCTION)
         sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
@@ -183,6 +192,7 @@ class OwnStep:
             self._divide_by_count(sums.parameters)
         self._update(optimizer, sums.parameters, clip_norm)
         _clear(sums.parameters)
+        self._buffers.updated()
         self.clock.enter(FORWARD)
         return True
 
@@ -276,7 +286,8 @@ class OwnStep:
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = self._sums.get(optimizer)
-        if known is None or len(known.parameters) != len(parameters):  # a group may have been added
+        # A group may have been added, or a parameter replaced.
+        if known is None or len(known.parameters) != len(parameters) or any(map(is_not, known.parameters, parameters)):
             self.hooks.watch(parameters)
             bucket_bytes = self.settings.bucket_mb * 2**20
             self._sums[optimizer] = GradientSums(parameters, self.lanes_per_rank, self.reduction, bucket_bytes)

@@ -22,7 +22,7 @@ from paceline.engine.own_step import OwnStep
 from paceline.engine.replica import BareReplica, check_trainable, place_model
 from paceline.system.signals import Stop
 from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
-from paceline.worker.callback_states import copied, restore_states
+from paceline.worker.callback_states import check_plain, copied, restore_states
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.epoch_inputs import EpochInputs
@@ -66,10 +66,12 @@ def restore_own(
         step.guard.set_counters(counters["stepper"])
     for name in restore_states(callbacks, counters.get("callbacks", {})):
         context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
+    train_state = TrainState.from_dict(counters["loop"])
     tracked = Tracked(
-        tracked_states(state), checkpoint.path, context.warn_once, step.replica.module, counters.get("frozen")
-    )
-    return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
+        tracked_states(state), checkpoint.path, context.warn_once, step.replica.module, frozen=counters.get("frozen"),
+        epochs=counters.get("tracked_epochs"), epoch=train_state.open_epoch,
+    )  # fmt: skip
+    return train_state, tracked, counters["own"]
 
 
 def build_own_loop(
@@ -83,13 +85,15 @@ def build_own_loop(
     logged = LoggedValues(world)
 
     def capture_with(counters: dict[str, Any]) -> CheckpointState:
+        if run.state:
+            check_plain("run.state", run.state)
         counters = {
             **counters,
             "stepper": step.counters(),
             "own": copied(run.state),
             "frozen": tracked.frozen(),
+            "tracked_epochs": {**tracked.epochs},
         }
-        tracked.check_state(run.state)
         return capture_own(module, tracked.states(), step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))

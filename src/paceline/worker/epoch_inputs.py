@@ -41,6 +41,12 @@ class EpochInputs:
         assert self.steps_per_epoch is not None
         return self._inputs_from(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
 
+    def present_epoch(self) -> int:
+        """The epoch in which the run is, counted from 0."""
+        if self.steps_per_epoch is None:
+            return self._state.stream_position[0]
+        return self._state.step // self.steps_per_epoch
+
     def is_over(self) -> bool:
         """Whether the run has reached its limit."""
         return self.limit is not None and self._state.step >= self.limit

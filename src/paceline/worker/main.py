@@ -196,7 +196,7 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
     context.progress.phase = "training"
     set_current_run(run)
     try:
-        with explaining_errors(loop.step.settings.precision), loop.noticing_steps():
+        with explaining_errors(loop.step.settings.precision), loop.checking_optimizers():
             value = config.function("train_fn")(
                 run.model, train_loader, val_loader, context.world.device, config.num_epochs, run=run
             )

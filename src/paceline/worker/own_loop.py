@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.data.feed import Feed
@@ -56,12 +58,15 @@ class OwnLoop:
         self._claimed = 0  # by the calls of run.epochs so far
         self._epoch: int | None = None  # that run.epochs has begun
         self._passes = 0  # over the loader, without run.epochs
+        self._has_trained = False  # whether a gradient was computed
+        self._first_step = self.state.step  # of this attempt
         self._trained = -1  # the last epoch whose batches were all trained on
         self._values: dict[str, Any] = {}  # logged after the batches of this epoch
         # The step whose batches the user's code gets
         self._open: StepInputs | None = None
         self._is_exchanging = False  # whether the exchange of the ranks for it has begun
         self._is_left = False  # whether the user's code has left the loader within it
+        self._is_in_epochs = False  # whether the user's code is within a loop over run.epochs
         self._begun = 0  # iterations over the loader so far
         self._stopped: StopAgreed | None = None
 
@@ -71,7 +76,7 @@ class OwnLoop:
         """The batches of this rank in the present epoch, from where the run is. All ranks."""
         self.check_stopped()
         self.close_step()
-        epoch = self._epoch if self._epoch is not None else self._passes
+        epoch = self._epoch if self._epoch is not None else max(self._passes, self.inputs.present_epoch())
         self._begun += 1
         begun = self._begun
         if self._is_read_again(epoch):
@@ -89,6 +94,7 @@ class OwnLoop:
                     yield batch
                 except GeneratorExit:
                     self._is_left = True  # what follows is not part of the batch; the step is closed by all ranks later
+                    seed_generators(self.seed, "left", inputs.step)
                     raise
                 if self._begun != begun:
                     raise ConfigError(
@@ -99,15 +105,25 @@ class OwnLoop:
                     return
                 self.step.check_lane()
                 self.step.leave()
+                self._has_trained |= self.step.is_begun or self.step.hooks.has_seen_plain
+            if self._is_only_read():
+                self._open = None
+                continue
             self._end_step(inputs)
             self.cycle.clock.enter(DATA)
             if self.state.is_finished:
                 break
         self.progress.batch = None
+        seed_generators(self.seed, "after the batches", epoch)
+        if self._is_only_read():
+            return
         if self._epoch is None:
             self._passes += 1
         self._trained = epoch
-        seed_generators(self.seed, "after the batches", epoch)
+
+    def _is_only_read(self) -> bool:
+        """Whether the user's code reads batches before its epochs, for example to measure them, without training."""
+        return self._epoch is None and not self._has_trained and self.inputs.steps_per_epoch is not None
 
     def _is_read_again(self, epoch: int) -> bool:
         """Whether the batches of an epoch were all trained on, and the user's code reads them again."""
@@ -157,19 +173,31 @@ class OwnLoop:
         """Log the step, and save or stop if the ranks agree on it. All ranks."""
         if self._epoch is None:
             self._check_outside_epochs()
+        if inputs.step == self._first_step:
+            self._check_not_wrapped()
         if not self.step.is_begun:
             self._warn_of_plain_step()
         self.begin_exchange()
         self._is_exchanging, self._open = False, None
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
-        if self.state.is_finished:  # the loaders end, and the user's code does what it does after them
+        if self.state.is_finished or self._is_left:  # the loop over the loader ends; a stop follows after the epoch
             answers = answers._replace(reason=0)
         try:
             # A checkpoint that is due after the last step of an epoch waits for the metrics of the epoch.
-            self.cycle.close(answers, can_save=self._epoch is not None and not inputs.ends_epoch)
+            can_save = self._epoch is not None and not inputs.ends_epoch and not self._is_left
+            self.cycle.close(answers, can_save=can_save)
         except StopAgreed as agreed:
             self._stopped = agreed
             raise
+
+    def _check_not_wrapped(self) -> None:
+        """Refuse a model that the user's code has wrapped in DDP, which would sum the gradients a second time."""
+        for wrapper in gc.get_objects():
+            if type(wrapper) is DistributedDataParallel and self.step.hooks.are_watched(wrapper.parameters()):
+                raise ConfigError(
+                    "train_fn has wrapped the model in DistributedDataParallel, but run.backward and run.step sum the "
+                    "gradients of the ranks; use the model as it is"
+                )
 
     def _warn_of_plain_step(self) -> None:
         """Warn of keys that have no effect in a step without run.backward and run.step."""
@@ -200,6 +228,10 @@ class OwnLoop:
 
     def epochs(self, number: int) -> Iterator[int]:
         """The epochs that are left of `number`, counted from 0. All ranks."""
+        if not isinstance(number, int):
+            raise ConfigError(f"run.epochs({number!r}) got a {type(number).__name__}; give a number of epochs")
+        if self._is_in_epochs:
+            raise ConfigError("run.epochs was called within a loop over run.epochs; call it once at a time")
         first, self._claimed = self._claimed, self._claimed + number
         for epoch in range(first, first + number):
             self.check_stopped()
@@ -212,7 +244,11 @@ class OwnLoop:
             self.step.watch_again()
             self.cycle.run.epoch = epoch + 1
             seed_generators(self.seed, "epoch", epoch)
-            yield epoch - first
+            self._is_in_epochs = True
+            try:
+                yield epoch - first
+            finally:
+                self._is_in_epochs = False
             self.finish_epoch()
 
     def finish_epoch(self) -> None:
@@ -222,6 +258,7 @@ class OwnLoop:
         if epoch is None:
             return
         cycle, state = self.cycle, self.state
+        self.tracked.check_epochs(epoch)
         is_ended = self.inputs.is_over() or state.is_finished
         if self.inputs.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
             state.step = max(state.step, (epoch + 1) * self.inputs.steps_per_epoch)
@@ -267,15 +304,26 @@ class OwnLoop:
         """Save the present state, unless the loop cannot be resumed; return whether it is on the disk. All ranks."""
         return bool(self._claimed) and self.cycle.save()
 
-    # --- optimizers ----------------------------------------------------------------------------------------------
+    # --- objects -----------------------------------------------------------------------------------------------
+
+    def track(self, name: str, thing: Any) -> None:
+        """Track an object, and restore it if the run resumes."""
+        replaced = self.tracked.add(name, thing, self._epoch)
+        if isinstance(replaced, torch.optim.Optimizer):
+            self.step.forget(replaced)
+
+    def check_tracked(self, optimizer: torch.optim.Optimizer, call: str) -> None:
+        """Refuse an optimizer that no checkpoint would hold; without run.epochs there are none."""
+        if self._epoch is not None:
+            self.tracked.check_has(optimizer, call)
 
     @contextmanager
-    def noticing_steps(self) -> Iterator[None]:
-        """Within this context, an optimizer that steps in a batch is tracked, also without run.step."""
+    def checking_optimizers(self) -> Iterator[None]:
+        """Within this context, refuse an optimizer of trained weights that steps by itself and is not tracked."""
 
         def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if self.step.lane is not None:
-                self.tracked.add_optimizer(optimizer)
+            if self.step.hooks.are_watched(optimizer.param_groups[0]["params"]):
+                self.check_tracked(optimizer, "optimizer.step()")
 
         hook = register_optimizer_step_pre_hook(on_step)
         try:
@@ -289,7 +337,7 @@ class OwnLoop:
         """Keep the values for the next log point, or for the row of this epoch."""
         lane, inputs = self.step.lane, self._open
         if lane is not None and inputs is not None and not self._is_left:
-            self.logged.add(inputs.step, lane.lane, lane.samples, values)
+            self.logged.add(lane, values)
         else:
             self._values |= {name: checked(name, value) for name, value in values.items()}
 

@@ -84,6 +84,11 @@ class TrainState:
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
 
+    @property
+    def open_epoch(self) -> int | None:
+        """The epoch, counted from 0, whose first step is done and whose row is not in the history; None between two."""
+        return self.epoch - 1 if self.epoch > (self.history[-1]["epoch"] if self.history else 0) else None
+
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainState:
         """The state from the result of `asdict`; also from checkpoints of earlier versions."""
