@@ -149,8 +149,6 @@ class LaneBuffers:
         """Begin a step with this number of lanes on this rank."""
         self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
-        self._versions: int | None = None  # of the buffers, when the update of this lane was called
-        self._has_forward_after_update = False
         self._before.take(self._state.tensors())
 
     def restore_start(self) -> None:
@@ -162,27 +160,15 @@ class LaneBuffers:
         if self._is_needed and self._entered:
             self._before.restore(self._state.tensors())
         self._entered += 1
-        self._versions = None
 
-    def update_called(self) -> None:
-        """In a lane that is not the last one: where its code calls for the update."""
-        if self._is_needed:
-            self._versions = self._version()
-
-    def updated(self) -> None:
-        """In the last lane, after the update: what changes buffers from here on is not part of a forward pass.
-
-        Unless other lanes have changed them there, too, in forward passes that follow the update.
-        """
-        if self._is_needed and not self._has_forward_after_update:
-            self.leave()
-            self.finish()
-            self._is_needed = False
+    def finish_early(self) -> None:
+        """In the last lane, after the update: what changes buffers from here on is no part of the lane, and is kept."""
+        self.leave()
+        self.finish()
+        self._is_needed = False
 
     def leave(self) -> None:
         """After the last forward pass of a lane."""
-        if self._versions is not None:
-            self._has_forward_after_update |= self._versions != self._version()
         if self._is_needed and self._keeps_first and self._entered == 1:
             self._after_first.take(self._state.tensors())
 
@@ -190,10 +176,6 @@ class LaneBuffers:
         """After the last lane."""
         if self._is_needed:
             (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
-
-    def _version(self) -> int:
-        """A number that grows when a buffer is changed; reading it does not wait for the device."""
-        return sum(tensor._version for tensor in self._state.tensors().values())
 
 
 class EvaluationBuffers:

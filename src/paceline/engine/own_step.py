@@ -183,7 +183,6 @@ class OwnStep:
             if lane.samples:
                 sums.add(self._place(lane))
             _clear(sums.parameters)
-            self._buffers.update_called()
             return False
         self.clock.enter(REDUCTION)
         sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
@@ -192,7 +191,7 @@ class OwnStep:
             self._divide_by_count(sums.parameters)
         self._update(optimizer, sums.parameters, clip_norm)
         _clear(sums.parameters)
-        self._buffers.updated()
+        self._buffers.finish_early()
         self.clock.enter(FORWARD)
         return True
 
