@@ -1,4 +1,4 @@
-"""Unusual own loops with `run`: left early, read again, resumed in odd places; each works or is refused."""
+"""Unusual loops of the user with `run`: left early, read again, resumed in odd places; each works or is refused."""
 
 from __future__ import annotations
 

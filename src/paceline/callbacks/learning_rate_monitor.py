@@ -31,5 +31,5 @@ class LearningRateMonitor(Callback):
         return {"last": self._last}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Do not log the same rates again."""
+        """Restore the rates that were logged last."""
         self._last = state["last"]

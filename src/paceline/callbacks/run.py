@@ -1,4 +1,4 @@
-"""`Run`: the run as callbacks and the user's own loop see it. The ranks give its methods their meaning."""
+"""`Run`: the run as callbacks and the user's own loop see it. `worker/rank_run.py` implements its methods."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Run:
         self._unavailable("ema_weights")
 
     def _unavailable(self, name: str) -> NoReturn:
-        raise ConfigError(f"run.{name} belongs to your own loop: a train_fn with the parameter run")
+        raise ConfigError(f"run.{name} works only in a train_fn with the parameter run")
 
 
 _current: list[Run] = []

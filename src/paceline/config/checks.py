@@ -17,7 +17,7 @@ ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, 
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
 RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
 
-LOSSES = ("val_loss", "train_loss")  # metrics of which less is better
+LOSSES = ("val_loss", "train_loss")  # metrics of which lower values are better
 
 
 def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
@@ -146,12 +146,12 @@ def _early_stop_metric_is_measured(config: Config) -> Iterator[str]:
 
 
 def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
-    """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
+    """The problem with a metric to watch: it is not measured, or whether higher or lower is better is not known."""
     measured = [*LOSSES, *config.metrics]
     if metric not in measured and not _names_its_numbers(config):
         yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
     elif mode is None and metric not in LOSSES:
-        yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
+        yield f"{key}.metric={metric!r} needs {key}.mode, whether higher or lower is better; give mode: max or min"
 
 
 # --- data and metrics ---------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("early_stop: {patience: VALUE}", values=VALUES["early_stop"], transformers="early_stopping_patience",
             lightning="patience", others="early_stopping"),
         Row("early_stop: {min_delta: VALUE}", lightning="min_delta", transformers="early_stopping_threshold"),
-        Row("early_stop: {metric: VALUE, mode: max}", "or mode min, if less is better",
+        Row("early_stop: {metric: VALUE, mode: max}", "or mode min, if lower is better",
             values=dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"), lightning="monitor"),
     ),
     "Epochs, steps and batches": (
@@ -209,7 +209,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("checkpoint: {keep: VALUE}", "the number of the newest ones", values={
             "0": "remove it, the newest is always kept", "-1": "write checkpoint: {keep: …}; a large number keeps all"},
             lightning="save_top_k", transformers="save_total_limit", accelerate="total_limit"),
-        Row("checkpoint: {best: {metric: VALUE, mode: max}}", "or mode min, if less is better",
+        Row("checkpoint: {best: {metric: VALUE, mode: max}}", "or mode min, if lower is better",
             values=dict.fromkeys(_LOSSES, f"write {_BEST}"), transformers="metric_for_best_model", lightning="monitor"),
         Row("checkpoint: {best: {mode: max, metric: …}}", values={
             "false": "write checkpoint: {best: {mode: min, metric: …}}"}, transformers="greater_is_better"),

@@ -176,7 +176,7 @@ class LaneBuffers:
 
 
 class EvaluationBuffers:
-    """Keeps buffers while an own loop evaluates: each batch begins with the same, and they end as before."""
+    """Keeps buffers while the user's own loop evaluates: each batch begins with the same, and they end as before."""
 
     def __init__(self, state: ForwardState, lanes: LaneBuffers) -> None:
         self._state, self._lanes = state, lanes
