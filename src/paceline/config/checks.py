@@ -14,9 +14,6 @@ from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS,
 Check = Callable[[Config], Iterable[str]]
 
 ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
-# Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
-RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
-
 LOSSES = ("val_loss", "train_loss")  # metrics of which lower values are better
 
 
@@ -200,11 +197,6 @@ def _names_its_numbers(config: Config) -> bool:
     return any(function is not None for function in (config.step_fn, config.evaluate_fn, config.train_fn))
 
 
-def _metric_names_are_free(config: Config) -> Iterator[str]:
-    for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
-        yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
-
-
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
     best, measured = config.checkpoint.best, [*LOSSES, *config.metrics]
     if _names_its_numbers(config):
@@ -281,7 +273,6 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
     _lanes_fill_the_global_batch: ("global_batch_size", "batch_size", "lanes"),
-    _metric_names_are_free: (),
     _best_metric_is_measured: ("metrics",),
     _nodes_have_rendezvous: ("nodes", "rendezvous"),
     _launcher_takes_nodes: (),

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.errors import ConfigError
+from paceline.observe.event_types import RESERVED_NAMES
 from paceline.world import World
 
 Sums = dict[int, dict[str, tuple[float, float]]]  # by step and name: the sum of a value, and of its weights
-# Fields of events, which a logged value of the same name would hide.
-RESERVED = {"self", "event", "time", "epoch", "epochs", "step", "steps", "lr", "grad_norm", "values", "train_loss"}
 
 
 class LoggedValue(NamedTuple):
@@ -71,7 +70,7 @@ class LoggedValues:
 
 def checked(name: str, value: Any) -> Any:
     """The value without its gradient; raises a ConfigError if it cannot be logged as one number under this name."""
-    if name in RESERVED:
+    if name in RESERVED_NAMES:
         raise ConfigError(f"run.log({name}=…) has a name that is reserved in events; choose another name")
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach()

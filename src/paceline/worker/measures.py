@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.config import Settings
-from paceline.config.checks import RESERVED_NAMES
 from paceline.engine.losses import sum_and_count
 from paceline.engine.objective import LOSS, logits_in, loss_in, objectives_of, parts_of, run_model
 from paceline.errors import ConfigError, DataError
+from paceline.observe.event_types import RESERVED_NAMES
 from paceline.world import World
 
 VAL_LOSS = "val_loss"
@@ -97,7 +97,7 @@ def evaluated(value: Any) -> dict[str, Any]:
         raise ConfigError(f"evaluate_fn returned a {type(value).__name__}; it must return a dict of numbers")
     named = {VAL_LOSS if name == LOSS else name: each for name, each in value.items()}
     for name in named:
-        if not isinstance(name, str) or name in RESERVED_NAMES - {VAL_LOSS}:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
             raise ConfigError(f"evaluate_fn returned a value named {name!r}, which events use; choose another name")
     return named
 
