@@ -29,8 +29,8 @@ def _grid(batch: Pixels) -> Pixels:
     columns = int(np.ceil(np.sqrt(number)))
     rows = -(-number // columns)
     grid = np.zeros((rows * (height + BORDER) - BORDER, columns * (width + BORDER) - BORDER, channels), np.uint8)
-    for place, image in enumerate(batch):
-        top, left = place // columns * (height + BORDER), place % columns * (width + BORDER)
+    for index, image in enumerate(batch):
+        top, left = index // columns * (height + BORDER), index % columns * (width + BORDER)
         grid[top : top + height, left : left + width] = image
     return grid
 
