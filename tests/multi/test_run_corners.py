@@ -238,13 +238,20 @@ def test_an_optimizer_of_each_epoch_and_two_loops_over_epochs_are_restored() -> 
     assert parts.history == whole.history
 
 
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 2))
+
+
 def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
     def endless(loader):
         while True:
             yield from loader
 
     def train(model, train_loader, val_loader, device, num_epochs, run):
-        shape = next(iter(train_loader))[0].shape
+        x, _ = next(iter(train_loader))
+        with torch.no_grad():
+            shape = model.eval()(x).shape
+        model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = endless(train_loader)
         for _ in run.epochs(num_epochs):
@@ -259,10 +266,22 @@ def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
 
-    whole = start(train, procs=2)
-    assert whole.value == (4, 1, 6, 6)
-    assert whole.weights_sha256 == start(plainly).weights_sha256
+    def looking_and_leaving(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(next(iter(train_loader))[0])  # in training mode, which moves the statistics of BatchNorm
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                loss = functional.cross_entropy(model(x), y)
+                if run.step_number == 2:  # after a forward pass in the step that follows
+                    break
+                run.backward(loss)
+                run.step(optimizer)
+
+    whole = start(train, procs=2, model_fn=normalized)
+    assert whole.value == (4, 2)
+    assert whole.weights_sha256 == start(plainly, model_fn=normalized).weights_sha256
     assert not warnings_in(whole.run_dir)
+    assert len({start(looking_and_leaving, procs, model_fn=normalized).weights_sha256 for procs in (1, 2)}) == 1
 
 
 def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step() -> None:
