@@ -10,7 +10,7 @@ from typing import Any
 import own_loop_cases as own
 import pytest
 import torch
-from exactness_cases import ODD, Images
+from exactness_cases import Images
 from faults import Disturbed, events, outcome, saved_steps, send_self, start, stop_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn

@@ -1,4 +1,4 @@
-"""Counts the evaluations since a metric last improved, for early stopping and for a learning rate that waits."""
+"""Counts the evaluations since a metric last improved, for early stopping and for the schedule `plateau`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ BY_DEFAULT = "remove it, this is the default"
 
 
 class Row(NamedTuple):
-    """What one or more names of other libraries, separated by spaces, are here."""
+    """One or more names of other libraries, separated by spaces, and what to write here instead."""
 
     write: str = ""  # YAML; VALUE stands for the user's value, … for one that the user knows. Empty: no such key
     note: str = ""
@@ -58,7 +58,7 @@ _IN_STEPS = "a number of steps"
 _ALL_ON_ONE_HOST = "the number of processes on each host"
 _HOSTS = "if there are several hosts; else remove it"
 
-# Values of other libraries for keys that are also called so here.
+# Values of other libraries for keys that have the same name here.
 VALUES: dict[str, Mapping[str, str]] = {
     "precision": _PRECISIONS,
     "max_steps": {"-1": "remove it, num_epochs ends the run"},

@@ -172,7 +172,7 @@ class EarlyStop(_Section):
 
 
 class Evaluate(_Section):
-    """When the validation data is evaluated, and in batches of which size."""
+    """When the validation data is evaluated, and the batch size."""
 
     every_steps: int | None = Field(None, ge=1)  # within an epoch
     every_epochs: int | None = Field(None, ge=1)  # None: every epoch

@@ -137,8 +137,8 @@ class Snapshot:
 class LaneBuffers:
     """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
 
-    The first lane is this rank's; rank 0's is lane 0, and its buffers are sent to the other ranks. If it is empty, the
-    buffers do not change.
+    The first lane is the first one of this rank. On rank 0 it is lane 0, whose buffers are sent to the other ranks. If
+    it has no samples, the buffers do not change.
     """
 
     def __init__(self, state: ForwardState) -> None:

@@ -24,7 +24,7 @@ def pixels_of(images: npt.NDArray[np.generic]) -> Pixels:
 
 
 def _grid(batch: Pixels) -> Pixels:
-    """The images of a batch in rows and columns, as nearly a square as possible."""
+    """The images of a batch in a grid that is as square as possible."""
     number, height, width, channels = batch.shape
     columns = int(np.ceil(np.sqrt(number)))
     rows = -(-number // columns)

@@ -20,7 +20,7 @@ VAL_LOSS = "val_loss"
 
 
 class BatchResult(NamedTuple):
-    """What the forward pass of a batch gives."""
+    """What the forward pass of a batch returns."""
 
     output: Any = None  # for metrics; the logits of an output of transformers
     target: Any = None
@@ -29,7 +29,7 @@ class BatchResult(NamedTuple):
 
 
 class Forward:
-    """Runs a model on a batch, as the keys of a config ask for it."""
+    """Runs a model on a batch, with the functions of the config."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.objectives = settings, objectives_of(settings)
@@ -142,7 +142,7 @@ class Measures:
 
 
 def _called(name: str, measure: Callable[..., Any], output: Any, target: Any) -> Any:
-    """The value of a loss or metric; an error that missing labels explain says so."""
+    """The value of a loss or metric; an error because labels are missing says so."""
     try:
         return measure(output, target)
     except (TypeError, AttributeError) as error:
