@@ -1,4 +1,4 @@
-"""Unusual own loops with `run`: left early, read again, resumed in odd places; each works or is refused."""
+"""Unusual loops of the user with `run`: left early, read again, resumed in odd places; each works or is refused."""
 
 from __future__ import annotations
 
@@ -445,13 +445,20 @@ def test_logged_values_are_those_of_their_batch_and_count_once_for_each_update()
     assert results[0].history == results[1].history == results[2].history
 
 
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, 2))
+
+
 def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
     def endless(loader):
         while True:
             yield from loader
 
     def train(model, train_loader, val_loader, device, num_epochs, run):
-        shape = next(iter(train_loader))[0].shape
+        x, _ = next(iter(train_loader))
+        with torch.no_grad():
+            shape = model.eval()(x).shape
+        model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(optimizer=optimizer)
         batches = endless(train_loader)
@@ -468,10 +475,22 @@ def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
 
-    whole = start(train, procs=2)
-    assert whole.value == (4, 1, 6, 6)
-    assert whole.weights_sha256 == start(plainly).weights_sha256
+    def looking_and_leaving(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(next(iter(train_loader))[0])  # in training mode, which moves the statistics of BatchNorm
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                loss = functional.cross_entropy(model(x), y)
+                if run.step_number == 2:  # after a forward pass in the step that follows
+                    break
+                run.backward(loss)
+                run.step(optimizer)
+
+    whole = start(train, procs=2, model_fn=normalized)
+    assert whole.value == (4, 2)
+    assert whole.weights_sha256 == start(plainly, model_fn=normalized).weights_sha256
     assert not warnings_in(whole.run_dir)
+    assert len({start(looking_and_leaving, procs, model_fn=normalized).weights_sha256 for procs in (1, 2)}) == 1
 
 
 def test_batches_that_are_read_before_the_epochs_do_not_count_as_training() -> None:

@@ -14,15 +14,15 @@ from paceline.callbacks.run import Run
 class BestCheckpoint(Callback):
     """Saves a checkpoint whenever a metric is better than in all evaluations before.
 
-    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    A metric that is not a loss needs a mode: whether higher ("max") or lower ("min") is better.
     """
 
     def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> None:
         self.metric, self.sign = metric, sign_of(metric, mode)
-        self.best = math.inf  # multiplied by the sign, so that less is better
+        self.best = math.inf  # multiplied by the sign, so that lower is better
 
     def on_start(self, run: Run) -> None:
-        """Know the epochs before, also from a checkpoint without a state of this callback."""
+        """Start from the best value in `run.history`, also after a checkpoint without a state of this callback."""
         self.best = min([self.best, *map(self._value_in, run.history)])
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
@@ -33,7 +33,7 @@ class BestCheckpoint(Callback):
             run.save()
 
     def _value_in(self, row: Mapping[str, Any]) -> float:
-        """The metric, where less is better; infinite if it is missing or not a number."""
+        """The metric times the sign, so that lower is better; infinite if it is missing or not a number."""
         value = row.get(self.metric)
         return math.inf if value is None or math.isnan(value) else float(self.sign * value)
 
@@ -42,5 +42,5 @@ class BestCheckpoint(Callback):
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with the best value so far."""
+        """Restore the best value so far."""
         self.best = state["best"]

@@ -13,7 +13,7 @@ from paceline.callbacks.run import Run
 class EarlyStopping(Callback):
     """Ends the run as complete when a metric has not improved by more than `min_delta` in `patience` evaluations.
 
-    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    A metric that is not a loss needs a mode: whether higher ("max") or lower ("min") is better.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
         self.patience = Patience("early_stop", metric, mode, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Count the evaluation; an own loop may have epochs without one."""
+        """Count the evaluation; the user's own loop may have epochs without one."""
         if run.is_own_loop and self.patience.metric not in metrics:
             return
         if self.patience.is_exhausted_by(metrics):

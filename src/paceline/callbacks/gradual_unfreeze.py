@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 class GradualUnfreeze(Callback):
     """Freezes modules at the start, and unfreezes one of them, in their order, each `every_epochs` or `every_steps`.
 
-    What is not named trains from the start. Which modules are frozen depends on the step alone, so nothing is saved.
+    Other modules train from the start. Which modules are frozen depends on the step alone, so nothing is saved.
     """
 
     needs_step_metrics = False

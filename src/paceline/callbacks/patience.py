@@ -1,4 +1,4 @@
-"""Counts the evaluations since a metric last improved, for early stopping and for a learning rate that waits."""
+"""Counts the evaluations since a metric last improved, for early stopping and for the schedule `plateau`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.errors import ConfigError
 
 
 def sign_of(metric: str, mode: Literal["min", "max"] | None) -> int:
-    """1 if less of a metric is better, −1 if more is; a ConfigError if that is not known."""
+    """1 if lower values of a metric are better, −1 if higher ones are; a ConfigError if that is not known."""
     if mode is None and not metric.endswith("loss"):
         raise ConfigError(
-            f'metric={metric!r} needs a mode, whether more or less is better; give mode="max" or mode="min"'
+            f'metric={metric!r} needs a mode, whether higher or lower is better; give mode="max" or mode="min"'
         )
     return -1 if mode == "max" else 1
 
@@ -27,7 +27,7 @@ class Patience:
         """`owner` is what the user knows the metric's setting by, for errors."""
         self.owner = owner
         self.metric, self.sign, self.patience, self.min_delta = metric, sign_of(metric, mode), patience, min_delta
-        self.best: float | None = None  # multiplied by the sign, so that less is better
+        self.best: float | None = None  # multiplied by the sign, so that lower is better
         self.waited = 0  # evaluations since the best one
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
@@ -53,5 +53,5 @@ class Patience:
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.best, self.waited = state["best"], state["waited"]

@@ -43,7 +43,7 @@ def needs_length(config: Config, training: Any) -> None:
 
 
 def shuffled(seed: int, size: int) -> Order:
-    """Every sample once in an epoch, in an order of the epoch's own."""
+    """Every sample once in an epoch, in another order in each epoch."""
     return lambda epoch, positions: indices_at(seed=seed, epoch=epoch, size=size, positions=positions)
 
 

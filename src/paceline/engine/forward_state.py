@@ -137,9 +137,9 @@ class Snapshot:
 class LaneBuffers:
     """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
 
-    The first lane is this rank's; rank 0's is lane 0, and its buffers are sent to the other ranks. If it is empty, the
-    buffers do not change. What the user's code does to buffers after the update of a step is kept, too, such as the
-    count of an average that it moves.
+    The first lane is the first one of this rank. On rank 0 it is lane 0, whose buffers are sent to the other ranks. If
+    it has no samples, the buffers do not change. What the user's code does to buffers after the update of a step is
+    kept, too, such as the count of an average that it moves.
     """
 
     def __init__(self, state: ForwardState) -> None:
@@ -179,7 +179,7 @@ class LaneBuffers:
 
 
 class EvaluationBuffers:
-    """Keeps buffers while an own loop evaluates: each batch begins with the same, and they end as before."""
+    """Keeps buffers while the user's own loop evaluates: each batch begins with the same, and they end as before."""
 
     def __init__(self, state: ForwardState, lanes: LaneBuffers) -> None:
         self._state, self._lanes = state, lanes

@@ -230,9 +230,9 @@ class Guard:
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         is_finite, means = totals.isfinite().all(dim=1).tolist(), (totals[:, 0] / totals[:, 1]).tolist()
-        places = {lane.lane % len(totals): lane for lane in lanes}
-        bad = [(place, lane) for place, lane in places.items() if not is_finite[place]]
-        return self._gathered((lane.lane, f"loss {means[place]}", lane.indices) for place, lane in bad)
+        by_index = {lane.lane % len(totals): lane for lane in lanes}
+        bad = [(index, lane) for index, lane in by_index.items() if not is_finite[index]]
+        return self._gathered((lane.lane, f"loss {means[index]}", lane.indices) for index, lane in bad)
 
     def _with_bad_gradients(self, lanes: Sequence[Lane], rerun: Rerun) -> list[BadLane]:
         """The lanes of all ranks whose gradients are not finite, found by running each lane alone. All ranks."""

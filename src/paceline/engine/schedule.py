@@ -57,7 +57,7 @@ class LearningRates:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class PlateauRates(LearningRates):
@@ -84,7 +84,7 @@ class PlateauRates(LearningRates):
         return {"reductions": self.reductions, "patience": self.patience.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if "reductions" in state:  # else the run had another schedule so far
             self.reductions = state["reductions"]
             self.patience.load_state_dict(state["patience"])

@@ -275,6 +275,10 @@ KnownEvent = Annotated[
     Field(discriminator="event"),
 ]
 
+# Names that a value of the user cannot have, because they are fields of the events in which values are plotted. `loss`
+# is the user's own. `self` is an argument of the methods that take values by their names.
+RESERVED_NAMES = frozenset({"self"}.union(*(kind.__annotations__ for kind in (StepEvent, EpochEvent, LoggedEvent))))
+RESERVED_NAMES -= {"loss"}
 
 # Values of fields that an event does not have. Metrics and times are not here: no value can stand for them.
 MISSING: dict[str, Event] = {

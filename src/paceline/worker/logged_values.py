@@ -11,11 +11,10 @@ import torch
 
 from paceline.data.lanes import Lane
 from paceline.errors import ConfigError
+from paceline.observe.event_types import RESERVED_NAMES
 from paceline.world import World
 
 Sums = dict[int, dict[str, tuple[float, float]]]  # by step and name: the sum of a value, and of its weights
-# Fields of events, which a logged value of the same name would hide.
-RESERVED = {"self", "event", "time", "epoch", "epochs", "step", "steps", "lr", "grad_norm", "values", "train_loss"}
 
 
 class LoggedValue(NamedTuple):
@@ -86,7 +85,7 @@ def checked(name: str, value: Any) -> Any:
 
     Raises a ConfigError if it cannot be logged as one number under this name.
     """
-    if name in RESERVED:
+    if name in RESERVED_NAMES:
         raise ConfigError(f"run.log({name}=…) has a name that is reserved in events; choose another name")
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         detached = value.detach()

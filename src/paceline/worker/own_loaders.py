@@ -26,7 +26,7 @@ class TrainLoader:
         self.sampler = self  # loops written for DistributedSampler call loader.sampler.set_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the order of each epoch is known."""
+        """Do nothing: every epoch already has its own order."""
 
     def __len__(self) -> int:
         if self._batches is None:

@@ -1,4 +1,4 @@
-"""The state of the managed loop between steps, and the plan of the run."""
+"""The state of a loop between steps, the managed one or the user's own, and the plan of the run."""
 
 from __future__ import annotations
 

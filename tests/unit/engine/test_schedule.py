@@ -302,7 +302,7 @@ def test_options_must_belong_to_the_schedule(schedule: dict[str, Any], problem: 
 def test_a_metric_that_is_not_a_loss_needs_a_mode() -> None:
     schedule = {"name": "plateau", "metric": "accuracy"}
     assert problems({**MANAGED, "metrics": ["accuracy"], "schedule": schedule}) == [
-        "schedule.metric='accuracy' needs schedule.mode, whether more or less of it is better; give mode: max or min"
+        "schedule.metric='accuracy' needs schedule.mode, whether higher or lower is better; give mode: max or min"
     ]
 
 
