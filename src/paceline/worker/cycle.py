@@ -113,7 +113,6 @@ class StepCycle:
 
         `is_requested`: a checkpoint of exactly this step is wanted.
         """
-        self.run.write_logged()
         if is_requested:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not answers.is_busy:
@@ -177,6 +176,7 @@ class StepCycle:
         for callback in self.callbacks:
             if callback.overrides(method):
                 self._call_one(callback, method, *arguments)
+        self.run.write_logged()
 
     def _call_one(self, callback: Callback, method: str, *arguments: Any) -> None:
         """Call a method with the same random numbers on all ranks; an error is reported with its name."""
@@ -197,6 +197,7 @@ class StepCycle:
             self.log.collect()
         for callback in self._on_step:
             self._call_one(callback, "on_step", self.log.last if callback.needs_step_metrics else {})
+        self.run.write_logged()
 
     def _call_on_checkpoint(self) -> None:
         """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""
