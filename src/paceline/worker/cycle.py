@@ -87,7 +87,7 @@ class StepCycle:
     def begin(self, inputs: StepInputs) -> None:
         """Before a step: begin the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
-        reason = FINISH if self.run.finish_requested is not None else self.stop_reason()
+        reason = FINISH if self.run.asked_to_finish is not None else self.stop_reason()
         self.exchange.begin(reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
 
     def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
@@ -106,6 +106,7 @@ class StepCycle:
             self.compare_replicas()
         answers = Answers(*self.exchange.end())
         state.is_finished = answers.reason == FINISH
+        self._share(answers.reason)
         return answers
 
     def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
@@ -134,20 +135,30 @@ class StepCycle:
 
     def stop_reason(self) -> int:
         """The number of this rank's reason to stop, or 0."""
-        return self.stop.reason or (BY_CALLBACK if self.run.stop_requested is not None else 0)
+        return self.stop.reason or (BY_CALLBACK if self.run.asked_to_stop is not None else 0)
 
-    def reason_text(self, reason: int) -> str:
-        """Why the loop stopped, in words."""
-        return self.run.stop_requested or "a callback" if reason == BY_CALLBACK else describe(reason)
+    def _share(self, reason: int) -> None:
+        """Give all ranks the text of a reason that they have agreed on. All ranks, with the same reason."""
+        run = self.run
+        if reason == FINISH:
+            run.finish_requested = run.finish_requested or self._first(run.asked_to_finish)
+        elif reason:
+            run.stop_requested = self._first(run.asked_to_stop) if reason == BY_CALLBACK else describe(reason)
 
-    def early_end(self) -> dict[str, str]:
-        """Why the run has finished before its last step, as a field of an event; empty if it has not."""
-        return {"reason": self.run.finish_requested or "a callback"} if self.state.is_finished else {}
+    def _first(self, text: str | None) -> str | None:
+        """The text of the first rank that has one. All ranks."""
+        return next((each for each in self.world.gather_objects(text) if each is not None), None)
+
+    def withdraw_finish(self) -> None:
+        """Forget that the run is to end before its last step."""
+        self.state.is_finished = False
+        self.run.asked_to_finish = self.run.finish_requested = None
 
     def check_stop(self) -> None:
         """Raise StopAgreed if any rank has a reason to stop. All ranks."""
         self.exchange.begin(self.stop_reason())
         [reason] = self.exchange.end()
+        self._share(reason)
         if reason:
             raise StopAgreed(reason)
 
@@ -208,9 +219,11 @@ class StepCycle:
         """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
-        self.exchange.begin(self.run.save_requested, self.run.finish_requested is not None)
+        self.exchange.begin(self.run.save_requested, self.run.asked_to_finish is not None)
         is_requested, is_finished = self.exchange.end()
-        self.state.is_finished = self.state.is_finished or bool(is_finished)
+        if is_finished:
+            self.state.is_finished = True
+            self._share(FINISH)
         return bool(is_requested)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -232,9 +245,9 @@ class StepCycle:
         """The state to save, after the events and buffers of this step are complete. All ranks."""
         self.log.collect()
         self.replica.share_buffers()
+        self.state.finish_requested = self._first(self.run.asked_to_finish)  # by one rank, maybe
         return self._state()
 
     def _state(self) -> CheckpointState:
         """The state of model, optimizers, loop and callbacks. All ranks."""
-        self.state.finish_requested = self.run.finish_requested
         return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})

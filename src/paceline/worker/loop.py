@@ -65,14 +65,15 @@ class Loop:
                 self._take(inputs)
                 self.stepper.clock.enter(DATA)
         except StopAgreed as agreed:
-            return 0 if self.state.is_finished else int(agreed.args[0])
+            reason = int(agreed.args[0])
+            return 0 if reason == FINISH else reason
         finally:
             self.progress.batch = None
         return 0
 
     def finish(self, reason: int) -> None:
         """Call `on_stop`, after the loop. All ranks."""
-        self.cycle.call("on_stop", self.cycle.reason_text(reason) if reason else None)
+        self.cycle.call("on_stop", self.cycle.run.stop_requested if reason else None)
 
     def _all_inputs(self) -> Iterator[StepInputs]:
         """The inputs of all remaining steps; measures the samples' losses if the order depends on them. All ranks."""
@@ -112,7 +113,7 @@ class Loop:
         if not answers.reason or state.is_finished:
             is_requested = self._evaluate_if_due(inputs.epoch)
         if inputs.ends_run:
-            state.is_finished, self.cycle.run.finish_requested = False, None  # it ends here anyway
+            self.cycle.withdraw_finish()  # it ends here anyway
         elif state.is_finished:
             self.cycle.compare_replicas()
             answers = answers._replace(reason=FINISH)

@@ -155,7 +155,7 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     progress.phase = "writing the result"
     loop.finish(reason)
     if reason:
-        write_stop(context, loop.cycle, reason, is_saved)
+        write_stop(context, loop.cycle, is_saved=is_saved)
     else:
         finish_run(context, loop, identity["config"])
     context.events.close()
@@ -178,9 +178,9 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     reason, value = call_train_fn(context, run, *loaders)
     is_saved = run.loop.save()
     progress.phase = "writing the result"
-    run.loop.cycle.call("on_stop", run.loop.cycle.reason_text(reason) if reason else None)
+    run.loop.cycle.call("on_stop", run.stop_requested if reason else None)
     if reason:
-        write_stop(context, run.loop.cycle, reason, is_saved)
+        write_stop(context, run.loop.cycle, is_saved=is_saved)
     else:
         for module in (run.model, *run.loop.tracked.modules()):
             compare_ranks(context, module, {name for name, _ in module.named_parameters()})
@@ -230,9 +230,9 @@ def check_space(context: Context, stepper: Stepper) -> None:
     context.world.decide(check)
 
 
-def write_stop(context: Context, cycle: StepCycle, reason: int, is_saved: bool) -> None:
+def write_stop(context: Context, cycle: StepCycle, *, is_saved: bool) -> None:
     """Write an event and a file about where and why the run stopped."""
-    facts = {"step": cycle.state.step, "reason": cycle.reason_text(reason), "is_saved": is_saved}
+    facts = {"step": cycle.state.step, "reason": cycle.run.stop_requested, "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
         write_json(context.folder.stopped, facts)
@@ -251,9 +251,10 @@ def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> Non
     )  # fmt: skip
     if world.is_main:
         write_patiently(write, context.progress)
+    early_end = {"reason": loop.cycle.run.finish_requested} if state.is_finished else {}
     context.events.write(
         "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
-        **loop.cycle.early_end(),
+        **early_end,
     )  # fmt: skip
 
 
@@ -269,9 +270,10 @@ def finish_own_run(context: Context, run: OwnRun, value: Any, identity: dict[str
     )  # fmt: skip
     if context.world.is_main:
         write_patiently(write, context.progress)
+    early_end = {"reason": loop.cycle.run.finish_requested} if state.is_finished else {}
     context.events.write(
         "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
-        **loop.cycle.early_end(),
+        **early_end,
     )  # fmt: skip
 
 
