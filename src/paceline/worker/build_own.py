@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks import Callback
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture_own, tracked_states
 from paceline.data import batches
@@ -22,7 +23,7 @@ from paceline.engine.own_step import OwnStep
 from paceline.engine.replica import BareReplica, check_trainable, place_model
 from paceline.system.signals import Stop
 from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
-from paceline.worker.callback_states import copied, restore_states
+from paceline.worker.callback_states import copied
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.logged_values import LoggedValues
@@ -30,7 +31,7 @@ from paceline.worker.own_loaders import TrainLoader, ValLoader
 from paceline.worker.own_loop import OwnLoop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.rank_run import run_facts
-from paceline.worker.restore import LoadedCheckpoint
+from paceline.worker.restore import LoadedCheckpoint, restore_loop
 from paceline.worker.state import TrainState
 from paceline.worker.tracked import Tracked
 
@@ -56,17 +57,11 @@ def restore_own(
     """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
     if checkpoint is None:
         return TrainState(), Tracked({}, None, context.warn, step.replica.module), {}
-    state = checkpoint.state
-    if step.ema is not None:
-        for name, average in step.ema.averages().items():
-            average.copy_(state.groups["ema"][name])
-    counters = state.values["counters"]
+    state, counters = checkpoint.state, checkpoint.state.values["counters"]
     if step.guard is not None:
         step.guard.set_counters(counters["stepper"])
-    for name in restore_states(callbacks, counters.get("callbacks", {})):
-        context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
     tracked = Tracked(tracked_states(state), checkpoint.path, context.warn, step.replica.module, counters.get("frozen"))
-    return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
+    return restore_loop(context, checkpoint, step.ema, callbacks), tracked, counters["own"]
 
 
 def build_own_loop(
@@ -83,13 +78,14 @@ def build_own_loop(
         counters = {
             **counters,
             "stepper": step.counters(),
-            "own": copied(run.state),
+            "own": copied("run.state", run.state),
             "frozen": tracked.frozen(),
         }
         tracked.check_state(run.state)
         return capture_own(module, tracked.states(), step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
+    set_current_run(run)
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
     )
