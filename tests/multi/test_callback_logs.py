@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from exactness_cases import Images, conv_net
-from faults import events, start
+from faults import events, outcome, start
 from torch.nn import functional
 
+import paceline
 from paceline import Callback, Run, Trainer
 from paceline.errors import Stopped
 
@@ -66,3 +69,95 @@ def test_what_a_callback_logs_has_the_step_at_which_it_was_called(train: Any, pe
     assert logged("evaluate") == [per_epoch, last]
     assert logged("stop") == [last]
     assert logged("checkpoint")[-1] == last
+
+
+# --- what all ranks know ------------------------------------------------------------------------------------
+
+
+class Witness(Callback):
+    """Acts on rank 1 after step 3, and writes what each rank sees of it afterwards."""
+
+    needs_step_metrics = False
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def _write(self, run: Run, name: str) -> None:
+        with (run.folder / f"seen-{run.rank}").open("a") as file:
+            file.write(f"{name} {run.step_number} {run.stop_requested} {run.finish_requested}\n")
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self._write(run, "step")
+        if run.rank == 1 and run.step_number == 3:
+            if self.what == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                getattr(run, self.what)("enough of it")
+            self._write(run, "asked")
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self._write(run, "evaluate")
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        self._write(run, f"stop {reason}")
+
+
+def seen(rank: int) -> list[str]:
+    return [line for line in Path(f"run/seen-{rank}").read_text().splitlines() if not line.startswith("asked")]
+
+
+@pytest.mark.parametrize(("what", "text"), [("stop", "enough of it"), ("signal", "SIGTERM")])
+def test_all_ranks_see_why_the_run_stops_and_none_before_the_others(what: str, text: str) -> None:
+    with pytest.raises(Stopped, match=f"stopped by {text} at step 4"):
+        start(callbacks=[Witness(what)], procs=2)
+    steps = [f"step {step} None None" for step in range(1, 5)]
+    assert seen(0) == seen(1) == [*steps, f"stop {text} 4 {text} None"]
+    assert "asked 3 None None" in Path("run/seen-1").read_text()
+
+
+def test_all_ranks_of_an_own_loop_see_why_the_run_is_finished() -> None:
+    result = Trainer(**OWN, callbacks=[Witness("finish")]).start()
+    assert result.value == "enough of it"
+    assert seen(0) == seen(1)
+    assert seen(0)[-1] == "stop None 4 None enough of it"
+    assert events("run_finished")[0]["reason"] == "enough of it"
+
+
+def test_functions_of_the_managed_loop_know_the_run() -> None:
+    def step(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": functional.cross_entropy(model(batch[0]), batch[1]), "at": float(number())}
+
+    def evaluate(model: Any, batch: Any) -> dict[str, float]:
+        return {"at": float(number())}
+
+    def number() -> int:
+        return paceline.current_run().step_number
+
+    functions = {"step_fn": step, "evaluate_fn": evaluate, "loss_fn": None, "metrics": []}
+    result = start(**functions, procs=2, num_epochs=2, log={"every_steps": 1})
+    assert [row["at"] for row in result.history] == [7, 14]
+    assert [event["values"]["at"] for event in events("step")] == list(range(14))
+    with pytest.raises(paceline.errors.ConfigError, match="known only while a rank trains"):
+        number()
+
+
+# --- what a checkpoint keeps --------------------------------------------------------------------------------
+
+
+class FreezeAndStop(Callback):
+    """Freezes a part of the model after step 3, and stops a run on one rank two steps later."""
+
+    needs_step_metrics = False
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        if run.step_number == 3:
+            run.freeze("0")
+        if run.step_number == 5 and run.world_size == 1:
+            run.stop("a test")
+
+
+def test_parameters_that_a_callback_has_frozen_stay_frozen_in_a_resumed_run() -> None:
+    whole = start(callbacks=[FreezeAndStop()], procs=2, run_dir="whole")
+    with pytest.raises(Stopped):
+        start(callbacks=[FreezeAndStop()], procs=1)
+    assert outcome(start(callbacks=[FreezeAndStop()], procs=2, resume="auto")) == outcome(whole)

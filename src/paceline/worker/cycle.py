@@ -68,6 +68,7 @@ class StepCycle:
         self.module = self.replica.module
         self._on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
         self._is_reserved = False
+        self._held: tuple[dict[str, Any], list[str]] | None = None  # see `hold_callbacks`
 
     def start(self) -> None:
         """Prepare for the first step of this attempt. All ranks."""
@@ -250,4 +251,13 @@ class StepCycle:
 
     def _state(self) -> CheckpointState:
         """The state of model, optimizers, loop and callbacks. All ranks."""
-        return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})
+        states, self.state.frozen = self._held or self._state_of_callbacks()
+        return self.capture({"loop": asdict(self.state), "callbacks": states})
+
+    def hold_callbacks(self) -> None:
+        """Have all further checkpoints of this attempt keep the present state of the callbacks."""
+        self._held = self._state_of_callbacks()
+
+    def _state_of_callbacks(self) -> tuple[dict[str, Any], list[str]]:
+        """The states of the callbacks, and the names of the parameters that they have frozen."""
+        return states_of(self.callbacks), sorted(self.run.frozen)

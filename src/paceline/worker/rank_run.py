@@ -133,7 +133,7 @@ def run_facts(context: Context, plan: LoopPlan, state: TrainState) -> dict[str, 
         "world": world, "events": context.events, "rank": world.rank, "world_size": world.size,
         "device": world.device, "folder": context.folder.path, "total_steps": plan.total_steps,
         "step_number": state.step, "epoch": state.epoch, "epochs_done": state.epochs_done, "history": state.history,
-        "asked_to_finish": state.finish_requested,
+        "frozen": frozenset(state.frozen), "asked_to_finish": state.finish_requested,
         "finish_requested": state.finish_requested if state.is_finished else None,
     }  # fmt: skip
 
