@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -512,17 +515,30 @@ def test_batches_that_are_read_before_the_epochs_do_not_count_as_training() -> N
     assert parts.weights_sha256 == whole.weights_sha256
 
 
-def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step() -> None:
+@pytest.mark.parametrize("make", [lambda: print, threading.Lock], ids=["a function", "what cannot be copied"])
+def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(make: Callable[[], Any]) -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(optimizer=optimizer)
-        run.state["function"] = lambda: 1
+        run.state["thing"] = make()
         for _ in run.epochs(num_epochs):
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
 
     with pytest.raises(ConfigError, match=r"run\.state cannot be kept in a checkpoint"):
         start(train)
+
+
+def test_an_own_loop_does_not_start_without_space_for_its_checkpoints() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        raise AssertionError("it has started")
+
+    def model_on_a_full_disk() -> nn.Module:
+        shutil.disk_usage = lambda path: SimpleNamespace(free=100)  # in the process of this rank
+        return nn.Linear(36, 2)
+
+    with pytest.raises(ConfigError, match="two checkpoints need"):
+        start(train, model_fn=model_on_a_full_disk)
 
 
 def test_layers_with_shared_weights_under_reentrant_checkpointing_are_summed_once() -> None:

@@ -24,8 +24,9 @@ class GradualUnfreeze(Callback):
         self._trained = 0  # modules that train already
 
     def on_start(self, run: Run) -> None:
-        """Freeze the modules that do not train yet."""
+        """Freeze the modules that do not train yet, and no others of these."""
         self._trained = self._trained_at(run)
+        run.unfreeze(*self.modules[: self._trained])  # the checkpoint may be of a run with other intervals
         run.freeze(*self.modules[self._trained :])
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:

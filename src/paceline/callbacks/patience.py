@@ -18,6 +18,14 @@ def sign_of(metric: str, mode: Literal["min", "max"] | None) -> int:
     return -1 if mode == "max" else 1
 
 
+def measured(key: str, metric: str, metrics: Mapping[str, float | None]) -> float | None:
+    """The value of a metric that the user has named by `key`; a ConfigError if it is not measured."""
+    if metric not in metrics:
+        known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
+        raise ConfigError(f"{key}={metric!r} is not measured; use {known}")
+    return metrics[metric]
+
+
 class Patience:
     """Whether a metric has not improved by more than `min_delta` in the last `patience` evaluations."""
 
@@ -32,10 +40,7 @@ class Patience:
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
         """Count an evaluation; a metric that is not a number is no improvement."""
-        if self.metric not in metrics:
-            known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
-            raise ConfigError(f"{self.owner}.metric={self.metric!r} is not measured; use {known}")
-        value = metrics[self.metric]
+        value = measured(f"{self.owner}.metric", self.metric, metrics)
         number = math.nan if value is None else self.sign * value
         if number < (math.inf if self.best is None else self.best - self.min_delta):
             self.best, self.waited = number, 0

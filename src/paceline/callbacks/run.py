@@ -33,9 +33,12 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     is_own_loop: bool = False  # whether the loop is the user's train_fn, whose epochs may have no evaluation
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
-    stop_requested: str | None = None  # the reason that was given to `stop`
+    stop_requested: str | None = None  # why all ranks stop after this step: by `stop`, a signal or the time limit
+    finish_requested: str | None = None  # the reason given to `finish`, once all ranks have agreed to end the run
+    # What was asked for on this rank alone; the loop shares it with the others.
     save_requested: bool = False
-    finish_requested: str | None = None  # the reason that was given to `finish`
+    asked_to_stop: str | None = None
+    asked_to_finish: str | None = None
     frozen: frozenset[str] = frozenset()  # the names of parameters that were frozen by `freeze`
 
     @property
@@ -49,11 +52,11 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
-        self.stop_requested = reason
+        self.asked_to_stop = reason
 
     def finish(self, reason: str) -> None:
         """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
-        self.finish_requested = reason
+        self.asked_to_finish = reason
 
     def freeze(self, *names: str) -> None:
         """Leave parameters unchanged from the next step on; a name is that of a parameter, or of a module above it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks.patience import Patience
+from paceline.callbacks.patience import Patience, measured
 from paceline.config import Config, Schedule
 from paceline.data.seeding import keyed_generators
 from paceline.engine.optimizers import lrs_of, set_lr
@@ -112,9 +112,12 @@ class SchedulerRates(LearningRates):
             self.scheduler.step()
 
     def after_evaluation(self, metrics: Metrics) -> None:
-        """Step a scheduler that needs a metric: the loss on the validation data, or else on the training data."""
-        value = metrics.get("val_loss", metrics.get("train_loss"))
-        if self.scheduler.takes_metric and value is not None:
+        """Step a scheduler that needs a metric: the one it names, or the loss: of validation, or else of training."""
+        if not self.scheduler.takes_metric:
+            return
+        name = self.scheduler.metric or ("val_loss" if "val_loss" in metrics else "train_loss")
+        value = measured("the scheduler's metric", name, metrics)
+        if value is not None:
             self.scheduler.step(value)
 
     def state_dict(self) -> dict[str, Any]:

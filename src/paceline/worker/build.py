@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks import BestCheckpoint, Callback, EarlyStopping
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
@@ -180,6 +181,8 @@ def build_loop(
     state: TrainState, callbacks: list[Callback],
 ) -> Loop:  # fmt: skip
     """The managed loop over the inputs of all remaining steps. All ranks."""
+    run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
+    set_current_run(run)  # before functions of the user are tried
     inputs = build_inputs(context, stepper, plan, state)
     if evaluator is not None:
         context.progress.phase = "trying the evaluation"
@@ -192,7 +195,6 @@ def build_loop(
         loss = stepper.replica.forward_state.of_loss()
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
-    run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
     cycle = StepCycle(
         context, stepper.replica, stepper.clock, stepper.guard, plan, saver, stop, state, callbacks, run, capture_with
     )

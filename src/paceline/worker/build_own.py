@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks import Callback
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture_own, tracked_states
 from paceline.data import batches
@@ -22,7 +23,7 @@ from paceline.engine.own_step import OwnStep
 from paceline.engine.replica import BareReplica, check_trainable, place_model
 from paceline.system.signals import Stop
 from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
-from paceline.worker.callback_states import check_plain, copied, restore_states
+from paceline.worker.callback_states import check_plain, copied
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.epoch_inputs import EpochInputs
@@ -31,7 +32,7 @@ from paceline.worker.own_loaders import TrainLoader, ValLoader
 from paceline.worker.own_loop import OwnLoop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.rank_run import run_facts
-from paceline.worker.restore import LoadedCheckpoint
+from paceline.worker.restore import LoadedCheckpoint, restore_loop
 from paceline.worker.state import TrainState
 from paceline.worker.tracked import Tracked
 
@@ -57,16 +58,10 @@ def restore_own(
     """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
     if checkpoint is None:
         return TrainState(), Tracked({}, None, context.warn_once, step.replica.module), {}
-    state = checkpoint.state
-    if step.ema is not None:
-        for name, average in step.ema.averages().items():
-            average.copy_(state.groups["ema"][name])
-    counters = state.values["counters"]
+    state, counters = checkpoint.state, checkpoint.state.values["counters"]
     if step.guard is not None:
         step.guard.set_counters(counters["stepper"])
-    for name in restore_states(callbacks, counters.get("callbacks", {})):
-        context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
-    train_state = TrainState.from_dict(counters["loop"])
+    train_state = restore_loop(context, checkpoint, step.ema, callbacks)
     tracked = Tracked(
         tracked_states(state), checkpoint.path, context.warn_once, step.replica.module, frozen=counters.get("frozen"),
         epochs=counters.get("tracked_epochs"), epoch=train_state.open_epoch,
@@ -90,13 +85,14 @@ def build_own_loop(
         counters = {
             **counters,
             "stepper": step.counters(),
-            "own": copied(run.state),
+            "own": copied("run.state", run.state),
             "frozen": tracked.frozen(),
             "tracked_epochs": {**tracked.epochs},
         }
         return capture_own(module, tracked.states(), step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
+    set_current_run(run)
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
     )

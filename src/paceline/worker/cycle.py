@@ -68,6 +68,7 @@ class StepCycle:
         self.module = self.replica.module
         self._on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
         self._is_reserved = False
+        self._held: tuple[dict[str, Any], list[str]] | None = None  # see `hold_callbacks`
 
     def start(self) -> None:
         """Prepare for the first step of this attempt. All ranks."""
@@ -87,7 +88,7 @@ class StepCycle:
     def begin(self, inputs: StepInputs) -> None:
         """Before a step: begin the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
-        reason = FINISH if self.run.finish_requested is not None else self.stop_reason()
+        reason = FINISH if self.run.asked_to_finish is not None else self.stop_reason()
         self.exchange.begin(reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
 
     def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
@@ -106,6 +107,7 @@ class StepCycle:
             self.compare_replicas()
         answers = Answers(*self.exchange.end())
         state.is_finished = answers.reason == FINISH
+        self._share(answers.reason)
         return answers
 
     def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
@@ -113,7 +115,6 @@ class StepCycle:
 
         `is_requested`: a checkpoint of exactly this step is wanted.
         """
-        self.run.write_logged()
         if is_requested:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not answers.is_busy:
@@ -135,20 +136,30 @@ class StepCycle:
 
     def stop_reason(self) -> int:
         """The number of this rank's reason to stop, or 0."""
-        return self.stop.reason or (BY_CALLBACK if self.run.stop_requested is not None else 0)
+        return self.stop.reason or (BY_CALLBACK if self.run.asked_to_stop is not None else 0)
 
-    def reason_text(self, reason: int) -> str:
-        """Why the loop stopped, in words."""
-        return self.run.stop_requested or "a callback" if reason == BY_CALLBACK else describe(reason)
+    def _share(self, reason: int) -> None:
+        """Give all ranks the text of a reason that they have agreed on. All ranks, with the same reason."""
+        run = self.run
+        if reason == FINISH:
+            run.finish_requested = run.finish_requested or self._first(run.asked_to_finish)
+        elif reason:
+            run.stop_requested = self._first(run.asked_to_stop) if reason == BY_CALLBACK else describe(reason)
 
-    def early_end(self) -> dict[str, str]:
-        """Why the run has finished before its last step, as a field of an event; empty if it has not."""
-        return {"reason": self.run.finish_requested or "a callback"} if self.state.is_finished else {}
+    def _first(self, text: str | None) -> str | None:
+        """The text of the first rank that has one. All ranks."""
+        return next((each for each in self.world.gather_objects(text) if each is not None), None)
+
+    def withdraw_finish(self) -> None:
+        """Forget that the run is to end before its last step."""
+        self.state.is_finished = False
+        self.run.asked_to_finish = self.run.finish_requested = None
 
     def check_stop(self) -> None:
         """Raise StopAgreed if any rank has a reason to stop. All ranks."""
         self.exchange.begin(self.stop_reason())
         [reason] = self.exchange.end()
+        self._share(reason)
         if reason:
             raise StopAgreed(reason)
 
@@ -177,6 +188,7 @@ class StepCycle:
         for callback in self.callbacks:
             if callback.overrides(method):
                 self._call_one(callback, method, *arguments)
+        self.run.write_logged()
 
     def _call_one(self, callback: Callback, method: str, *arguments: Any) -> None:
         """Call a method with the same random numbers on all ranks; an error is reported with its name."""
@@ -197,6 +209,7 @@ class StepCycle:
             self.log.collect()
         for callback in self._on_step:
             self._call_one(callback, "on_step", self.log.last if callback.needs_step_metrics else {})
+        self.run.write_logged()
 
     def _call_on_checkpoint(self) -> None:
         """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""
@@ -207,9 +220,11 @@ class StepCycle:
         """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
-        self.exchange.begin(self.run.save_requested, self.run.finish_requested is not None)
+        self.exchange.begin(self.run.save_requested, self.run.asked_to_finish is not None)
         is_requested, is_finished = self.exchange.end()
-        self.state.is_finished = self.state.is_finished or bool(is_finished)
+        if is_finished:
+            self.state.is_finished = True
+            self._share(FINISH)
         return bool(is_requested)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -231,9 +246,18 @@ class StepCycle:
         """The state to save, after the events and buffers of this step are complete. All ranks."""
         self.log.collect()
         self.replica.share_buffers()
+        self.state.finish_requested = self._first(self.run.asked_to_finish)  # by one rank, maybe
         return self._state()
 
     def _state(self) -> CheckpointState:
         """The state of model, optimizers, loop and callbacks. All ranks."""
-        self.state.finish_requested = self.run.finish_requested
-        return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})
+        states, self.state.frozen = self._held or self._state_of_callbacks()
+        return self.capture({"loop": asdict(self.state), "callbacks": states})
+
+    def hold_callbacks(self) -> None:
+        """Have all further checkpoints of this attempt keep the present state of the callbacks."""
+        self._held = self._state_of_callbacks()
+
+    def _state_of_callbacks(self) -> tuple[dict[str, Any], list[str]]:
+        """The states of the callbacks, and the names of the parameters that they have frozen."""
+        return states_of(self.callbacks), sorted(self.run.frozen)

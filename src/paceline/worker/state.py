@@ -77,7 +77,8 @@ class TrainState:
     is_step_evaluation_due: bool = False  # the run was stopped before an evaluation within an epoch
     evaluation: dict[str, Any] = field(default_factory=dict)  # the row of the last evaluation within an epoch
     is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` or `run.finish` has cut short
-    finish_requested: str | None = None  # the reason that a callback gave to `run.finish`
+    finish_requested: str | None = None  # the reason that was given to `run.finish` on any rank
+    frozen: list[str] = field(default_factory=list)  # the names of the parameters that `run.freeze` holds
     is_finished: bool = False  # all ranks have agreed to end the run here
     epoch: int = 0  # of the last step, from 1
     epochs_done: int = 0  # whose last step is done; their evaluation may be due

@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.checkpoint.state import KERNEL_OPTIONS, load_optimizer, with_float_rates
+from paceline.data.trees import TreePath, map_leaves
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.worker.callback_states import check_plain
@@ -38,7 +40,6 @@ class Tracked:
         self.epochs: dict[str, int] = {}  # of objects that were tracked within one
         is_over = {name for name, of_object in (epochs or {}).items() if of_object != epoch}
         self._saved = {name: state for name, state in saved.items() if name not in is_over}
-        self._is_checked = False
         # The saved options of optimizers, to restore once more before the first epoch; None afterwards.
         self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] | None = []
 
@@ -94,8 +95,9 @@ class Tracked:
     def states(self) -> dict[str, Any]:
         """The states for a checkpoint. States that no object has taken over yet are kept."""
         states = {name: self._state_of(thing) for name, thing in self.objects.items()}
-        if not self._is_checked:
-            self._check(states)
+        for name, state in states.items():
+            check_plain(f"the state_dict() of {name}, which run.track names,", map_leaves(state, _without_tensors))
+        self._check_schedulers()
         return {**self._saved, **states}
 
     def restore_options(self) -> None:
@@ -122,7 +124,7 @@ class Tracked:
     def _state_of(self, thing: Any) -> Any:
         state = thing.state_dict()
         if not isinstance(thing, torch.optim.Optimizer):
-            return state
+            return map_leaves(state, _plain_number)
         return {**with_float_rates(state), OUTER: self._outer_parameters(thing)}
 
     def _outer_parameters(self, optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
@@ -161,11 +163,8 @@ class Tracked:
                 f"another one, without {', '.join(missing)}; keep it, or begin a new run with --resume never"
             )
 
-    def _check(self, states: Mapping[str, Any]) -> None:
-        """After the first step: whether checkpoints can hold the states, and whether a scheduler is missing."""
-        self._is_checked = True
-        for name, state in states.items():
-            check_plain(f"the state_dict() of {name}, which run.track names,", state)
+    def _check_schedulers(self) -> None:
+        """Warn of a scheduler that is not tracked."""
         has_scheduler = any(hasattr(thing, "get_last_lr") for thing in self.objects.values())
         wrapped = [getattr(each.step, "_wrapped_by_lr_sched", False) for each in self.optimizers()]
         if not has_scheduler and any(wrapped):
@@ -177,3 +176,11 @@ class Tracked:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _plain_number(_: TreePath, leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+
+def _without_tensors(_: TreePath, leaf: Any) -> Any:
+    return None if isinstance(leaf, torch.Tensor) else leaf

@@ -34,7 +34,7 @@ def finished_after(callback: EarlyStopping, metric: str, values: list[float | No
     run = run_of()
     for number, value in enumerate(values, start=1):
         callback.on_evaluate(run, {metric: value})
-        if run.finish_requested is not None:
+        if run.asked_to_finish is not None:
             return number
     return None
 
