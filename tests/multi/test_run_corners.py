@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,43 @@ accumulated.batches = left_out.batches = 0
 def test_loops_that_would_train_wrongly_are_refused(mistake: Callable[..., Any], message: str, procs: int) -> None:
     with pytest.raises(ConfigError, match=message):
         start(refused(mistake), procs)
+
+
+def skips(run: Any, number: int) -> str:
+    return "skip" if run.rank == 1 and number == 2 else ""
+
+
+def leaves(run: Any, number: int) -> str:
+    return "leave" if run.rank == 1 and number == 2 else ""
+
+
+def returns(run: Any, number: int) -> str:
+    return "return" if run.rank == 1 and number == 2 else ""
+
+
+@pytest.mark.parametrize(
+    ("choose", "place"),
+    [(skips, "at the end of a batch without"), (leaves, "at the end of an epoch"), (returns, "at the end of train_fn")],
+)
+def test_a_rank_that_takes_another_way_through_the_code_is_named_at_once(choose: Any, place: str) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for number, batch in enumerate(train_loader):
+                way = choose(run, number)
+                if way == "skip":
+                    continue
+                if way == "leave":
+                    break
+                if way == "return":
+                    return
+                step_of(model, run, optimizer, *batch)
+
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"rank 1 is {place}.* while another rank is in a batch with run.backward"):
+        start(train, procs=2, lanes=2, hang_timeout_s=200)
+    assert time.monotonic() - began < 100  # not after the timeout
 
 
 @pytest.mark.parametrize("procs", [1, 4])
@@ -480,6 +518,7 @@ def test_a_look_at_the_first_batch_and_an_endless_iterator_do_no_harm() -> None:
 
     def looking_and_leaving(model, train_loader, val_loader, device, num_epochs, run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
         model(next(iter(train_loader))[0])  # in training mode, which moves the statistics of BatchNorm
         for _ in run.epochs(num_epochs):
             for x, y in train_loader:

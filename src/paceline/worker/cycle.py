@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.nonfinite import FinishedStep, Guard
 from paceline.engine.replica import BareReplica, PlainModel, Replica
 from paceline.engine.step import StepResult
+from paceline.errors import ConfigError
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.callback_states import check_states, states_of
@@ -29,6 +31,27 @@ from paceline.worker.step_log import StepLog, is_recorded
 
 # Among the numbers of signals and TIME_IS_UP, all of which are smaller: a run that ends as complete needs no stop.
 BY_CALLBACK, FINISH = 1_001, 1_002
+
+
+class Place(IntEnum):
+    """Where in its code a rank is when it exchanges numbers with the others."""
+
+    STEP = 1
+    STEP_WITHOUT_BACKWARD = 2
+    BETWEEN_STEPS = 3
+    END_OF_EPOCH = 4
+    END_OF_TRAIN_FN = 5
+
+    @property
+    def words(self) -> str:
+        """The place as a message names it."""
+        return {
+            Place.STEP: "in a batch with run.backward(loss)",
+            Place.STEP_WITHOUT_BACKWARD: "at the end of a batch without run.backward(loss)",
+            Place.BETWEEN_STEPS: "between two steps",
+            Place.END_OF_EPOCH: "at the end of an epoch",
+            Place.END_OF_TRAIN_FN: "at the end of train_fn",
+        }[self]
 
 
 class Answers(NamedTuple):
@@ -85,11 +108,11 @@ class StepCycle:
 
     # --- one step ----------------------------------------------------------------------------------------------
 
-    def begin(self, inputs: StepInputs) -> None:
+    def begin(self, inputs: StepInputs, place: Place = Place.STEP) -> None:
         """Before a step: begin the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
         reason = FINISH if self.run.asked_to_finish is not None else self.stop_reason()
-        self.exchange.begin(reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
+        self._begin_exchange(place, reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
 
     def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
         """After a step: count and log it, call the callbacks, compare the replicas, end the exchange. All ranks."""
@@ -105,7 +128,7 @@ class StepCycle:
         self._call_on_step()
         if self._is_comparison_due(inputs):  # after the callbacks, which may change the model
             self.compare_replicas()
-        answers = Answers(*self.exchange.end())
+        answers = Answers(*self.end_exchange())
         state.is_finished = answers.reason == FINISH
         self._share(answers.reason)
         return answers
@@ -134,6 +157,26 @@ class StepCycle:
             check_states(self.callbacks)
             self.saver.reserve(self._state())
 
+    def meet(self, place: Place) -> None:
+        """Raise if another rank is at another place of the user's code. All ranks."""
+        self._begin_exchange(place)
+        self.end_exchange()
+
+    def _begin_exchange(self, place: Place, *numbers: int) -> None:
+        self._place = place
+        self.exchange.begin(place, -place, *numbers)
+
+    def end_exchange(self) -> list[int]:
+        """The largest of each number that any rank has sent; raises if another rank is at another place. All ranks."""
+        highest, lowest, *numbers = self.exchange.end()
+        if highest + lowest:
+            other = Place(highest if highest != self._place else -lowest)
+            raise ConfigError(
+                f"rank {self.world.rank} is {self._place.words} while another rank is {other.words}; all ranks must "
+                "take the same way through train_fn (to leave out a batch on one of them, multiply its loss by 0)"
+            )
+        return numbers
+
     def stop_reason(self) -> int:
         """The number of this rank's reason to stop, or 0."""
         return self.stop.reason or (BY_CALLBACK if self.run.asked_to_stop is not None else 0)
@@ -157,8 +200,8 @@ class StepCycle:
 
     def check_stop(self) -> None:
         """Raise StopAgreed if any rank has a reason to stop. All ranks."""
-        self.exchange.begin(self.stop_reason())
-        [reason] = self.exchange.end()
+        self._begin_exchange(Place.BETWEEN_STEPS, self.stop_reason())
+        [reason] = self.end_exchange()
         self._share(reason)
         if reason:
             raise StopAgreed(reason)
@@ -220,8 +263,8 @@ class StepCycle:
         """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
-        self.exchange.begin(self.run.save_requested, self.run.asked_to_finish is not None)
-        is_requested, is_finished = self.exchange.end()
+        self._begin_exchange(Place.BETWEEN_STEPS, self.run.save_requested, self.run.asked_to_finish is not None)
+        is_requested, is_finished = self.end_exchange()
         if is_finished:
             self.state.is_finished = True
             self._share(FINISH)

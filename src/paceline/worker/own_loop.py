@@ -21,7 +21,7 @@ from paceline.engine.own_step import OwnStep
 from paceline.errors import ConfigError
 from paceline.system.signals import StopAgreed
 from paceline.worker.context import Context
-from paceline.worker.cycle import StepCycle
+from paceline.worker.cycle import Place, StepCycle
 from paceline.worker.epoch_inputs import EpochInputs
 from paceline.worker.logged_values import LoggedValues, checked
 from paceline.worker.state import LoopPlan, TrainState
@@ -151,7 +151,7 @@ class OwnLoop:
             return
         if self._is_exchanging:
             self._is_exchanging = False
-            self.cycle.exchange.end()
+            self.cycle.end_exchange()
         if self.step.is_begun:
             self.step.abandon()
         else:  # its batches were only looked at
@@ -163,11 +163,11 @@ class OwnLoop:
         if self._is_left:
             self.close_step()
 
-    def begin_exchange(self) -> None:
+    def begin_exchange(self, place: Place = Place.STEP) -> None:
         """Begin the exchange of the ranks for this step. All ranks."""
         if not self._is_exchanging and self._open is not None:
             self._is_exchanging = True
-            self.cycle.begin(self._open)
+            self.cycle.begin(self._open, place)
 
     def _end_step(self, inputs: StepInputs) -> None:
         """Log the step, and save or stop if the ranks agree on it. All ranks."""
@@ -177,7 +177,7 @@ class OwnLoop:
             self._check_not_wrapped()
         if not self.step.is_begun:
             self._warn_of_plain_step()
-        self.begin_exchange()
+        self.begin_exchange(Place.STEP if self.step.is_begun else Place.STEP_WITHOUT_BACKWARD)
         self._is_exchanging, self._open = False, None
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
         if self.state.is_finished or self._is_left:  # the loop over the loader ends; a stop follows after the epoch
@@ -258,6 +258,7 @@ class OwnLoop:
         if epoch is None:
             return
         cycle, state = self.cycle, self.state
+        cycle.meet(Place.END_OF_EPOCH)
         self.tracked.check_epochs(epoch)
         is_ended = self.inputs.is_over() or state.is_finished
         if self.inputs.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
@@ -297,6 +298,8 @@ class OwnLoop:
     def finish(self) -> None:
         """Complete what is open when the user's code returns. All ranks."""
         self.check_stopped()
+        self.close_step()
+        self.cycle.meet(Place.END_OF_TRAIN_FN)
         self.finish_epoch()
         self.cycle.log.collect()
 

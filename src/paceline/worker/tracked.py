@@ -123,6 +123,8 @@ class Tracked:
 
     def _state_of(self, thing: Any) -> Any:
         state = thing.state_dict()
+        if isinstance(thing, torch.nn.Module):
+            return state
         if not isinstance(thing, torch.optim.Optimizer):
             return map_leaves(state, _plain_number)
         return {**with_float_rates(state), OUTER: self._outer_parameters(thing)}
