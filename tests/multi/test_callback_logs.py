@@ -47,6 +47,7 @@ def logged(name: str, run_dir: str = "run") -> list[int]:
 
 def own_loop(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Run) -> str | None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    run.track(optimizer=optimizer)
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             run.backward(functional.cross_entropy(model(x), y))
