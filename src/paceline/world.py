@@ -8,12 +8,13 @@ import itertools
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,14 @@ class World:
 
     def gather_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The rows of every rank, in rank order, on all ranks; ranks may have different numbers of rows."""
-        lengths = [int(length) for length in self.gather_equal(torch.tensor(len(rows), device=self.device))]
+        form = crc32(repr((rows.shape[1:], rows.dtype)).encode())
+        sizes = [each.tolist() for each in self.gather_equal(torch.tensor([len(rows), form], device=self.device))]
+        if any(each != form for _, each in sizes):
+            raise ConfigError(
+                f"the rows of the ranks differ: those of rank {self.rank} have the shape {tuple(rows.shape[1:])} and "
+                f"the type {rows.dtype}; gather tensors of one shape and type"
+            )
+        lengths = [length for length, _ in sizes]
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: len(rows)] = rows
         return [part[:length] for part, length in zip(self.gather_equal(padded), lengths, strict=True)]
@@ -108,9 +116,17 @@ class Exchange:
     def begin(self, *numbers: int) -> None:
         """Send this rank's numbers. All ranks."""
         self._mine = numbers
-        if self._group is not None:  # one width, so that ranks in different places of their code still exchange
-            self._sent = torch.tensor([*numbers, *[0] * (EXCHANGED - len(numbers))], dtype=torch.int64)
+        if self._group is not None:
+            self._sent = _padded(numbers)
             self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def meet(self, *numbers: int) -> list[int]:
+        """The largest of each number that any rank sends, at once; `begin` may be waiting for its `end`. All ranks."""
+        if self._group is None:
+            return list(numbers)
+        sent = _padded(numbers)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        return sent[: len(numbers)].tolist()  # type: ignore[no-any-return]
 
     def end(self) -> list[int]:
         """The largest of each number that any rank has sent. All ranks."""
@@ -119,6 +135,11 @@ class Exchange:
         self._work.wait()
         self._work = None
         return self._sent[: len(self._mine)].tolist()  # type: ignore[no-any-return]
+
+
+def _padded(numbers: Sequence[int]) -> torch.Tensor:
+    """The numbers in one width, so that ranks in different places of their code still exchange."""
+    return torch.tensor([*numbers, *[0] * (EXCHANGED - len(numbers))], dtype=torch.int64)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,42 @@ def train_contrastive(model, train_loader, val_loader, device, num_epochs, run):
             loss = functional.cross_entropy(features @ everything.T * 5, torch.arange(first, first + len(features)))
             run.backward(loss)
             run.step(optimizer)
+
+
+def test_sums_of_different_types_and_of_ranks_without_samples() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        is_first = run.is_main
+        return [
+            run.sum(torch.tensor(2.5, dtype=torch.float64) if is_first else torch.tensor(7)).item(),
+            run.sum(torch.tensor([3, 4]) if is_first else 0).tolist(),
+            run.sum(torch.tensor(1 + 2j)).item(),
+            run.sum(torch.tensor(True)).item(),
+            run.mean(torch.tensor(4.0) if is_first else torch.tensor(float("nan")), weight=2 if is_first else 0).item(),
+            math.isnan(run.mean(1.0, weight=0)),
+        ]
+
+    value = Trainer(model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=train, procs=2).start().value
+    assert value == [9.5, [3, 4], 2 + 4j, 2, 4.0, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.sum([1, 2]), "run.sum got a list; give a number or a tensor"),
+        (lambda run: run.gather([1, 2]), "run.gather got a list; give a tensor"),
+        (lambda run: run.gather(torch.zeros(3, 1 + run.rank)), "rows of the ranks differ"),
+        (
+            lambda run: run.gather(torch.zeros(3, dtype=[torch.int32, torch.float32][run.rank])),
+            "rows of the ranks diff",
+        ),
+    ],
+)
+def test_what_the_ranks_cannot_combine_is_one_sentence(call: Callable[..., Any], message: str) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        call(run)
+
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model_fn=lambda: nn.Linear(36, 2), dataset_fn=Images, train_fn=train, procs=2).start()
 
 
 def test_gradients_return_to_the_rank_of_each_gathered_row() -> None:

@@ -134,6 +134,17 @@ def nested_epochs(model, run, optimizer, x, y, loader):
     list(run.epochs(2))
 
 
+def clipped_by_hand(model, run, optimizer, x, y, loader):
+    run.backward(loss_of(model, x, y))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    run.step(optimizer)
+
+
+def rate_of_each_batch(model, run, optimizer, x, y, loader):
+    step_of(model, run, optimizer, x, y)
+    optimizer.param_groups[0]["lr"] *= 0.9
+
+
 def negative_norm(model, run, optimizer, x, y, loader):
     run.backward(loss_of(model, x, y))
     run.step(optimizer, clip_norm=-1)
@@ -193,6 +204,8 @@ accumulated.batches = left_out.batches = 0
         (wrapped, "has wrapped the model in DistributedDataParallel"),
         (detached, "a loss that depends on no trainable parameter"),
         (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
+        (clipped_by_hand, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
+        (rate_of_each_batch, r"the learning rate changed between the batches of a step"),
         (negative_norm, "clip_norm=-1.* must be a number above 0"),
     ],
 )
@@ -209,13 +222,22 @@ def leaves(run: Any, number: int) -> str:
     return "leave" if run.rank == 1 and number == 2 else ""
 
 
+def gathers(run: Any, number: int) -> str:
+    return "gather" if run.rank == 1 and number == 2 else ""
+
+
 def returns(run: Any, number: int) -> str:
     return "return" if run.rank == 1 and number == 2 else ""
 
 
 @pytest.mark.parametrize(
     ("choose", "place"),
-    [(skips, "at the end of a batch without"), (leaves, "at the end of an epoch"), (returns, "at the end of train_fn")],
+    [
+        (skips, "at the end of a batch without"),
+        (leaves, "at the end of an epoch"),
+        (returns, "at the end of train_fn"),
+        (gathers, "in run.gather"),
+    ],
 )
 def test_a_rank_that_takes_another_way_through_the_code_is_named_at_once(choose: Any, place: str) -> None:
     def train(model, train_loader, val_loader, device, num_epochs, run):
@@ -230,6 +252,8 @@ def test_a_rank_that_takes_another_way_through_the_code_is_named_at_once(choose:
                     break
                 if way == "return":
                     return
+                if way == "gather":
+                    run.gather(batch[1])
                 step_of(model, run, optimizer, *batch)
 
     began = time.monotonic()
@@ -451,6 +475,78 @@ def test_a_stop_where_the_loop_is_left_resumes_after_the_epoch() -> None:
     whole, parts = resumed(train, checkpoint={"every_steps": 3})
     assert parts.weights_sha256 == whole.weights_sha256
     assert parts.history == whole.history
+
+
+class Follower(nn.Module):
+    """Its frozen weights follow the trained ones in each forward pass, as the key encoder of MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(36, 2), nn.Linear(36, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * other.data * x.mean()
+        return self.student(x) + self.teacher(x)
+
+
+def test_frozen_weights_that_forward_moves_are_the_same_on_any_number_of_ranks() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                step_of(model, run, optimizer, *batch)
+                stop_at(run, STEPS + 2)
+
+    whole, parts = resumed(train, model_fn=Follower)
+    assert whole.weights_sha256 == parts.weights_sha256 == start(train, 4, model_fn=Follower).weights_sha256
+
+
+def test_gradients_are_clipped_by_value_after_they_are_summed() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer, moved = torch.optim.SGD(model.parameters(), lr=1.0), []
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                before = model[1].weight.detach().clone()
+                run.backward(functional.cross_entropy(model(x), y))
+                run.step(optimizer, clip_value=1e-3)
+                moved.append((model[1].weight - before).abs().max().item())
+        return max(moved)
+
+    results = [start(train, procs) for procs in (1, 2, 4)]
+    assert len({result.weights_sha256 for result in results}) == 1
+    assert results[0].value == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_warm_up_that_is_tracked_within_the_first_epoch_resumes_with_its_rates() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+        run.track(optimizer=optimizer)
+        for epoch in run.epochs(num_epochs):
+            if epoch == 0:
+                warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=4)
+                run.track(warm_up=warm_up)
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch) and epoch == 0:
+                    warm_up.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+                stop_at(run, 2)
+        return rates[-1]
+
+    whole, parts = resumed(train)
+    assert whole.value == parts.value == 0.1
+    assert parts.weights_sha256 == whole.weights_sha256
+
+
+def test_a_loop_over_batches_of_its_own_is_reported() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        for _ in run.epochs(num_epochs):
+            pass
+
+    assert "does not iterate over train_loader" in warnings_in(start(train).run_dir)[0]
 
 
 def test_an_average_that_is_moved_after_each_update_is_the_same_on_any_number_of_ranks() -> None:

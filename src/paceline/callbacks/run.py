@@ -114,7 +114,9 @@ class Run:
         """Compute gradients of the mean loss of a batch, or of `paceline.Sum(total, count)`. All ranks."""
         self._unavailable("backward")
 
-    def step(self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None) -> bool:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
+    ) -> bool:
         """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
 
         Returns whether the step is complete. All ranks.

@@ -37,6 +37,12 @@ class ForwardState:
 
     def add_moving(self, moving: Iterable[ParameterKey]) -> None:
         """Include these frozen parameters."""
+        self.set_moving({*self.moving, *moving})
+
+    def set_moving(self, moving: Iterable[ParameterKey]) -> None:
+        """Include these frozen parameters, and no others."""
+        moving = set(moving)
+        self.moving.clear()
         self.moving.update(moving)
         self._scans = 0
 
@@ -125,6 +131,14 @@ class Snapshot:
         changed = self._changed(tensors)
         return [(tensors[key], copied) for key, copied in self._copies.items() if key in tensors and key not in changed]
 
+    def changed_weights(self, tensors: Mapping[BufferKey, torch.Tensor]) -> list[BufferKey]:
+        """The keys of the parameters among the tensors that differ from their copies."""
+        return [
+            key
+            for key, copied in self._copies.items()
+            if key in tensors and _is_weight(tensors[key]) and not torch.equal(tensors[key], copied)
+        ]
+
     def reshaped(self, tensors: Mapping[BufferKey, torch.Tensor]) -> Pairs:
         """The tensors of another shape or dtype, each with its copy. Those that are not saved are caches that grow."""
         return [(tensors[key], self._copies[key]) for key in self._changed(tensors) if key[2]]
@@ -150,6 +164,10 @@ class LaneBuffers:
         self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
         self._before.take(self._state.tensors())
+
+    def changed_weights(self) -> list[ParameterKey]:
+        """The keys of frozen parameters that differ from those of the step's beginning."""
+        return [(path, name) for path, name, _ in self._before.changed_weights(self._state.tensors())]
 
     def restore_start(self) -> None:
         """Set the buffers to those of the step's beginning, which all ranks have."""

@@ -24,6 +24,7 @@ class GradientHooks:
         self._sums: GradientSums | None = None  # that are sent while backward runs
         self._is_inside = self._is_average_due = False
         self._arrivals: Counter[torch.nn.Parameter] = Counter()  # in a backward pass that sends nothing
+        self._noted: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.is_split = False  # whether a gradient has arrived in several parts of one backward pass
         self.has_seen_plain = False  # whether there was a plain `loss.backward()` since this was set to False
 
@@ -34,6 +35,15 @@ class GradientHooks:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
                 parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def note_gradients(self) -> None:
+        """After `run.backward`: remember the gradients as they are."""
+        self._noted = {p: (id(p.grad), p.grad._version) for p in self._watched if p.grad is not None}
+
+    def have_changed(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether the user's code has changed a gradient since it was noted."""
+        present = ((p, p.grad) for p in parameters if p.grad is not None and p in self._watched)
+        return any(self._noted.get(p) != (id(gradient), gradient._version) for p, gradient in present)
 
     def are_watched(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether any of these parameters has a hook."""

@@ -42,6 +42,7 @@ class OwnStep:
         self.lanes_per_rank = settings.lanes // world.size
         self.reduction = Reduction(world, settings.exact, settings.compression)
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
+        self._is_first = True  # whether no update was completed
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
         self.lane: Lane | None = None  # of the batch that the user's code has
         self.is_begun = False  # whether the user's code has called `backward` in this step
@@ -65,8 +66,11 @@ class OwnStep:
         self._is_bad: torch.Tensor | None = None
         self._has_own_count = self._is_updated = self._is_skipped = self.is_begun = self.hooks.has_seen_plain = False
         self._form, self._lane_start = [], 0
+        self._rates: dict[torch.optim.Optimizer, list[float]] = {}  # in the first lane
         for sums in self._sums.values():
             sums.restart()
+        if self._is_first:  # whether forward passes move frozen parameters is known after the update
+            self.replica.forward_state.add_moving(self.replica.forward_state.frozen())
         keeps_first = self._lanes[0].samples > 0 and self._place(self._lanes[0]) == 0
         self._buffers.begin(len(self._lanes), keeps_first=keeps_first)
         if self.guard is not None:
@@ -125,6 +129,14 @@ class OwnStep:
         losses = [number for pair in self._all_totals() for number in pair]
         return StepResult.of(losses, self._norm, self._is_bad if self._is_bad is not None else 0)
 
+    def _keep_moving(self) -> None:
+        """Treat those frozen parameters like buffers that the forward passes of the first step have changed. All ranks.
+
+        A teacher that the user's code moves after the update is not among them: it moves on all ranks in the same way.
+        """
+        changed = self.world.gather_objects(self._buffers.changed_weights())
+        self.replica.forward_state.set_moving(key for of_rank in changed for key in of_rank)
+
     def _all_totals(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The sum and the count of each lane's loss."""
         zero = number_on(0, self.world.device)
@@ -169,29 +181,36 @@ class OwnStep:
         self.clock.enter(BACKWARD)
         with self.hooks.sending(sent):
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
+        self.hooks.note_gradients()
         self.clock.enter(FORWARD)
 
-    def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None) -> bool:
         """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
         lane = self._present("run.step(optimizer)")
         self._check_step(optimizer)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"run.step(…, clip_norm={clip_norm}) must be a number above 0, or None")
+        for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"run.step(…, {name}={limit}) must be a number above 0, or None")
         self._form.append(optimizer)
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
             if lane.samples:
                 sums.add(self._place(lane))
             _clear(sums.parameters)
+            self._check_rates(optimizer)
             return False
+        self._check_rates(optimizer)
         self.clock.enter(REDUCTION)
         sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
         self.clock.enter(OPTIMIZER)
         if self._has_own_count:
             self._divide_by_count(sums.parameters)
-        self._update(optimizer, sums.parameters, clip_norm)
+        self._update(optimizer, sums.parameters, clip_norm, clip_value)
         _clear(sums.parameters)
         self._buffers.finish_early()
+        if self._is_first:
+            self._is_first = False
+            self._keep_moving()
         self.clock.enter(FORWARD)
         return True
 
@@ -247,10 +266,28 @@ class OwnStep:
                 f"run.step was called twice for one batch with the same optimizer, but lanes={self.settings.lanes} on "
                 f"{self.world.size} ranks; use as many lanes as ranks"
             )
+        if self.hooks.have_changed(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                "gradients were changed between run.backward(loss) and run.step(optimizer), before they are summed "
+                "over lanes and ranks; clip with run.step(optimizer, clip_norm=…, clip_value=…), and for other changes "
+                "use optimizer.register_step_pre_hook, which sees the sums"
+            )
         if type(optimizer).__name__ == "LBFGS":
             raise ConfigError(
                 "run.step(optimizer) evaluates a batch once, and LBFGS several times; call optimizer.step(closure) "
                 "with a closure that calls loss.backward() and returns run.mean(loss)"
+            )
+
+    def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a learning rate that changes between the lanes of a step, which other numbers of ranks would not see.
+
+        Called by `step`, before a scheduler that follows it.
+        """
+        rates = [group["lr"] for group in optimizer.param_groups if not isinstance(group["lr"], torch.Tensor)]
+        if self.lanes_per_rank > 1 and self._rates.setdefault(optimizer, rates) != rates:
+            raise ConfigError(
+                "the learning rate changed between the batches of a step; call scheduler.step() only where "
+                "run.step(optimizer) has returned True"
             )
 
     # --- the parts of a step -----------------------------------------------------------------------------------
@@ -293,8 +330,9 @@ class OwnStep:
         return self._sums[optimizer]
 
     def _update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], clip_norm: float | None
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], clip_norm: float | None,
+        clip_value: float | None,
+    ) -> None:  # fmt: skip
         """Check the sums, clip them and update the weights. All ranks."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         losses = [total.clone() for total, _ in self._all_totals()] if self.world.size == 1 else []
@@ -307,6 +345,8 @@ class OwnStep:
         elif self.guard is not None and not self.guard.allows([*gradients, *losses]):
             self._is_skipped = True  # the scale of fp16 changes at the end of the step, after other optimizers
             return
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
         if clip_norm is not None:
             self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()

@@ -41,6 +41,8 @@ class Place(IntEnum):
     BETWEEN_STEPS = 3
     END_OF_EPOCH = 4
     END_OF_TRAIN_FN = 5
+    SUM = 6
+    GATHER = 7
 
     @property
     def words(self) -> str:
@@ -51,6 +53,8 @@ class Place(IntEnum):
             Place.BETWEEN_STEPS: "between two steps",
             Place.END_OF_EPOCH: "at the end of an epoch",
             Place.END_OF_TRAIN_FN: "at the end of train_fn",
+            Place.SUM: "in run.sum or run.mean",
+            Place.GATHER: "in run.gather",
         }[self]
 
 
@@ -159,8 +163,8 @@ class StepCycle:
 
     def meet(self, place: Place) -> None:
         """Raise if another rank is at another place of the user's code. All ranks."""
-        self._begin_exchange(place)
-        self.end_exchange()
+        highest, lowest = self.exchange.meet(place, -place)
+        self._check_places(place, highest, -lowest)
 
     def _begin_exchange(self, place: Place, *numbers: int) -> None:
         self._place = place
@@ -169,13 +173,16 @@ class StepCycle:
     def end_exchange(self) -> list[int]:
         """The largest of each number that any rank has sent; raises if another rank is at another place. All ranks."""
         highest, lowest, *numbers = self.exchange.end()
-        if highest + lowest:
-            other = Place(highest if highest != self._place else -lowest)
-            raise ConfigError(
-                f"rank {self.world.rank} is {self._place.words} while another rank is {other.words}; all ranks must "
-                "take the same way through train_fn (to leave out a batch on one of them, multiply its loss by 0)"
-            )
+        self._check_places(self._place, highest, -lowest)
         return numbers
+
+    def _check_places(self, mine: Place, highest: int, lowest: int) -> None:
+        if highest != lowest:
+            other = Place(highest if highest != mine else lowest)
+            raise ConfigError(
+                f"rank {self.world.rank} is {mine.words} while another rank is {other.words}; all ranks must take the "
+                "same way through train_fn (to leave out a batch on one of them, multiply its loss by 0)"
+            )
 
     def stop_reason(self) -> int:
         """The number of this rank's reason to stop, or 0."""

@@ -163,6 +163,11 @@ class OwnLoop:
         if self._is_left:
             self.close_step()
 
+    def meet(self, place: Place) -> None:
+        """Before a call of the user's code that combines the ranks: complete a left step; compare places. All ranks."""
+        self.close_left_step()
+        self.cycle.meet(place)
+
     def begin_exchange(self, place: Place = Place.STEP) -> None:
         """Begin the exchange of the ranks for this step. All ranks."""
         if not self._is_exchanging and self._open is not None:
@@ -179,6 +184,7 @@ class OwnLoop:
             self._warn_of_plain_step()
         self.begin_exchange(Place.STEP if self.step.is_begun else Place.STEP_WITHOUT_BACKWARD)
         self._is_exchanging, self._open = False, None
+        self.tracked.release_options()
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)
         if self.state.is_finished or self._is_left:  # the loop over the loader ends; a stop follows after the epoch
             answers = answers._replace(reason=0)
@@ -239,7 +245,7 @@ class OwnLoop:
             done = self.state.history[-1]["epoch"] if self.state.history else 0
             if epoch < done or self.inputs.is_over() or self.state.is_finished:
                 continue
-            self._epoch = epoch
+            self._epoch, begun = epoch, self._begun
             self.tracked.restore_options()
             self.step.watch_again()
             self.cycle.run.epoch = epoch + 1
@@ -249,6 +255,11 @@ class OwnLoop:
                 yield epoch - first
             finally:
                 self._is_in_epochs = False
+            if self._begun == begun:
+                self.context.warn_once(
+                    "train_fn does not iterate over train_loader: batches of its own are not divided among the "
+                    "processes, and the run can be saved and stopped only between epochs"
+                )
             self.finish_epoch()
 
     def finish_epoch(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.engine.precision import autocast
 from paceline.errors import ConfigError
+from paceline.worker.cycle import Place
 from paceline.worker.rank_run import RankRun
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class OwnRun(RankRun):
         self.loop.begin_exchange()
         self.loop.step.backward(loss)
 
-    def step(self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None) -> bool:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
+    ) -> bool:
         """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
 
         Returns whether the step is complete. All ranks.
@@ -53,7 +56,8 @@ class OwnRun(RankRun):
         loop = self.loop
         loop.check_stopped()
         loop.check_tracked(optimizer, "run.step(optimizer)")
-        is_complete = loop.step.step(optimizer, loop.step.settings.clip_norm if clip_norm is None else clip_norm)
+        clip_norm = loop.step.settings.clip_norm if clip_norm is None else clip_norm
+        is_complete = loop.step.step(optimizer, clip_norm, clip_value)
         if is_complete:
             self.step_number = loop.state.step + 1
         return is_complete
@@ -81,12 +85,17 @@ class OwnRun(RankRun):
 
     def sum(self, value: Any) -> Any:
         """The sum of a number or tensor over all ranks, in rank order. All ranks."""
-        self.loop.close_left_step()
+        self.loop.meet(Place.SUM)
         return super().sum(value)
+
+    def mean(self, value: Any, weight: float = 1) -> Any:
+        """The mean of a number or tensor over all ranks, weighted by `weight`. All ranks."""
+        self.loop.meet(Place.SUM)
+        return super().mean(value, weight)
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
         """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
-        self.loop.close_left_step()
+        self.loop.meet(Place.GATHER)
         if with_grad:
             self.loop.warn_of_gather()
         return super().gather(tensor, with_grad=with_grad)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from paceline.callbacks.run import Run
 from paceline.errors import ConfigError
@@ -18,6 +17,7 @@ from paceline.run.layout import RunFolder
 from paceline.worker.context import Context
 from paceline.worker.logged_values import checked
 from paceline.worker.state import LoopPlan, TrainState
+from paceline.worker.sums import mean_over_ranks, rows_of_ranks, sum_over_ranks
 from paceline.world import World
 
 BINS = 64  # of a histogram
@@ -102,28 +102,15 @@ class RankRun(Run):
 
     def sum(self, value: Any) -> Any:
         """The sum of a number or tensor over all ranks, in rank order. All ranks."""
-        if not isinstance(value, torch.Tensor):
-            return sum(self.world.gather_objects(value))
-        present = value.detach().to(self.device)
-        if len(shapes := set(self.world.gather_objects(tuple(value.shape)))) > 1:
-            raise ConfigError(f"run.sum got tensors of different shapes on the ranks: {sorted(shapes)}; give one shape")
-        if not present.is_floating_point():
-            return torch.stack(self.world.gather_equal(present.long())).sum(dim=0)
-        return torch.stack(self.world.gather_equal(present.double())).sum(dim=0).to(value.dtype)
+        return sum_over_ranks(value, self.world)
 
     def mean(self, value: Any, weight: float = 1) -> Any:
         """The mean of a number or tensor over all ranks, weighted by `weight`. All ranks."""
-        if isinstance(weight, torch.Tensor):
-            weight = weight.item()
-        return self.sum(value * weight) / self.sum(weight)
+        return mean_over_ranks(value, weight, self.world)
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
         """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
-        rows = tensor[None] if tensor.ndim == 0 else tensor
-        rows = rows.to(self.device)
-        if with_grad:
-            return GatherWithGradient.apply(rows, self.world)  # type: ignore[no-any-return, no-untyped-call]
-        return torch.cat(self.world.gather_rows(rows.detach()))
+        return rows_of_ranks(tensor, self.world, with_grad=with_grad)
 
 
 def run_facts(context: Context, plan: LoopPlan, state: TrainState) -> dict[str, Any]:
@@ -143,22 +130,3 @@ def _array_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     return np.asarray(value)
-
-
-class GatherWithGradient(torch.autograd.Function):
-    """The rows of all ranks; the gradient of a row is the sum of the gradients that all ranks have for it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, world: World) -> torch.Tensor:
-        """All ranks."""
-        parts = world.gather_rows(rows)
-        ctx.world, ctx.start, ctx.rows = world, sum(map(len, parts[: world.rank])), len(rows)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """All ranks."""
-        total = gradients[0].contiguous().clone()
-        if ctx.world.size > 1:
-            dist.all_reduce(total)
-        return total[ctx.start : ctx.start + ctx.rows], None

@@ -40,7 +40,7 @@ class Tracked:
         self.epochs: dict[str, int] = {}  # of objects that were tracked within one
         is_over = {name for name, of_object in (epochs or {}).items() if of_object != epoch}
         self._saved = {name: state for name, state in saved.items() if name not in is_over}
-        # The saved options of optimizers, to restore once more before the first epoch; None afterwards.
+        # The saved options of optimizers, to restore once more before the first step; None afterwards.
         self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] | None = []
 
     def add(self, name: str, thing: Any, epoch: int | None = None) -> Any:
@@ -103,19 +103,25 @@ class Tracked:
     def restore_options(self) -> None:
         """Before the first epoch: restore what the user's code before the loop has set again.
 
-        A scheduler that is made after `track` sets its first rate, and layers may be frozen that were trained since.
+        A scheduler sets its first rate when it is made, and layers may be frozen that were trained since.
         """
+        self._restore_rates()
+        if self._frozen is not None:
+            for name, parameter in self._model.named_parameters():
+                parameter.requires_grad_(name not in self._frozen)
+            self._frozen = None
+
+    def release_options(self) -> None:
+        """After the first step: what the user's code sets from here on is kept."""
+        self._options = None
+
+    def _restore_rates(self) -> None:
         for optimizer, groups in self._options or ():
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 rate = group["lr"]
                 group.update({key: value for key, value in saved.items() if key not in ("params", *KERNEL_OPTIONS)})
                 if isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full_like(rate, group["lr"])
-        self._options = None
-        if self._frozen is not None:
-            for name, parameter in self._model.named_parameters():
-                parameter.requires_grad_(name not in self._frozen)
-            self._frozen = None
 
     def frozen(self) -> list[str]:
         """The names of the frozen parameters of the model, for a checkpoint."""
@@ -138,6 +144,7 @@ class Tracked:
     def _restore(self, name: str, thing: Any, state: Any) -> None:
         if not isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(state)
+            self._restore_rates()  # which the constructor of a scheduler has changed
             return
         state, outer = {**state}, state.get(OUTER, {})
         state.pop(OUTER, None)
@@ -145,6 +152,7 @@ class Tracked:
         if self._options is not None:
             self._options.append((thing, [{**group} for group in state["param_groups"]]))
         load_optimizer(state, thing, self._source or Path(), has_free_options=True)
+        thing._opt_called = True  # type: ignore[attr-defined]  # or torch warns of schedulers that step before it
         own = _parameters_of(thing)
         with torch.no_grad():
             for place, value in outer.items():
