@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config, build
+from paceline.errors import Stopped
 from paceline.system.signals import requests_deferred
 
 if TYPE_CHECKING:
@@ -71,13 +73,13 @@ class Trainer:
         named = {"model_fn": model_fn, "dataset_fn": dataset_fn, "df": df, "train_fn": train_fn}
         raw = {**named, "batch_size": batch_size, "num_epochs": num_epochs, **options}
         self.config: Config = build_config(raw)
-        self._folder = Path()
+        self._folder, self._is_in_script = Path(), True
 
     @classmethod
     def from_config(cls, config: Config, folder: Path) -> Trainer:
         """A trainer for a config from `build_config`, read from a file in `folder`."""
         trainer = cls.__new__(cls)
-        trainer.config, trainer._folder = config, folder
+        trainer.config, trainer._folder, trainer._is_in_script = config, folder, False
         return trainer
 
     def start(self) -> Result:
@@ -91,4 +93,10 @@ class Trainer:
             from paceline.launch.setup import TRAIN
             from paceline.results.result import result_of
 
-        return result_of(launch.start(self.config, TRAIN, self._folder), self.config, self._folder)
+        try:
+            outcome = launch.start(self.config, TRAIN, self._folder)
+        except Stopped as stopped:
+            if self._is_in_script:  # a command prints it; Python exits with the code alone
+                print(f'paceline: {stopped}, or with Trainer(…, resume="auto")', file=sys.stderr, flush=True)
+            raise
+        return result_of(outcome, self.config, self._folder)

@@ -42,3 +42,30 @@ def assert_that_weights_find_the_rare_class(line: str) -> None:
     without, with_weights = float(words[3]), float(words[6])
     assert without < 0.4
     assert with_weights > 0.7
+
+
+STOPPED = """
+import torch
+from paceline import Trainer
+
+
+def train(model, train_loader, val_loader, device, num_epochs, run):
+    for _ in run.epochs(num_epochs):
+        for _ in train_loader:
+            run.stop("enough")
+
+
+data = torch.utils.data.TensorDataset(torch.zeros(64, 2))
+Trainer(model_fn=lambda: torch.nn.Linear(2, 2), dataset_fn=lambda: data, train_fn=train, num_epochs=3).start()
+"""
+
+
+def test_a_script_whose_run_is_stopped_says_why_and_how_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(STOPPED)
+    ended = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 3
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("paceline: stopped by enough at step 1; checkpoint saved; resume with --resume /")
+    assert last.endswith('or with Trainer(…, resume="auto")')

@@ -130,6 +130,10 @@ def detached(model, run, optimizer, x, y, loader):
     run.backward(loss_of(model, x, y).detach())
 
 
+def as_number(model, run, optimizer, x, y, loader):
+    run.backward(loss_of(model, x, y).item())
+
+
 def nested_epochs(model, run, optimizer, x, y, loader):
     list(run.epochs(2))
 
@@ -203,6 +207,7 @@ accumulated.batches = left_out.batches = 0
         (untracked_plainly, r"optimizer\.step\(\) got an optimizer that run\.track does not name"),
         (wrapped, "has wrapped the model in DistributedDataParallel"),
         (detached, "a loss that depends on no trainable parameter"),
+        (as_number, r"run\.backward\(loss\) got a float; give a tensor"),
         (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
         (clipped_by_hand, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
         (rate_of_each_batch, r"the learning rate changed between the batches of a step"),
@@ -539,6 +544,33 @@ def test_a_warm_up_that_is_tracked_within_the_first_epoch_resumes_with_its_rates
     whole, parts = resumed(train)
     assert whole.value == parts.value == 0.1
     assert parts.weights_sha256 == whole.weights_sha256
+
+
+class Pool:
+    """Images that each rank has seen."""
+
+    def __init__(self) -> None:
+        self.images: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"images": self.images}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.images = state["images"]
+
+
+def test_a_tracked_object_that_differs_between_ranks_is_reported() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer, pool, count = torch.optim.SGD(model.parameters(), lr=0.1), Pool(), Pool()
+        run.track(optimizer=optimizer, pool=pool, count=count)
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                pool.images.append(x)
+                count.images.append(torch.tensor(run.step_number))
+                step_of(model, run, optimizer, x, y)
+
+    [warning] = warnings_in(start(train, procs=4).run_dir)
+    assert warning.startswith("the state of pool, which run.track names, differs between the ranks")
 
 
 def test_a_loop_over_batches_of_its_own_is_reported() -> None:

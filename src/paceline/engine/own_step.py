@@ -27,6 +27,7 @@ from paceline.engine.phase import NO_NORM, Number
 from paceline.engine.reduce import Reduction
 from paceline.engine.replica import BareReplica
 from paceline.engine.step import StepResult
+from paceline.engine.step_calls import StepCalls
 from paceline.errors import ConfigError
 from paceline.world import World
 
@@ -45,15 +46,14 @@ class OwnStep:
         self._is_first = True  # whether no update was completed
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
         self.lane: Lane | None = None  # of the batch that the user's code has
-        self.is_begun = False  # whether the user's code has called `backward` in this step
         self._buffers = LaneBuffers(replica.forward_state)
         self.evaluation = EvaluationBuffers(replica.forward_state, self._buffers)
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
-        self._form: list[Any] = []  # the calls of the step: None for a backward, else the optimizer
         self._lanes: Sequence[Lane] = ()
         self.hooks = GradientHooks(self.reduction, settings.bucket_mb * 2**20)
         self.hooks.watch(replica.module.parameters())
+        self.calls = StepCalls(settings.lanes, world.size, self.hooks)
 
     # --- around the batches ------------------------------------------------------------------------------------
 
@@ -64,9 +64,8 @@ class OwnStep:
         self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
         self._norm: Number = NO_NORM
         self._is_bad: torch.Tensor | None = None
-        self._has_own_count = self._is_updated = self._is_skipped = self.is_begun = self.hooks.has_seen_plain = False
-        self._form, self._lane_start = [], 0
-        self._rates: dict[torch.optim.Optimizer, list[float]] = {}  # in the first lane
+        self._is_updated = self._is_skipped = False
+        self.calls.begin()
         for sums in self._sums.values():
             sums.restart()
         if self._is_first:  # whether forward passes move frozen parameters is known after the update
@@ -80,7 +79,8 @@ class OwnStep:
         """Before the user's code gets the batch of a lane: its buffers and generators."""
         self._buffers.enter()
         seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
-        self.lane, self._lane_start = lane, len(self._form)
+        self.lane = lane
+        self.calls.enter()
         self.clock.enter(FORWARD)
 
     def leave(self) -> None:
@@ -88,24 +88,9 @@ class OwnStep:
         self.lane = None
         self._buffers.leave()
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether the user's code has called `step` for the present batch."""
-        return any(call is not None for call in self._form[self._lane_start :])
-
     def check_lane(self) -> None:
-        """Refuse a batch without `step`, or without `backward` though another batch of the step has it."""
-        calls = self._form[self._lane_start :]
-        if calls and not self.has_stepped:
-            raise ConfigError(
-                "run.backward(loss) was called in a batch, but run.step(optimizer) was not; call it for every batch; "
-                "accumulate gradients over batches with lanes or global_batch_size"
-            )
-        if self.is_begun and (not calls or (self._lane_start == 0 and self.lane is not self._lanes[0])):
-            raise ConfigError(
-                "run.backward(loss) was called for some batches of a step and not for others; call it for every batch, "
-                "with 0 * loss for a batch to leave out"
-            )
+        """Refuse a batch whose calls do not fit those of the other batches of the step."""
+        self.calls.check_lane(is_first=self.lane is self._lanes[0])
 
     def abandon(self) -> None:
         """Discard what was computed in a step that the user's code has left before it was complete."""
@@ -144,40 +129,37 @@ class OwnStep:
 
     def _repeated_sums(self) -> GradientSums | None:
         """The sums of a loop with one `backward` and one `step` for each batch, which can be sent during backward."""
-        optimizers = {call for call in self._form if call is not None}
-        is_simple = len(optimizers) == 1 and self._form == [None, *optimizers] * len(self._lanes)
-        can_send = is_simple and self.world.size > 1 and not self.hooks.is_split
-        return self._sums[optimizers.pop()] if can_send else None
+        optimizer = self.calls.only_optimizer(len(self._lanes))
+        can_send = optimizer is not None and self.world.size > 1 and not self.hooks.is_split
+        return self._sums[optimizer] if optimizer is not None and can_send else None
 
     # --- called by the user's code -----------------------------------------------------------------------------
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of a lane's loss, weighted by the samples of the lane. All ranks."""
         lane = self._present("run.backward(loss)")
-        self.is_begun = True
-        self._form.append(None)
-        self._check_kind(lane, loss)
+        self.calls.backward(loss)
         weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
-        if self._has_own_count:
+        if self.calls.has_own_count:
             value, count = sum_and_count(loss, 0, "run.backward")
             total = value.detach()
         else:
             value, count = mean_of(loss, "run.backward"), len(lane.indices)
             total, weight = value.detach() * count, weight * count
-        if lane.samples:
-            self._add_loss(lane, total, number_on(count, self.world.device))
-        sent: GradientSums | None = None
-        if self._early is not None and lane is self._lanes[-1]:
-            if self._form.count(None) == len(self._lanes):
-                self._early.expect(self._place(lane), is_empty=not lane.samples, flag=self._flag())
-                sent = self._early
-            else:  # a further loss, which was not there in the step before
-                self._early.cancel()
         if not value.requires_grad:
             raise ConfigError(
                 "run.backward(loss) got a loss that depends on no trainable parameter; do not detach it or compute it "
                 "under torch.no_grad(), and look whether the parameters are frozen"
             )
+        if lane.samples:
+            self._add_loss(lane, total, number_on(count, self.world.device))
+        sent: GradientSums | None = None
+        if self._early is not None and lane is self._lanes[-1]:
+            if self.calls.count_backward() == len(self._lanes):
+                self._early.expect(self._place(lane), is_empty=not lane.samples, flag=self._flag())
+                sent = self._early
+            else:  # a further loss, which was not there in the step before
+                self._early.cancel()
         self.clock.enter(BACKWARD)
         with self.hooks.sending(sent):
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
@@ -187,23 +169,20 @@ class OwnStep:
     def step(self, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None) -> bool:
         """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
         lane = self._present("run.step(optimizer)")
-        self._check_step(optimizer)
         for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             if limit is not None and not limit > 0:
                 raise ConfigError(f"run.step(…, {name}={limit}) must be a number above 0, or None")
-        self._form.append(optimizer)
+        self.calls.step(optimizer)
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
             if lane.samples:
                 sums.add(self._place(lane))
             _clear(sums.parameters)
-            self._check_rates(optimizer)
             return False
-        self._check_rates(optimizer)
         self.clock.enter(REDUCTION)
         sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
         self.clock.enter(OPTIMIZER)
-        if self._has_own_count:
+        if self.calls.has_own_count:
             self._divide_by_count(sums.parameters)
         self._update(optimizer, sums.parameters, clip_norm, clip_value)
         _clear(sums.parameters)
@@ -235,61 +214,6 @@ class OwnStep:
         """Release the memory for the sums of an optimizer that another one has replaced."""
         self._sums.pop(optimizer, None)
 
-    # --- mistakes ----------------------------------------------------------------------------------------------
-
-    def _check_kind(self, lane: Lane, loss: Any) -> None:
-        """Refuse a second loss in a step that is divided by another kind of count than the first."""
-        has_own_count = isinstance(loss, (tuple, list))
-        is_first = self._form.count(None) == 1
-        if not is_first and has_own_count != self._has_own_count:
-            raise ConfigError(
-                "run.backward got a mean and a sum with its own count in one step; give both the same form"
-            )
-        if has_own_count and self._totals[self._place(lane)] is not None and lane.samples:
-            raise ConfigError(
-                "run.backward got two sums with counts of their own in one batch; add the losses before, as one sum"
-            )
-        self._has_own_count = has_own_count
-
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse calls whose gradients would be wrong."""
-        if not self.is_begun:
-            instead = "loss.backward() was called instead of it" if self.hooks.has_seen_plain else "call it first"
-            raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
-        if self.hooks.has_seen_plain:
-            raise ConfigError(
-                "loss.backward() and run.backward(loss) were both called in one step; use run.backward for all losses"
-            )
-        last = len(self._form) - 1 - self._form[::-1].index(None)
-        if optimizer in self._form[last:] and self.lanes_per_rank > 1:
-            raise ConfigError(
-                f"run.step was called twice for one batch with the same optimizer, but lanes={self.settings.lanes} on "
-                f"{self.world.size} ranks; use as many lanes as ranks"
-            )
-        if self.hooks.have_changed(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            raise ConfigError(
-                "gradients were changed between run.backward(loss) and run.step(optimizer), before they are summed "
-                "over lanes and ranks; clip with run.step(optimizer, clip_norm=…, clip_value=…), and for other changes "
-                "use optimizer.register_step_pre_hook, which sees the sums"
-            )
-        if type(optimizer).__name__ == "LBFGS":
-            raise ConfigError(
-                "run.step(optimizer) evaluates a batch once, and LBFGS several times; call optimizer.step(closure) "
-                "with a closure that calls loss.backward() and returns run.mean(loss)"
-            )
-
-    def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a learning rate that changes between the lanes of a step, which other numbers of ranks would not see.
-
-        Called by `step`, before a scheduler that follows it.
-        """
-        rates = [group["lr"] for group in optimizer.param_groups if not isinstance(group["lr"], torch.Tensor)]
-        if self.lanes_per_rank > 1 and self._rates.setdefault(optimizer, rates) != rates:
-            raise ConfigError(
-                "the learning rate changed between the batches of a step; call scheduler.step() only where "
-                "run.step(optimizer) has returned True"
-            )
-
     # --- the parts of a step -----------------------------------------------------------------------------------
 
     def _present(self, call: str) -> Lane:
@@ -313,13 +237,6 @@ class OwnStep:
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> GradientSums:
         """The sums of the parameters of an optimizer. All ranks, when it steps for the first time."""
-        others = {call for call in self._form if call is not None} - {optimizer}
-        if others and self.lanes_per_rank > 1:
-            raise ConfigError(
-                f"lanes={self.settings.lanes} on {self.world.size} ranks, but two optimizers step in one batch: the "
-                "loss of the second would see an update of the first that other lanes have not seen; use as many lanes "
-                "as ranks, or step_fn with one function for each optimizer"
-            )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = self._sums.get(optimizer)
         # A group may have been added, or a parameter replaced.

@@ -89,7 +89,9 @@ def build_own_loop(
             "frozen": tracked.frozen(),
             "tracked_epochs": {**tracked.epochs},
         }
-        return capture_own(module, tracked.states(), step.ema, counters)
+        states = tracked.states()
+        warn_of_different(context, tracked.digests())
+        return capture_own(module, states, step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
     set_current_run(run)
@@ -111,6 +113,16 @@ def build_own_loop(
     inputs = EpochInputs(inputs_from, state, steps_per_epoch=per_epoch, total_steps=plan.total_steps, limit=limit)
     run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs)
     return run
+
+
+def warn_of_different(context: Context, digests: dict[str, int]) -> None:
+    """Warn of tracked objects whose states differ between the ranks. All ranks."""
+    of_ranks = context.world.gather_objects(digests)
+    for name in (name for name in of_ranks[0] if any(each.get(name) != of_ranks[0][name] for each in of_ranks)):
+        context.warn_once(
+            f"the state of {name}, which run.track names, differs between the ranks; checkpoints hold that of rank 0, "
+            "so a resumed run gives other weights"
+        )
 
 
 def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -> tuple[TrainLoader, ValLoader | None]:

@@ -105,7 +105,7 @@ class OwnLoop:
                     return
                 self.step.check_lane()
                 self.step.leave()
-                self._has_trained |= self.step.is_begun or self.step.hooks.has_seen_plain
+                self._has_trained |= self.step.calls.is_begun or self.step.hooks.has_seen_plain
             if self._is_only_read():
                 self._open = None
                 continue
@@ -143,7 +143,7 @@ class OwnLoop:
         self._open = None
         if inputs is None or lane is None:
             return
-        is_complete = self.step.has_stepped and lane is inputs.lanes[-1]
+        is_complete = self.step.calls.has_stepped and lane is inputs.lanes[-1]
         self.step.leave()
         if is_complete:
             self._open = inputs
@@ -152,7 +152,7 @@ class OwnLoop:
         if self._is_exchanging:
             self._is_exchanging = False
             self.cycle.end_exchange()
-        if self.step.is_begun:
+        if self.step.calls.is_begun:
             self.step.abandon()
         else:  # its batches were only looked at
             self.inputs.put_back(inputs)
@@ -180,9 +180,9 @@ class OwnLoop:
             self._check_outside_epochs()
         if inputs.step == self._first_step:
             self._check_not_wrapped()
-        if not self.step.is_begun:
+        if not self.step.calls.is_begun:
             self._warn_of_plain_step()
-        self.begin_exchange(Place.STEP if self.step.is_begun else Place.STEP_WITHOUT_BACKWARD)
+        self.begin_exchange(Place.STEP if self.step.calls.is_begun else Place.STEP_WITHOUT_BACKWARD)
         self._is_exchanging, self._open = False, None
         self.tracked.release_options()
         answers = self.cycle.end(inputs, self.step.end(), self.step.lr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -99,6 +101,16 @@ class Tracked:
             check_plain(f"the state_dict() of {name}, which run.track names,", map_leaves(state, _without_tensors))
         self._check_schedulers()
         return {**self._saved, **states}
+
+    def digests(self) -> dict[str, int]:
+        """A number for the state of each object that is neither a module nor an optimizer, whose ranks are compared."""
+        digests = {}
+        for name, thing in self.objects.items():
+            if not isinstance(thing, (torch.nn.Module, torch.optim.Optimizer)):
+                buffer = io.BytesIO()
+                torch.save(self._state_of(thing), buffer)
+                digests[name] = crc32(buffer.getvalue())
+        return digests
 
     def restore_options(self) -> None:
         """Before the first epoch: restore what the user's code before the loop has set again.
