@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks.patience import Patience
+from paceline.callbacks.patience import Patience, WatchedMetric
 from paceline.config import Config, Schedule
 from paceline.data.seeding import keyed_generators
 from paceline.engine.optimizers import lrs_of, set_lr
@@ -25,6 +25,8 @@ Metrics = Mapping[str, float | None]
 
 class LearningRates:
     """Multiplies the learning rates that an optimizer was made with by a factor of the step."""
+
+    watched: WatchedMetric | None = None  # the metric on which the rates depend
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor_at: Callable[[int], float] = lambda step: 1.0) -> None:
         self.optimizer, self.factor_at, self.base_lrs = optimizer, factor_at, lrs_of(optimizer)
@@ -66,7 +68,8 @@ class PlateauRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         super().__init__(optimizer)
         self.schedule, self.reductions, option = schedule, 0, schedule.option
-        self.patience = Patience("schedule", option("metric"), option("mode"), option("patience"), option("min_delta"))
+        self.watched = WatchedMetric("schedule", option("metric"), option("mode"))
+        self.patience = Patience(self.watched, option("patience"), option("min_delta"))
         self.factor_at = self._factor_at
 
     def _factor_at(self, step: int) -> float:
