@@ -140,6 +140,20 @@ def test_a_value_may_be_left_out_and_counts_only_where_it_is() -> None:
     assert {row["train_ones"] for row in result.history} == {2.0}
 
 
+WATCHING = {
+    "early_stop": {"early_stop": {"metric": "acc", "mode": "max"}},
+    "checkpoint.best": {"checkpoint": {"best": {"metric": "acc", "mode": "max"}}},
+    "schedule": {"schedule": {"name": "plateau", "metric": "acc", "mode": "max"}},
+}
+
+
+@pytest.mark.parametrize("key", WATCHING)
+def test_a_metric_that_evaluate_fn_does_not_return_is_refused_before_the_first_step(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}\.metric='acc' is not measured; use train_loss, other"):
+        start(**STEP, metrics=[], evaluate_fn=lambda model, batch: {"other": 1.0}, **WATCHING[key])
+    assert not events("step")
+
+
 def test_one_of_loss_fn_and_step_fn() -> None:
     with pytest.raises(ConfigError, match="loss_fn and step_fn are both given; keep one of them"):
         Trainer(**{**options(), "loss_fn": functional.cross_entropy, "step_fn": two_views})

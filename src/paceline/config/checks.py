@@ -15,7 +15,8 @@ Check = Callable[[Config], Iterable[str]]
 
 ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
 # Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
-RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "train_loss", "val_loss"}
+RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "val_loss"}
+TRAIN_PREFIX = "train_"  # of the means over training batches in an epoch's row
 
 LOSSES = ("val_loss", "train_loss")  # metrics of which less is better
 
@@ -24,6 +25,11 @@ def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
     """All problems that CHECKS finds. The keys in `invalid` have their default, because their value was refused."""
     runnable = [check for check, keys in CHECKS.items() if not set(keys) & set(invalid)]
     return [problem for check in runnable for problem in check(config)]
+
+
+def is_free_name(name: object) -> bool:
+    """Whether a number of an evaluation may have this name in events and results."""
+    return isinstance(name, str) and name not in RESERVED_NAMES and not name.startswith(TRAIN_PREFIX)
 
 
 def _is_set(config: Config, key: str) -> bool:
@@ -201,7 +207,7 @@ def _names_its_numbers(config: Config) -> bool:
 
 
 def _metric_names_are_free(config: Config) -> Iterator[str]:
-    for name in sorted(RESERVED_NAMES.intersection(config.metrics)):
+    for name in (name for name in config.metrics if not is_free_name(name)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
 
 

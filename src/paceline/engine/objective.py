@@ -15,6 +15,7 @@ from paceline.config.functions import is_model_loss
 from paceline.errors import ConfigError, DataError
 
 LOSS = "loss"  # the name of the loss among the values of a step
+SAME_NAME = "logs a value {name}, as a phase before it does; rename the value, or the phase"
 RESERVED = {"event", "time", "step", "steps", "epoch", "epochs", "grad_norm", "lr", "values"}  # in a `step` event
 Model = Callable[..., Any]
 

@@ -25,6 +25,7 @@ from paceline.engine.losses import make_metrics, sum_and_count
 from paceline.engine.outer_state import outer_state
 from paceline.engine.precision import autocast
 from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
+from paceline.engine.step_probe import CHANGES_WEIGHTS, state_of
 from paceline.errors import ConfigError, DataError
 from paceline.worker.measures import Forward, Measures, Outcome, interleave
 from paceline.world import World
@@ -118,21 +119,26 @@ class Evaluator:
             )
 
     @torch.no_grad()
-    def try_measures(self, model: torch.nn.Module) -> None:
+    def try_measures(self, model: torch.nn.Module) -> list[str] | None:
         """Measure this rank's first batch, so that an error occurs before the first epoch and not after it.
 
-        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks.
+        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks. Returns the
+        names of the numbers; None if they are not known.
         """
         batch = next(iter(self.batches), None)
         trial = copy_or_none(model)
         if batch is None or trial is None:
-            return
+            return None
+        weights = {name: state_of(p) for name, p in trial.named_parameters() if p.requires_grad}
         try:
             with self._evaluating(self.forward.measure, trial) as outcome_of, Collectives(is_allowed=False):
                 outcome, samples = outcome_of(batch)
-                self.measures.row(outcome, samples)
+                row = self.measures.row(outcome, samples)
         except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
-            return
+            return None
+        for name, parameter in trial.named_parameters():
+            if name in weights and state_of(parameter) != weights[name]:
+                raise ConfigError(CHANGES_WEIGHTS.format(key=self.forward.values_key, name=name))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example about a batch without some of the classes
             for name, metric in self.stateful.items():
@@ -145,6 +151,7 @@ class Evaluator:
                 except Exception:  # noqa: BLE001 - it may need more samples than these
                     pass
                 metric.reset()
+        return [*row, *self.stateful]
 
     def _outcomes(
         self, forward: BatchForward, model: torch.nn.Module, on_round: OnRound
