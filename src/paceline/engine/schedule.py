@@ -15,7 +15,7 @@ from paceline.callbacks.patience import Patience, WatchedMetric
 from paceline.config import Config, Schedule
 from paceline.data.seeding import keyed_generators
 from paceline.engine.optimizers import lrs_of, set_lr
-from paceline.engine.torch_scheduler import TorchScheduler
+from paceline.engine.torch_scheduler import TorchScheduler, raising_config_errors
 from paceline.errors import ConfigError
 
 NEED_END = ("linear", "cosine", "exponential", "onecycle", "wsd")  # schedules that need the number of steps
@@ -160,7 +160,8 @@ def checked_schedule(schedule_fn: Callable[..., Any]) -> Callable[[int, int | No
     """The user's `schedule_fn`, whose results are checked to be finite numbers, at step 0 at once."""
 
     def factor_of(step: int, total_steps: int | None) -> float:
-        value = schedule_fn(step, total_steps)
+        with raising_config_errors(f"schedule_fn({step}, {total_steps})"):
+            value = schedule_fn(step, total_steps)
         try:
             factor = float(value)
         except (TypeError, ValueError):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
+from paceline.observe.failures import user_location
 
 RATES = ("params", "lr", "capturable")  # keys of a group that are not copied back to the optimizer
 
@@ -32,6 +35,7 @@ class TorchScheduler:
         self._copy._opt_called = True  # type: ignore[attr-defined]  # or torch warns that the optimizer makes no step
         self.takes_metric = _takes_metric(self.scheduler)
         self.copy_options()
+        self.lrs()
 
     @property
     def changes_options(self) -> bool:
@@ -39,12 +43,16 @@ class TorchScheduler:
         return bool(self._changed)
 
     def lrs(self) -> list[float]:
-        """The present learning rate of each group."""
-        return lrs_of(self._copy)
+        """The present learning rate of each group; a ConfigError if one is not a number from 0."""
+        lrs = lrs_of(self._copy)
+        if wrong := [lr for lr in lrs if not 0 <= lr < math.inf]:
+            raise ConfigError(f"scheduler_fn set the learning rate {wrong[0]}; it must be a number from 0")
+        return lrs
 
     def step(self, *metric: float) -> None:
         """Step the scheduler once, and give the optimizer the options that it has set."""
-        self.scheduler.step(*metric)
+        with raising_config_errors("the scheduler of scheduler_fn"):
+            self.scheduler.step(*metric)
         self.copy_options()
 
     def copy_options(self) -> None:
@@ -71,6 +79,19 @@ class TorchScheduler:
         self.copy_options()
 
 
+@contextmanager
+def raising_config_errors(what: str) -> Iterator[None]:
+    """Raise an error of a user's function of the step as a ConfigError: it would be the same after a restart."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = user_location(error)
+        where = f" ({place})" if place else ""
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again") from error
+
+
 def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class and parameters, with parameter groups of its own and rates as numbers."""
     shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -86,6 +107,13 @@ def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, to
     if takes_total and total_steps is None:
         raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
     scheduler = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
+    if isinstance(scheduler, type):
+        raise ConfigError(f"scheduler_fn returned the class {scheduler.__name__}; return an object of it")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"scheduler_fn returned a {type(scheduler).__name__} of another optimizer, which would have no effect; "
+            "make it for the optimizer that scheduler_fn gets"
+        )
     if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise ConfigError(
             f"scheduler_fn returned a {type(scheduler).__name__}; it must return a scheduler, such as those of "
