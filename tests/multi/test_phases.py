@@ -156,3 +156,35 @@ def test_mistakes_are_found_before_a_process_starts(keys: dict[str, Any], proble
 def test_a_phase_needs_a_number_of_steps() -> None:
     with pytest.raises(ConfigError, match=r"every\(0, …\) needs a number of steps from 1"):
         every(0, critic_step)
+
+
+def same_name(model: Any, batch: Any) -> dict[str, Any]:
+    return {"loss": first_step(model, batch), "second_loss": 1.0}
+
+
+@pytest.mark.parametrize("data", [{}, {"val_dataset_fn": None, "val_fraction": 0}])
+def test_values_of_two_phases_with_one_name_are_refused(data: dict[str, Any]) -> None:
+    def optimizers(model: Any) -> dict[str, Any]:
+        parts = {"a": model.first, "a_second": model.second}
+        return {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+
+    steps = {"a": same_name, "a_second": second_step}
+    keys = {
+        "model_fn": Pair,
+        "loss_fn": None,
+        "step_fn": steps,
+        "optimizer_fn": optimizers,
+        "optimizer": None,
+        "metrics": [],
+    }
+    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as a phase before it does; rename the value"):
+        start(**{**keys, **data}, ema=None)
+
+
+def test_parameters_that_no_optimizer_updates_are_reported_once() -> None:
+    start(
+        model_fn=Pair, optimizer_fn=lambda model: torch.optim.SGD([model.first.weight], lr=0.1), num_epochs=1, optimizer=None,
+        dataset_fn=lambda: Images(24), metrics=[], procs=2,
+    )  # fmt: skip
+    [text] = [text for text in warnings_in(Path("run")) if "optimizer_fn" in text]
+    assert text.startswith("optimizer_fn leaves out second, first.bias, which will not change; give them to an optim")

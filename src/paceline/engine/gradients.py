@@ -76,7 +76,9 @@ class Backward:
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.values = LaneValues(lanes_per_rank, world, self.objective)
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
-        self._has_own_count: bool | None = None  # whether the loss is a sum with its count; known from the first lane on
+        self._has_own_count: bool | None = (
+            None  # whether the loss is a sum with its count; known from the first lane on
+        )
         self._is_kind_agreed = world.size == 1
         self.reduction = Reduction(world, settings.exact, settings.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()

@@ -22,7 +22,7 @@ from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
-from paceline.engine.optimizers import make_optimizer
+from paceline.engine.optimizers import left_out_of, make_optimizer
 from paceline.engine.outer_state import place_loss, place_steps
 from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, replicate
@@ -92,6 +92,11 @@ def build_step(
     progress.phase = "building the optimizer"
     with keyed_generators(config.seed, "optimizer"):
         optimizer = make_optimizer(config, replica.module)
+    if left_out := left_out_of(optimizer, replica.module):
+        context.warn(
+            f"optimizer_fn leaves out {', '.join(left_out)}, which will not change; give them to an optimizer, or "
+            "freeze them with requires_grad_(False) in model_fn"
+        )
     stepper = Stepper(
         replica,
         optimizer,

@@ -99,9 +99,7 @@ def test_the_count_of_a_sum_is_any_number_without_a_gradient() -> None:
     for count in (0.5, 0, 3, torch.tensor(0.5), np.float32(0.5), torch.tensor([2])):
         assert values(sum_and_count(Sum(LOSS.detach(), count), 4, "loss_fn")) == (2, float(count))
     for count in (LOSS, torch.ones(2), "3", -1, torch.tensor(-0.5)):
-        with pytest.raises(
-            ConfigError, match=r"loss_fn returned paceline\.Sum, whose count must be one number from 0"
-        ):
+        with pytest.raises(ConfigError, match=r"loss_fn returned paceline\.Sum, whose count must be one number from 0"):
             sum_and_count(Sum(LOSS, count), 4, "loss_fn")  # type: ignore[arg-type]
 
 
