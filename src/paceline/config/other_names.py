@@ -62,7 +62,11 @@ _HOSTS = "if there are several hosts; else remove it"
 VALUES: dict[str, Mapping[str, str]] = {
     "precision": _PRECISIONS,
     "max_steps": {"-1": "remove it, num_epochs ends the run"},
-    "clip_norm": {"0": "remove it, gradients are not clipped by default", "false": REMOVE},
+    "clip_norm": {
+        "true": "write clip_norm: 1.0",
+        "0": "remove it, gradients are not clipped by default",
+        "false": REMOVE,
+    },
     "ema": {"true": "write ema: 0.999", **_FALSE},
     "early_stop": {"true": "write early_stop: {patience: 5}", **_FALSE},
     "device": {"gpu": "write device: cuda", "cuda:0": "write device: cuda"},

@@ -76,9 +76,7 @@ class Backward:
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.values = LaneValues(lanes_per_rank, world, self.objective)
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
-        self._has_own_count: bool | None = (
-            None  # whether the loss is a sum with its count; known from the first lane on
-        )
+        self._has_own_count: bool | None = None  # whether the loss is a sum with its count
         self._is_kind_agreed = world.size == 1
         self.reduction = Reduction(world, settings.exact, settings.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
@@ -209,7 +207,7 @@ class Backward:
         return total, number_on(count, self.world.device)
 
     def _agree_on_kind(self) -> None:
-        """In the first step, refuse a loss that is a mean on some ranks and a sum with its count on others. All ranks."""
+        """In the first step, refuse a loss that is a mean on some ranks and a sum on others. All ranks."""
         if not self._is_kind_agreed:
             self._is_kind_agreed = True
             if len(set(self.world.gather_objects(self._has_own_count))) > 1:

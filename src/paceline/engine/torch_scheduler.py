@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.signatures import takes_total_steps
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.observe.failures import user_location
@@ -89,7 +90,9 @@ def raising_config_errors(what: str) -> Iterator[None]:
     except Exception as error:
         place = user_location(error)
         where = f" ({place})" if place else ""
-        raise ConfigError(f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again") from error
+        raise ConfigError(
+            f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again"
+        ) from error
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -103,7 +106,7 @@ def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None) -> Any:
     """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that."""
-    takes_total = _takes_total(scheduler_fn)
+    takes_total = takes_total_steps(scheduler_fn)
     if takes_total and total_steps is None:
         raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
     scheduler = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
@@ -120,15 +123,6 @@ def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, to
             "torch.optim.lr_scheduler"
         )
     return scheduler
-
-
-def _takes_total(scheduler_fn: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `total_steps` that has no value yet."""
-    try:
-        parameter = inspect.signature(scheduler_fn).parameters.get("total_steps")
-    except ValueError:  # a builtin without a signature
-        return False
-    return parameter is not None and parameter.default in (parameter.empty, None)
 
 
 def _takes_metric(scheduler: Any) -> bool:

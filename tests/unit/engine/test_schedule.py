@@ -345,7 +345,7 @@ def test_a_schedule_by_epochs_needs_the_length_of_an_epoch() -> None:
         (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: math.nan), "set the learning rate nan; it"),
         (
             lambda optimizer: lr_scheduler.StepLR(sgd(), 1),
-            "returned a StepLR of another optimizer, which would have no",
+            "returned a StepLR of another optimizer, which would have",
         ),
         (lambda optimizer: lr_scheduler.StepLR, "returned the class StepLR; return an object of it"),
     ],
@@ -373,9 +373,7 @@ def five(step: int, total_steps: int) -> float:
 
 def test_an_error_of_schedule_fn_or_of_a_scheduler_is_one_that_a_restart_would_repeat() -> None:
     rates = make_rates(config_of(schedule_fn=five), sgd(), 10, 5)
-    with pytest.raises(
-        ConfigError, match=r"schedule_fn\(5, 10\) raised ValueError: five \(.*test_schedule\.py:\d+\); cor"
-    ):
+    with pytest.raises(ConfigError, match=r"schedule_fn\(5, 10\) raised ValueError: five \(.*test_schedule\.py:\d+\)"):
         taken(rates, 6)
     short = make_rates(config_of(scheduler_fn=lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=3)), sgd(), 10, 5)
     with pytest.raises(ConfigError, match="the scheduler of scheduler_fn raised ValueError: Tried to step"):
