@@ -39,7 +39,7 @@ def train(model, train_loader, val_loader, device, num_epochs, run):
             run.log(loss=loss)
 
 
-# Plain loss.backward() averages over the processes and knows no lanes: the last bits depend on the number of processes.
+# Plain loss.backward() averages over the processes, without lanes: the last bits depend on their number.
 result = paceline.Trainer(
     name="loop-lbfgs",
     model_fn=get_model,

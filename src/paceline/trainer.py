@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
     """A valid config whose launcher, trackers, optimizer, metrics and loss exist; otherwise one ConfigError for all."""
-    return build(raw, folder=folder, checks=[_unknown_launcher, _unknown_trackers, _data_problems, _engine_problems])
+    return build(raw, folder=folder, checks=CHECKS)
 
 
 def _unknown_launcher(config: Config) -> Iterator[str]:
@@ -28,6 +28,13 @@ def _unknown_trackers(config: Config) -> list[str]:
     from paceline.observe.sinks.registry import problems_with
 
     return problems_with(config.log.trackers)
+
+
+def _reserved_metrics(config: Config) -> Iterator[str]:
+    from paceline.observe.event_types import is_reserved
+
+    for name in sorted(name for name in config.metrics if name == "val_loss" or is_reserved(name)):
+        yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
 
 
 def _data_problems(config: Config) -> Iterator[str]:
@@ -43,6 +50,9 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
     yield from unknown_names(config)
     yield from unsuitable_loss(config)
+
+
+CHECKS = (_unknown_launcher, _unknown_trackers, _reserved_metrics, _data_problems, _engine_problems)
 
 
 class Trainer:

@@ -89,6 +89,9 @@ class World:
         return Exchange(self)
 
 
+EXCHANGED = 8  # numbers at most
+
+
 class Exchange:
     """The maximum over ranks of a few integers, computed while the ranks continue to work.
 
@@ -105,8 +108,8 @@ class Exchange:
     def begin(self, *numbers: int) -> None:
         """Send this rank's numbers. All ranks."""
         self._mine = numbers
-        if self._group is not None:
-            self._sent = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:  # one width, so that ranks in different places of their code still exchange
+            self._sent = torch.tensor([*numbers, *[0] * (EXCHANGED - len(numbers))], dtype=torch.int64)
             self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self) -> list[int]:
@@ -115,7 +118,7 @@ class Exchange:
             return list(self._mine)
         self._work.wait()
         self._work = None
-        return self._sent.tolist()  # type: ignore[no-any-return]
+        return self._sent[: len(self._mine)].tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager

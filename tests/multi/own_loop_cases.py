@@ -26,6 +26,7 @@ def validate(model: torch.nn.Module, val_loader: Any) -> dict[str, float]:
 def train_simply(model, train_loader, val_loader, device, num_epochs, run: Run):
     """The managed loop written by hand: one loss and one optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.track(optimizer=optimizer)
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             run.backward(functional.cross_entropy(model(x), y))
@@ -57,6 +58,7 @@ def train_with_everything(model, train_loader, val_loader, device, num_epochs, r
 def train_with_two_losses(model, train_loader, val_loader, device, num_epochs, run: Run):
     """Two backward passes for each batch; then, in some steps, only one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    run.track(optimizer=optimizer)
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             run.backward(functional.cross_entropy(model(x), y))
@@ -69,6 +71,7 @@ def train_with_two_losses(model, train_loader, val_loader, device, num_epochs, r
 def train_with_sums(model, train_loader, val_loader, device, num_epochs, run: Run):
     """A loss that is divided by a sum of weights over the whole step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(optimizer=optimizer)
     for _ in run.epochs(num_epochs):
         for x, y in train_loader:
             weights = 1.0 + y

@@ -168,6 +168,22 @@ def test_an_order_that_differs_between_ranks_is_refused_on_all_of_them() -> None
         faults.start(procs=2, order_fn=by_rank)
 
 
+def test_weights_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    def by_rank(dataset: Any) -> Any:
+        return [1.0 + torch.distributed.get_rank()] + [1.0] * (len(dataset) - 1)
+
+    with pytest.raises(RankFailed, match="sample_weights differ between the ranks; compute them from the data set"):
+        faults.start(procs=2, sample_weights=by_rank)
+
+
+def test_a_run_without_its_result_is_finished_with_orders_for_its_epochs_alone() -> None:
+    orders = [list(range(ODD)), list(range(ODD))[::-1]]
+    keys: dict[str, Any] = {"num_epochs": 2, "order_fn": lambda epoch, size: orders[epoch]}
+    whole = faults.start(**keys)
+    Path("run/result.json").unlink()
+    assert faults.outcome(faults.start(**keys, resume="auto")) == faults.outcome(whole)
+
+
 def test_the_users_own_loop_draws_by_weights_and_follows_an_order() -> None:
     def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[list[int]]:
         seen = [[int(number) for batch, _ in train_loader for number in batch] for _ in range(2)]
@@ -193,6 +209,7 @@ def test_the_users_own_loop_draws_by_weights_and_follows_an_order() -> None:
 def test_the_users_own_loop_with_run_has_one_hash_with_each_key(keys: dict[str, Any]) -> None:
     def train(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int, run: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.track(optimizer=optimizer)
         for _ in run.epochs(num_epochs):
             for images, labels in train_loader:
                 run.backward(nn.functional.cross_entropy(model(images), labels))

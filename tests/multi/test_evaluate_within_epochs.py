@@ -111,3 +111,76 @@ def test_an_evaluation_that_a_stop_prevents_follows_when_the_run_resumes() -> No
 def test_evaluations_need_validation_data() -> None:
     with pytest.raises(ConfigError, match=r"evaluate.every_steps=3 needs validation data; give val_dataset_fn"):
         start(**WITHIN, val_dataset_fn=None, val_fraction=0)
+
+
+# --- runs that end within an epoch --------------------------------------------------------------------------
+
+
+class Count(Callback):
+    """Counts the evaluations, and writes the number of each into a file."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        self.number += 1
+        if run.is_main:
+            with (run.folder / "counts").open("a") as file:
+                file.write(f"{run.step_number}: {self.number}\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def counts(folder: str) -> list[str]:
+    return Path(folder, "counts").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cut_at", "evaluate", "extra"),
+    [
+        (10, {}, ["10: 2"]),  # a longer run does not evaluate there
+        (9, {"every_steps": 3}, []),  # a longer run does
+        (7, {"every_epochs": 2}, ["7: 1"]),
+    ],
+)
+def test_an_extended_run_has_the_evaluations_of_an_uninterrupted_one(
+    cut_at: int, evaluate: dict[str, int], extra: list[str]
+) -> None:
+    keys = {
+        "schedule": {"name": "plateau", "patience": 1, "factor": 0.5, "min_delta": 0.3}, "evaluate": evaluate,
+        "early_stop": {"patience": 2, "min_delta": 0.3}, "checkpoint": {"best": {}}, "num_epochs": 7,
+    }  # fmt: skip
+    whole = start(**keys, callbacks=[Count()], run_dir="whole")
+    assert whole.step < 49  # it was ended early, else this test has gone blind
+    start(**keys, callbacks=[Count()], max_steps=cut_at)
+    longer = start(**keys, callbacks=[Count()], resume="auto", procs=2)
+    assert (longer.weights_sha256, longer.step) == (whole.weights_sha256, whole.step)
+    assert [row["step"] for row in longer.history] == [row["step"] for row in whole.history]
+    found = counts("run")
+    assert [line for line in found if line not in extra] == counts("whole")
+    assert len(found) == len(counts("whole")) + len(extra)
+
+
+class FinishInEvaluation(Callback):
+    """Asks for the end of the run in the evaluation after step 9, on one rank."""
+
+    def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        if run.step_number == 9 and run.rank == run.world_size - 1:
+            run.finish("enough")
+
+
+def test_a_run_that_an_evaluation_within_an_epoch_ends_has_its_row() -> None:
+    result = start(**WITHIN, callbacks=[FinishInEvaluation(), Rows()], procs=2)
+    assert [row["step"] for row in result.history] == [7, 9]
+    assert result.history[-1] == Rows.of()[-1]
+    assert [row["step"] for row in Rows.of()] == [3, 6, 7, 9]  # evaluated once
+    assert result.metrics["accuracy"] == result.history[-1]["accuracy"]
+    assert events("run_finished")[0]["reason"] == "enough"
+    source = "run/checkpoints/step-00000009"
+    longer, whole = start(**WITHIN, run_dir="longer", resume=source), start(**WITHIN, run_dir="whole")
+    assert outcome(longer)["history"] == outcome(whole)["history"]
+    assert longer.weights_sha256 == whole.weights_sha256

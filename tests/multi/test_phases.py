@@ -119,10 +119,22 @@ def test_the_config_in_the_run_folder_names_the_phases() -> None:
     assert "    fn: exactness_cases:generator_step\n" in text
 
 
-def test_other_phases_do_not_resume_the_run() -> None:
+def similar_optimizers(model: Any) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers of one class, whose groups have the same form: only the names of the phases tell them apart."""
+    return {name: torch.optim.SGD(model.first.parameters(), lr=0.1) for name in ("first", "other")}
+
+
+def test_phases_in_another_order_do_not_resume_the_run() -> None:
+    keys = {**PHASES, "model_fn": Pair, "optimizer_fn": similar_optimizers, "ema": None}
+    start(**{**keys, "step_fn": {"first": first_step, "other": second_step}}, num_epochs=1)
+    with pytest.raises(ConfigError, match="the phase other is first in the checkpoint; keep the phases"):
+        start(**{**keys, "step_fn": {"other": second_step, "first": first_step}}, resume="auto")
+
+
+def test_phases_with_another_optimizer_do_not_resume_the_run() -> None:
     start(**PHASES, num_epochs=1)
     turned = {"generator": generator_step, "critic": critic_step}
-    with pytest.raises(ConfigError, match=r"the phase generator is critic in the checkpoint|holds an optimizer with"):
+    with pytest.raises(ConfigError, match="holds an optimizer with"):
         start(**{**PHASES, "step_fn": turned}, resume="auto")
 
 

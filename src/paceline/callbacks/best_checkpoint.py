@@ -14,15 +14,15 @@ from paceline.callbacks.run import Run
 class BestCheckpoint(Callback):
     """Saves a checkpoint whenever a metric is better than in all evaluations before.
 
-    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    A metric that is not a loss needs a mode: whether higher ("max") or lower ("min") is better.
     """
 
     def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> None:
-        self.watched = WatchedMetric("checkpoint.best", metric, mode)
-        self.best = math.inf  # multiplied by the sign, so that less is better
+        self.watched = WatchedMetric("checkpoint.best.metric", metric, mode)
+        self.best = math.inf  # multiplied by the sign, so that lower is better
 
     def on_start(self, run: Run) -> None:
-        """Know the epochs before, also from a checkpoint without a state of this callback."""
+        """Start from the best value in `run.history`, also after a checkpoint without a state of this callback."""
         for row in run.history:
             self._is_best(row)
 
@@ -45,5 +45,5 @@ class BestCheckpoint(Callback):
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with the best value so far."""
+        """Restore the best value so far."""
         self.best = state["best"]

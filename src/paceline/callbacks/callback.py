@@ -38,7 +38,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, when a run resumes."""
+        """Restore what `state_dict` returned, when a run resumes."""
 
     def overrides(self, method: str) -> bool:
         """Whether a subclass has defined a method of this interface."""

@@ -14,7 +14,7 @@ from paceline.callbacks.run import Run
 class EarlyStopping(Callback):
     """Ends the run as complete when a metric has not improved by more than `min_delta` in `patience` evaluations.
 
-    A metric that is not a loss needs a mode: whether more ("max") or less ("min") is better.
+    A metric that is not a loss needs a mode: whether higher ("max") or lower ("min") is better.
     """
 
     def __init__(
@@ -26,11 +26,11 @@ class EarlyStopping(Callback):
     ) -> None:
         check("early_stop", COUNT, patience=patience)
         check("early_stop", NOT_NEGATIVE, min_delta=min_delta)
-        self.watched = WatchedMetric("early_stop", metric, mode)
+        self.watched = WatchedMetric("early_stop.metric", metric, mode)
         self.patience = Patience(self.watched, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Count the evaluation; an own loop may have epochs without one."""
+        """Count the evaluation; the user's own loop may have epochs without one."""
         if run.is_own_loop and self.watched.name not in metrics:
             return
         if self.patience.is_exhausted_by(metrics):

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 class GradualUnfreeze(Callback):
     """Freezes modules at the start, and unfreezes one of them, in their order, each `every_epochs` or `every_steps`.
 
-    What is not named trains from the start. Which modules are frozen depends on the step alone, so nothing is saved.
+    Other modules train from the start. Which modules are frozen depends on the step alone, so nothing is saved.
     """
 
     needs_step_metrics = False
@@ -28,8 +28,9 @@ class GradualUnfreeze(Callback):
         self._trained = 0  # modules that train already
 
     def on_start(self, run: Run) -> None:
-        """Freeze the modules that do not train yet."""
+        """Freeze the modules that do not train yet, and no others of these."""
         self._trained = self._trained_at(run)
+        run.unfreeze(*self.modules[: self._trained])  # the checkpoint may be of a run with other intervals
         run.freeze(*self.modules[self._trained :])
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:

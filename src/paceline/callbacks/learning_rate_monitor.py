@@ -12,7 +12,7 @@ from paceline.callbacks.run import Run
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group as lr/group-0, lr/group-1, …, when one of them has changed.
 
-    Step events have that of the first group alone. At most every `every_steps` steps.
+    `step` events have the rate of the first group only. Rates are logged at most every `every_steps` steps.
     """
 
     needs_step_metrics = False
@@ -33,5 +33,5 @@ class LearningRateMonitor(Callback):
         return {"last": self._last}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Do not log the same rates again."""
+        """Restore the rates that were logged last."""
         self._last = state["last"]

@@ -14,7 +14,7 @@ class MeanTeacher(Callback):
     """After each step, teacher = decay × teacher + (1 − decay) × student; buffers are copied.
 
     Both are modules of the model, by their names. The teacher begins as a copy of the student. It is saved with the
-    weights, so nothing else is.
+    weights of the model, so this callback has no state.
     """
 
     needs_step_metrics = False

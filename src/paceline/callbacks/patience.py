@@ -6,35 +6,35 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from paceline.callbacks.arguments import TEXT, check
+from paceline.callbacks.arguments import TEXT
 from paceline.errors import ConfigError
 
 Mode = Literal["min", "max"]
 
 
 class WatchedMetric:
-    """A metric of evaluations, of which less or more is better."""
+    """A metric of evaluations, of which lower or higher values are better."""
 
-    def __init__(self, owner: str, metric: str, mode: Mode | None) -> None:
-        """`owner` is what the user knows the metric's setting by, for errors."""
-        check(owner, TEXT, metric=metric)
+    def __init__(self, key: str, metric: str, mode: Mode | None) -> None:
+        """`key` is what the user has named the metric by, for errors."""
+        if not TEXT.holds(metric):
+            raise ConfigError(f"{key}={metric!r} {TEXT.words}")
         if mode is None and not metric.endswith("loss"):
             raise ConfigError(
-                f'{owner}: metric={metric!r} needs a mode, whether more or less is better; give mode="max" or '
-                'mode="min"'
+                f'{key}={metric!r} needs a mode, whether higher or lower is better; give mode="max" or mode="min"'
             )
         if mode not in (None, "min", "max"):
-            raise ConfigError(f'{owner}: mode={mode!r} is not known; give mode="max" or mode="min"')
-        self.owner, self.name, self.sign = owner, metric, -1 if mode == "max" else 1
+            raise ConfigError(f'{key}={metric!r} has mode={mode!r}, which is not known; give mode="max" or mode="min"')
+        self.key, self.name, self.sign = key, metric, -1 if mode == "max" else 1
 
     def check_measured(self, names: Iterable[str]) -> None:
         """Raise a ConfigError if the metric is not among the numbers of an evaluation."""
         if self.name not in (measured := [name for name in names if name not in ("epoch", "step")]):
             known = ", ".join(measured) or "another one"
-            raise ConfigError(f"{self.owner}.metric={self.name!r} is not measured; use {known}")
+            raise ConfigError(f"{self.key}={self.name!r} is not measured; use {known}")
 
     def value_in(self, metrics: Mapping[str, Any]) -> float:
-        """The metric, multiplied so that less is better; NaN if it has no value."""
+        """The metric, multiplied so that lower is better; NaN if it has no value."""
         value = metrics.get(self.name)
         return math.nan if value is None else float(self.sign * value)
 
@@ -44,7 +44,7 @@ class Patience:
 
     def __init__(self, metric: WatchedMetric, patience: int, min_delta: float = 0.0) -> None:
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.best: float | None = None  # multiplied by the sign, so that less is better
+        self.best: float | None = None  # multiplied by the sign, so that lower is better
         self.waited = 0  # evaluations since the best one
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
@@ -67,5 +67,5 @@ class Patience:
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.best, self.waited = state["best"], state["waited"]

@@ -1,4 +1,4 @@
-"""`Run`: the run as callbacks and the user's own loop see it. The ranks give its methods their meaning."""
+"""`Run`: the run as callbacks and the user's own loop see it. `worker/rank_run.py` implements its methods."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ class Run:
     device: torch.device
     folder: Path
     model: torch.nn.Module  # without DDP's wrapper
-    total_steps: int | None  # None where an iterable data set decides
+    total_steps: int | None  # None for an iterable data set
     step_number: int = 0  # updates completed
     epoch: int = 0  # from 1; 0 before the first step
     epochs_done: int = 0  # epochs completed
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
-    is_own_loop: bool = False  # whether the user's train_fn is the loop, which evaluates when it wants to
+    is_own_loop: bool = False  # whether the loop is the user's train_fn, whose epochs may have no evaluation
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
-    stop_requested: str | None = None  # the reason that was given to `stop`
+    stop_requested: str | None = None  # why all ranks stop after this step: by `stop`, a signal or the time limit
+    finish_requested: str | None = None  # the reason given to `finish`, once all ranks have agreed to end the run
+    # What was asked for on this rank alone; the loop shares it with the others.
     save_requested: bool = False
-    finish_requested: str | None = None  # the reason that was given to `finish`
-    frozen: frozenset[str] = frozenset()  # the names of parameters that `freeze` holds
+    asked_to_stop: str | None = None
+    asked_to_finish: str | None = None
+    frozen: frozenset[str] = frozenset()  # the names of parameters that were frozen by `freeze`
 
     @property
     def is_main(self) -> bool:
@@ -49,11 +52,11 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
-        self.stop_requested = reason
+        self.asked_to_stop = reason
 
     def finish(self, reason: str) -> None:
         """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
-        self.finish_requested = reason
+        self.asked_to_finish = reason
 
     def freeze(self, *names: str) -> None:
         """Leave parameters unchanged from the next step on; a name is that of a parameter, or of a module above it."""
@@ -135,7 +138,7 @@ class Run:
         self._unavailable("ema_weights")
 
     def _unavailable(self, name: str) -> NoReturn:
-        raise ConfigError(f"run.{name} belongs to your own loop: a train_fn with the parameter run")
+        raise ConfigError(f"run.{name} works only in a train_fn with the parameter run")
 
 
 _current: list[Run] = []

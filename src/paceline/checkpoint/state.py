@@ -168,15 +168,15 @@ def _differences(model: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
 
 
 def restore_optimizer(
-    state: CheckpointState, optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None
+    state: CheckpointState, optimizer: torch.optim.Optimizer, source: Path, indices: Collection[int] | None = None
 ) -> None:
-    """Load the optimizer's state; with `places`, only that of the parameters with these indices in the state dict."""
+    """Load the optimizer's state; with `indices`, only that of these parameters in the state dict."""
     loaded = _insert_tensors(state.values["optimizer"], state.groups.get("optimizer", {}))
-    load_optimizer(loaded, optimizer, source, places)
+    load_optimizer(loaded, optimizer, source, indices)
 
 
 def load_optimizer(
-    loaded: dict[str, Any], optimizer: torch.optim.Optimizer, source: Path, places: Collection[int] | None = None,
+    loaded: dict[str, Any], optimizer: torch.optim.Optimizer, source: Path, indices: Collection[int] | None = None,
     *, has_free_options: bool = False,
 ) -> None:  # fmt: skip
     """Load a state dict into an optimizer, which keeps its kernel options; raise a ConfigError if it does not fit.
@@ -187,8 +187,8 @@ def load_optimizer(
     if has_free_options:
         saved, current = ([{"params": group["params"]} for group in groups] for groups in (saved, current))
     _check_param_groups(saved, current, source)
-    if places is not None:
-        loaded["state"] = {place: value for place, value in loaded["state"].items() if place in places}
+    if indices is not None:
+        loaded["state"] = {index: value for index, value in loaded["state"].items() if index in indices}
     options = [{key: group[key] for key in ("lr", *KERNEL_OPTIONS) if key in group} for group in optimizer.param_groups]
     for saved, own in zip(loaded["param_groups"], options, strict=True):
         saved.update({key: own[key] for key in KERNEL_OPTIONS if key in own})

@@ -1,4 +1,4 @@
-"""Options that no command has: keys of a config, or names of other libraries for them, typed as `--key`."""
+"""The error for an option that no command has, such as `--lr`: it names the key of the config to write instead."""
 
 from __future__ import annotations
 

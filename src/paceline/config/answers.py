@@ -1,4 +1,4 @@
-"""The answer to a key or a value that only other libraries have: what to write here, in the user's place."""
+"""What to write instead of a key or a value of another library, in Python, in a config or on the command line."""
 
 from __future__ import annotations
 

@@ -129,26 +129,26 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
         config.sample_weights = resolved("sample_weights", config.sample_weights)
     if isinstance(config.metrics, dict):
         config.metrics = {name: resolved(f"metrics.{name}", metric) for name, metric in config.metrics.items()}
-    config.callbacks = [resolved(f"callbacks.{place}", value) for place, value in enumerate(config.callbacks)]
+    config.callbacks = [resolved(f"callbacks.{index}", value) for index, value in enumerate(config.callbacks)]
     return problems
 
 
 def unusable_callbacks(config: Config) -> list[str]:
     """What is wrong with the objects and classes in `callbacks`, one sentence each; ranks call the classes."""
     problems = []
-    for place, value in enumerate(config.callbacks):
+    for index, value in enumerate(config.callbacks):
         if isinstance(value, type) and issubclass(value, Callback):
             try:
-                problems += wrong_methods(f"callbacks.{place}", value())
+                problems += wrong_methods(f"callbacks.{index}", value())
             except TypeError as error:
                 problems.append(
-                    f"callbacks.{place}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
+                    f"callbacks.{index}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
                 )
         elif isinstance(value, Callback):
-            problems += wrong_methods(f"callbacks.{place}", value)
+            problems += wrong_methods(f"callbacks.{index}", value)
         elif not isinstance(value, str):  # a name that cannot be imported is already reported
             problems.append(
-                f"callbacks.{place}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
+                f"callbacks.{index}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
             )
     return problems
 

@@ -14,22 +14,13 @@ from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS,
 Check = Callable[[Config], Iterable[str]]
 
 ADD_RUN = "write def train(model, train_loader, val_loader, device, num_epochs, run)"
-# Fields of an event and of an epoch's row in the result, which a metric of the same name would overwrite.
-RESERVED_NAMES = {"self", "event", "time", "epoch", "step", "val_loss"}
-TRAIN_PREFIX = "train_"  # of the means over training batches in an epoch's row
-
-LOSSES = ("val_loss", "train_loss")  # metrics of which less is better
+LOSSES = ("val_loss", "train_loss")  # metrics of which lower values are better
 
 
 def conflicts(config: Config, invalid: Collection[str] = ()) -> list[str]:
     """All problems that CHECKS finds. The keys in `invalid` have their default, because their value was refused."""
     runnable = [check for check, keys in CHECKS.items() if not set(keys) & set(invalid)]
     return [problem for check in runnable for problem in check(config)]
-
-
-def is_free_name(name: object) -> bool:
-    """Whether a number of an evaluation may have this name in events and results."""
-    return isinstance(name, str) and name not in RESERVED_NAMES and not name.startswith(TRAIN_PREFIX)
 
 
 def _is_set(config: Config, key: str) -> bool:
@@ -152,12 +143,12 @@ def _early_stop_metric_is_measured(config: Config) -> Iterator[str]:
 
 
 def _unmeasured(config: Config, key: str, metric: str, mode: str | None) -> Iterator[str]:
-    """What is wrong with a metric to watch: it must be measured, and more or less of it must be known to be better."""
+    """The problem with a metric to watch: it is not measured, or whether higher or lower is better is not known."""
     measured = [*LOSSES, *config.metrics]
     if metric not in measured and not _names_its_numbers(config):
         yield f"{key}.metric={metric!r} is not measured; use {', '.join(measured)}"
     elif mode is None and metric not in LOSSES:
-        yield f"{key}.metric={metric!r} needs {key}.mode, whether more or less of it is better; give mode: max or min"
+        yield f"{key}.metric={metric!r} needs {key}.mode, whether higher or lower is better; give mode: max or min"
 
 
 # --- data and metrics ---------------------------------------------------------------------------------------------
@@ -204,11 +195,6 @@ def _lanes_fill_the_global_batch(config: Config) -> Iterator[str]:
 def _names_its_numbers(config: Config) -> bool:
     """Whether the names of metrics are known only when a function of the user has run."""
     return any(function is not None for function in (config.step_fn, config.evaluate_fn, config.train_fn))
-
-
-def _metric_names_are_free(config: Config) -> Iterator[str]:
-    for name in (name for name in config.metrics if not is_free_name(name)):
-        yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
 
 
 def _best_metric_is_measured(config: Config) -> Iterator[str]:
@@ -287,7 +273,6 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     _exclusive("val_df", "val_fraction"): (),
     _exclusive("val_dataset_fn", "val_fraction"): (),
     _lanes_fill_the_global_batch: ("global_batch_size", "batch_size", "lanes"),
-    _metric_names_are_free: (),
     _best_metric_is_measured: ("metrics",),
     _nodes_have_rendezvous: ("nodes", "rendezvous"),
     _launcher_takes_nodes: (),

@@ -73,7 +73,7 @@ def _check_not_shadowed(module_name: str, folder: Path | None) -> None:
 
 
 def is_object(function: Any) -> bool:
-    """Whether a function is an object with `__call__`, whose own name Python does not know."""
+    """Whether a function is an object with `__call__`, which has no name of its own."""
     return callable(function) and not hasattr(function, "__qualname__")
 
 

@@ -14,7 +14,7 @@ from paceline.config.answers import advice_for, advice_on_value
 from paceline.config.schema import FUNCTION_KEYS, Config
 from paceline.config.written import FILE
 
-_MADE_BY = {  # what makes the objects for which a section has the settings
+_MADE_BY = {  # how to give an object where a section of settings is expected
     "optimizer": "write optimizer_fn, a function of the model that returns it",
     "schedule": "write scheduler_fn, a function of the optimizer that returns it",
 }

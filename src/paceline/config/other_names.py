@@ -15,7 +15,7 @@ BY_DEFAULT = "remove it, this is the default"
 
 
 class Row(NamedTuple):
-    """What one or more names of other libraries, separated by spaces, are here."""
+    """One or more names of other libraries, separated by spaces, and what to write here instead."""
 
     write: str = ""  # YAML; VALUE stands for the user's value, … for one that the user knows. Empty: no such key
     note: str = ""
@@ -58,7 +58,7 @@ _IN_STEPS = "a number of steps"
 _ALL_ON_ONE_HOST = "the number of processes on each host"
 _HOSTS = "if there are several hosts; else remove it"
 
-# Values of other libraries for keys that are also called so here.
+# Values of other libraries for keys that have the same name here.
 VALUES: dict[str, Mapping[str, str]] = {
     "precision": _PRECISIONS,
     "max_steps": {"-1": "remove it, num_epochs ends the run"},
@@ -106,7 +106,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("early_stop: {patience: VALUE}", values=VALUES["early_stop"], transformers="early_stopping_patience",
             lightning="patience", others="early_stopping"),
         Row("early_stop: {min_delta: VALUE}", lightning="min_delta", transformers="early_stopping_threshold"),
-        Row("early_stop: {metric: VALUE, mode: max}", "or mode min, if less is better",
+        Row("early_stop: {metric: VALUE, mode: max}", "or mode min, if lower is better",
             values=dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"), lightning="monitor"),
     ),
     "Epochs, steps and batches": (
@@ -213,7 +213,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("checkpoint: {keep: VALUE}", "the number of the newest ones", values={
             "0": "remove it, the newest is always kept", "-1": "write checkpoint: {keep: …}; a large number keeps all"},
             lightning="save_top_k", transformers="save_total_limit", accelerate="total_limit"),
-        Row("checkpoint: {best: {metric: VALUE, mode: max}}", "or mode min, if less is better",
+        Row("checkpoint: {best: {metric: VALUE, mode: max}}", "or mode min, if lower is better",
             values=dict.fromkeys(_LOSSES, f"write {_BEST}"), transformers="metric_for_best_model", lightning="monitor"),
         Row("checkpoint: {best: {mode: max, metric: …}}", values={
             "false": "write checkpoint: {best: {mode: min, metric: …}}"}, transformers="greater_is_better"),

@@ -26,7 +26,7 @@ from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
 Function = Callable[..., Any] | str
-Mode = Literal["min", "max"]  # whether less or more of a metric is better
+Mode = Literal["min", "max"]  # whether lower or higher values of a metric are better
 FUNCTION_KEYS = (
     "model_fn", "dataset_fn", "val_dataset_fn", "collate_fn", "train_fn", "loss_fn", "step_fn", "evaluate_fn",
     "predict_fn", "optimizer_fn", "schedule_fn", "scheduler_fn", "difficulty_fn", "order_fn",
@@ -94,7 +94,7 @@ def _best(value: Any) -> Any:
     metric = value.get("metric") if isinstance(value, dict) and value.get("mode") is None else None
     if isinstance(value, str) or (isinstance(metric, str) and not metric.endswith("loss")):
         forms = " or ".join(f"{{metric: {metric or value}, mode: {mode}}}" for mode in ("max", "min"))
-        raise ValueError(f"needs a mode: whether more or less is better; give {forms}")
+        raise ValueError(f"needs a mode: whether higher or lower is better; give {forms}")
     return value
 
 
@@ -202,13 +202,13 @@ class EarlyStop(_Section):
     """The metric whose lack of improvement ends the run, and the number of evaluations to wait for it."""
 
     metric: str = "val_loss"
-    mode: Mode | None = None  # None: less is better, of a loss
+    mode: Mode | None = None  # None: lower is better, which only losses may leave out
     patience: int = Field(5, ge=1)
     min_delta: float = Field(0.0, ge=0)
 
 
 class Evaluate(_Section):
-    """When the validation data is evaluated, and in batches of which size."""
+    """When the validation data is evaluated, and the batch size."""
 
     every_steps: int | None = Field(None, ge=1)  # within an epoch
     every_epochs: int | None = Field(None, ge=1)  # None: every epoch

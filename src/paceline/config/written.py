@@ -16,7 +16,7 @@ EVERYWHERE = (*PYTHON, *FILE)
 
 
 def written(settings: Mapping[str, Any], places: Sequence[str]) -> str:
-    """Settings as text for each of these places; with the place behind it if there are several."""
+    """Settings as text for each of these places; followed by the place if there are several."""
     texts = {place: _FORMS[place](settings) for place in places}
     return ", ".join(f"{text} {place}" if len(places) > 1 else text for place, text in texts.items())
 

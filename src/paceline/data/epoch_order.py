@@ -27,11 +27,14 @@ Order: TypeAlias = Callable[[int, Indices], Indices]  # (epoch, positions) → t
 def make_order(config: Config, training: Any, world: World, *, epoch: int = 0) -> Order:
     """The order of the training samples that a config asks for; `epoch` is the first one. All ranks."""
     if config.sample_weights is not None:
-        return WeightedOrder(training_weights(config, training), config.seed)
+        weights = training_weights(config, training)
+        if len(set(world.gather_objects(sha256(weights.tobytes()).hexdigest()))) > 1:
+            raise DataError("sample_weights differ between the ranks; compute them from the data set alone")
+        return WeightedOrder(weights, config.seed)
     if config.order_fn is None:
         return shuffled(config.seed, len(training))
     given = GivenOrder(config.function("order_fn"), config.seed, len(training))
-    given.check(epoch, world)
+    given.check(min(epoch, config.num_epochs - 1), world)  # after the last step there is no other epoch
     return given
 
 
@@ -43,7 +46,7 @@ def needs_length(config: Config, training: Any) -> None:
 
 
 def shuffled(seed: int, size: int) -> Order:
-    """Every sample once in an epoch, in an order of the epoch's own."""
+    """Every sample once in an epoch, in another order in each epoch."""
     return lambda epoch, positions: indices_at(seed=seed, epoch=epoch, size=size, positions=positions)
 
 

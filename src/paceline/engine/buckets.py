@@ -22,9 +22,9 @@ class Bucket:
     """A part of the parameters, whose gradients are sent together."""
 
     parameters: list[torch.nn.Parameter]
-    places: list[int]  # of the parameters among all of them
+    indices: list[int]  # of the parameters among all of them
     buffer: torch.Tensor = field(init=False)
-    slots: Gradients = field(init=False)  # the place of each gradient in the buffer
+    slots: Gradients = field(init=False)  # the part of the buffer for each gradient
     is_used: torch.Tensor = field(init=False)  # 1 for each parameter that has a gradient on any rank
     waiting: int = 0  # gradients that backward has not computed yet
     started: Future | None = None
@@ -34,7 +34,7 @@ class Bucket:
         unit = max(ALIGNMENT_BYTES // first.element_size(), 1)
         sizes = [-(-parameter.numel() // unit) * unit for parameter in self.parameters]
         self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.slots = [_slot(self.buffer, p, start) for p, start in zip(self.parameters, starts, strict=True)]
         self.is_used = self.buffer[sum(sizes) :]
 
@@ -54,26 +54,27 @@ class GradientSums:
 
     def restart(self) -> None:
         """Begin a step."""
+        self._wait()  # for buckets of a step that was left
         self._lane_sum.restart()
         self._has_gradient = [False] * len(self.parameters)
         self._branches: list[Gradients] = []
         self._next = 0  # the first bucket that is not sent
         self._is_early = False
 
-    def add(self, place: int) -> None:
+    def add(self, index: int) -> None:
         """Take the gradients of a lane that is not the last one out of the parameters."""
         taken = []
         for number, parameter in enumerate(self.parameters):
             self._has_gradient[number] |= parameter.grad is not None
             taken.append(parameter.grad if parameter.grad is not None else torch.full_like(parameter, -0.0))
             parameter.grad = None
-        self._lane_sum.add(place, taken)
+        self._lane_sum.add(index, taken)
 
     # --- the last lane -----------------------------------------------------------------------------------------
 
-    def expect(self, place: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
+    def expect(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """Before the backward pass of the last lane: send each bucket as soon as its gradients are complete."""
-        self._prepare(place, is_empty=is_empty, flag=flag)
+        self._prepare(index, is_empty=is_empty, flag=flag)
         self._is_early = True
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
@@ -99,13 +100,13 @@ class GradientSums:
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
 
-    def finish(self, place: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
+    def finish(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """After the backward pass of the last lane: leave the sums of all lanes in the parameters. All ranks."""
         if self._is_early:
             self.check_complete()
         else:
             self._wait()
-            self._prepare(place, is_empty=is_empty, flag=flag)
+            self._prepare(index, is_empty=is_empty, flag=flag)
         if not self._buckets:
             self._add_branches()
             return
@@ -114,21 +115,21 @@ class GradientSums:
         self._wait()
         for bucket in self._buckets:
             # A parameter without a gradient on this rank may have one on another. Reading that waits for the device.
-            is_whole = all(self._has_gradient[place] for place in bucket.places)
-            is_used = [True] * len(bucket.places) if is_whole else bucket.is_used.gt(0).tolist()
+            is_whole = all(self._has_gradient[index] for index in bucket.indices)
+            is_used = [True] * len(bucket.indices) if is_whole else bucket.is_used.gt(0).tolist()
             for parameter, slot, used in zip(bucket.parameters, bucket.slots, is_used, strict=True):
                 parameter.grad = slot if used else None
 
-    def _prepare(self, place: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
+    def _prepare(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """Collect the sums of the other lanes; an empty lane adds nothing."""
-        self._branches = self._lane_sum.remaining(self.lanes_per_rank if is_empty else place)
+        self._branches = self._lane_sum.remaining(self.lanes_per_rank if is_empty else index)
         self._is_empty, self._flag, self._next, self._is_early = is_empty, flag, 0, False
 
     def _send_next(self) -> None:
         """Fill the next bucket and start to sum it over the ranks. All ranks."""
         bucket = self._buckets[self._next]
         gradients = [None if self._is_empty else parameter.grad for parameter in bucket.parameters]
-        for number, gradient in zip(bucket.places, gradients, strict=True):
+        for number, gradient in zip(bucket.indices, gradients, strict=True):
             self._has_gradient[number] |= gradient is not None
         present = [(slot, each) for slot, each in zip(bucket.slots, gradients, strict=True) if each is not None]
         if present:
@@ -137,10 +138,10 @@ class GradientSums:
             if gradient is None:
                 slot.fill_(-0.0)
         for branch in self._branches:
-            torch._foreach_add_(bucket.slots, [branch[number] for number in bucket.places])
+            torch._foreach_add_(bucket.slots, [branch[number] for number in bucket.indices])
         bucket.is_used.fill_(1)
-        for number, place in enumerate(bucket.places):
-            if not self._has_gradient[place]:
+        for number, index in enumerate(bucket.indices):
+            if not self._has_gradient[index]:
                 bucket.is_used[number] = 0
         if self._flag is not None and present:  # once, to a gradient that exists: unused ones are dropped
             add_flag(self._flag, present[0][0])
@@ -172,15 +173,15 @@ def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: float) -> l
     """The parameters in buckets of one dtype each, last parameters first: backward reaches them first."""
     found: list[list[int]] = []
     size = 0.0
-    for place in reversed(range(len(parameters))):
-        parameter = parameters[place]
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
         is_other = bool(found) and parameters[found[-1][0]].dtype != parameter.dtype
         if not found or is_other or size + parameter.nbytes > bucket_bytes:
             found.append([])
             size = 0.0
-        found[-1].append(place)
+        found[-1].append(index)
         size += parameter.nbytes
-    return [Bucket([parameters[place] for place in places], places) for places in found]
+    return [Bucket([parameters[index] for index in indices], indices) for indices in found]
 
 
 def _slot(buffer: torch.Tensor, parameter: torch.Tensor, start: int) -> torch.Tensor:

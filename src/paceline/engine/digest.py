@@ -34,7 +34,7 @@ def sha256_of_each(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """SHA-256 over the state that an optimizer keeps for each parameter."""
     state = optimizer.state_dict()["state"]
-    return sha256_of({f"{place}.{key}": value for place, kept in state.items() for key, value in kept.items()})
+    return sha256_of({f"{index}.{key}": value for index, kept in state.items() for key, value in kept.items()})
 
 
 def sha256_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -55,9 +55,9 @@ def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
     of_ranks = torch.stack(world.gather_equal(digests_of(model)))
     differs = (of_ranks != of_ranks[0]).cpu()
     if differs.any():
-        place = int(differs.any(dim=0).nonzero()[0])
-        name = [name for name, _ in model.named_parameters()][place]
-        raise ReplicasDiffer(name, differs[:, place].nonzero().flatten().tolist(), step)
+        index = int(differs.any(dim=0).nonzero()[0])
+        name = [name for name, _ in model.named_parameters()][index]
+        raise ReplicasDiffer(name, differs[:, index].nonzero().flatten().tolist(), step)
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World) -> None:

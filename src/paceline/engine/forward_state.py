@@ -137,8 +137,9 @@ class Snapshot:
 class LaneBuffers:
     """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
 
-    The first lane is this rank's; rank 0's is lane 0, and its buffers are sent to the other ranks. If it is empty, the
-    buffers do not change.
+    The first lane is the first one of this rank. On rank 0 it is lane 0, whose buffers are sent to the other ranks. If
+    it has no samples, the buffers do not change. What the user's code does to buffers after the update of a step is
+    kept, too, such as the count of an average that it moves.
     """
 
     def __init__(self, state: ForwardState) -> None:
@@ -146,7 +147,7 @@ class LaneBuffers:
 
     def begin(self, lanes: int, *, keeps_first: bool) -> None:
         """Begin a step with this number of lanes on this rank."""
-        self._entered, self._keeps_first, self._is_discarded = 0, keeps_first, False
+        self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
         self._before.take(self._state.tensors())
 
@@ -160,23 +161,25 @@ class LaneBuffers:
             self._before.restore(self._state.tensors())
         self._entered += 1
 
+    def finish_early(self) -> None:
+        """In the last lane, after the update: what changes buffers from here on is no part of the lane, and is kept."""
+        self.leave()
+        self.finish()
+        self._is_needed = False
+
     def leave(self) -> None:
         """After the last forward pass of a lane."""
         if self._is_needed and self._keeps_first and self._entered == 1:
             self._after_first.take(self._state.tensors())
 
-    def discard(self) -> None:
-        """Keep the present buffers: the step was undone."""
-        self._is_discarded = True
-
     def finish(self) -> None:
         """After the last lane."""
-        if self._is_needed and not self._is_discarded:
+        if self._is_needed:
             (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
 
 
 class EvaluationBuffers:
-    """Keeps buffers while an own loop evaluates: each batch begins with the same, and they end as before."""
+    """Keeps buffers while the user's own loop evaluates: each batch begins with the same, and they end as before."""
 
     def __init__(self, state: ForwardState, lanes: LaneBuffers) -> None:
         self._state, self._lanes = state, lanes

@@ -16,7 +16,7 @@ from paceline.engine.reduce import Reduction, reduce_after_backward
 
 
 class GradientHooks:
-    """The hooks of all parameters of one rank; a single rank needs none."""
+    """The hooks of all parameters of one rank. A single rank sends nothing, and only notices a plain `backward`."""
 
     def __init__(self, reduction: Reduction, bucket_bytes: float) -> None:
         self._reduction, self._bucket_bytes = reduction, bucket_bytes
@@ -29,12 +29,15 @@ class GradientHooks:
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Register hooks for the trainable ones of these parameters. All ranks, with the same parameters."""
-        if self._reduction.world.size == 1:
-            return
+        on_gradient = self._on_gradient if self._reduction.world.size > 1 else self._notice_plain
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def are_watched(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether any of these parameters has a hook."""
+        return any(parameter in self._watched for parameter in parameters)
 
     @contextmanager
     def sending(self, sums: GradientSums | None) -> Iterator[None]:
@@ -56,6 +59,9 @@ class GradientHooks:
         elif not self._is_average_due:
             self.has_seen_plain = self._is_average_due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+
+    def _notice_plain(self, _: torch.Tensor) -> None:
+        self.has_seen_plain |= not self._is_inside
 
     def _average(self) -> None:
         """At the end of a plain `loss.backward()`: average the gradients over the ranks, as DDP does. All ranks."""

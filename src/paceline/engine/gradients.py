@@ -112,7 +112,7 @@ class Backward:
 
     def run_lane(self, lane: Lane, inputs: LaneInputs) -> None:
         """Run forward and backward of the next lane; with the last lane, start the sums over ranks. All ranks."""
-        is_first, is_last, place = lane is self._lanes[0], lane is self._lanes[-1], lane.lane % self.lanes_per_rank
+        is_first, is_last, index = lane is self._lanes[0], lane is self._lanes[-1], lane.lane % self.lanes_per_rank
         if is_first and self.hook is None and self.world.size > 1:
             self.clock.enter(REDUCTION)
             self.replica.share_buffers()
@@ -123,7 +123,7 @@ class Backward:
         versions = self._versions() if is_first else []
         is_reducing = is_last and self.hook is not None
         if is_reducing and self.hook is not None:
-            self.hook.begin(self.lane_sum.remaining(place), is_empty=not lane.samples)
+            self.hook.begin(self.lane_sum.remaining(index), is_empty=not lane.samples)
         with nullcontext() if is_reducing or self.hook is None else self.replica.no_sync():
             total, count = self._forward_backward(lane, inputs, self.model)
         for name, parameter, version in versions:
@@ -134,10 +134,10 @@ class Backward:
                     "first step did not show; make it a buffer (register_buffer), which may change at any time"
                 )
         if lane.samples:
-            self._totals[place] = total, count
-            self.values.add(place, self._lane_values, len(lane.indices))
+            self._totals[index] = total, count
+            self.values.add(index, self._lane_values, len(lane.indices))
             if not is_reducing:
-                self._add_to_sum(place, is_last)
+                self._add_to_sum(index, is_last)
         if is_first and self._restores_buffers and self._keeps_first:
             self._after_first.take(self._buffers.tensors())
 
@@ -240,8 +240,8 @@ class Backward:
         if self._restores_buffers and not is_begun:
             self._before.take(self._buffers.tensors())
 
-    def _add_to_sum(self, place: int, is_last: bool) -> None:
-        """Add the gradients of the lane that has just run at its place in the tree."""
+    def _add_to_sum(self, index: int, is_last: bool) -> None:
+        """Add the gradients of the lane that has just run at this index of the tree."""
         missing = [name for name, p in self.named if p.grad is None]
         if missing and not self.settings.find_unused_parameters:
             raise UnusedParameters(missing)
@@ -249,7 +249,7 @@ class Backward:
             parameter.grad = None
         if is_last and not self._sums_after_backward:  # the other lanes are added to these, in place
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            for branch in self.lane_sum.remaining(place):
+            for branch in self.lane_sum.remaining(index):
                 torch._foreach_add_(gradients, branch)
             return
         taken = []
@@ -257,7 +257,7 @@ class Backward:
             self._is_used[number] |= parameter.grad is not None
             taken.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
-        self.lane_sum.add(place, taken)
+        self.lane_sum.add(index, taken)
 
     def _reduce_after_backward(self) -> None:
         """Sum gradients over ranks where only some lanes may use a parameter. All ranks."""
@@ -268,7 +268,7 @@ class Backward:
                 torch._foreach_add_(total, branch)
             total = total or branch
         gradients = [
-            total[place] if total is not None and is_used else None for place, is_used in enumerate(self._is_used)
+            total[index] if total is not None and is_used else None for index, is_used in enumerate(self._is_used)
         ]
         mine = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         if self._uses_flag and self.guard is not None and mine:

@@ -46,9 +46,9 @@ class JoinedOptimizers(Optimizer):
         for phase, optimizer in self.by_phase.items():
             first = sum(len(group["params"]) for group in groups)
             own = optimizer.state_dict()
-            state |= {first + place: kept for place, kept in own["state"].items()}
+            state |= {first + index: kept for index, kept in own["state"].items()}
             groups += [
-                {**group, "params": [first + place for place in group["params"]], PHASE: phase}
+                {**group, "params": [first + index for index in group["params"]], PHASE: phase}
                 for group in own["param_groups"]
             ]
         return {"state": state, "param_groups": groups}
@@ -65,9 +65,9 @@ class JoinedOptimizers(Optimizer):
                     f"the phase {phase} is {saved[0] or 'no phase'} in the checkpoint; keep the phases and their "
                     "order, or begin a new run with --resume never"
                 )
-            state = {place - first: kept for place, kept in state_dict["state"].items() if 0 <= place - first < count}
+            state = {index - first: kept for index, kept in state_dict["state"].items() if 0 <= index - first < count}
             plain = [{key: value for key, value in group.items() if key != PHASE} for group in own]
-            shifted = [{**group, "params": [place - first for place in group["params"]]} for group in plain]
+            shifted = [{**group, "params": [index - first for index in group["params"]]} for group in plain]
             optimizer.load_state_dict({"state": state, "param_groups": shifted})
             first += count
         self._collect_groups()

@@ -26,15 +26,15 @@ class LaneValues:
         """Before the lanes of a step."""
         self._of_lanes: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, place: int, values: Mapping[str, Any], samples: int) -> None:
-        """Keep the values of a lane, by its place among this rank's lanes; means are weighted by its samples."""
+    def add(self, index: int, values: Mapping[str, Any], samples: int) -> None:
+        """Keep the values of a lane, by its index among this rank's lanes; means are weighted by its samples."""
         unknown = [name for name in values if self.names is not None and name not in self.names]
         if unknown:
             raise ConfigError(
                 f"{self._source} returned {unknown[0]!r}, which it did not return in the first step; return the same "
                 "names each time, paceline.Sum(0, 0) where there is no value"
             )
-        self._of_lanes[place] = {name: self._pair(name, value, samples) for name, value in values.items()}
+        self._of_lanes[index] = {name: self._pair(name, value, samples) for name, value in values.items()}
 
     def _pair(self, name: str, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         device, source = self._world.device, f"{self._source}'s {name}"
@@ -50,10 +50,10 @@ class LaneValues:
         The first time, the ranks agree on the names.
         """
         if self.names is None:
-            mine = [name for place in sorted(self._of_lanes) for name in self._of_lanes[place]]
+            mine = [name for index in sorted(self._of_lanes) for name in self._of_lanes[index]]
             self.names = tuple(dict.fromkeys(name for names in self._world.gather_objects(mine) for name in names))
         zero = number_on(0, self._world.device)
-        lanes = [self._of_lanes.get(place, {}) for place in range(self._lanes)]
+        lanes = [self._of_lanes.get(index, {}) for index in range(self._lanes)]
         return [number for name in self.names for lane in lanes for number in lane.get(name, (zero, zero))]
 
 

@@ -130,14 +130,19 @@ class Guard:
         """Set the flag to NaN if the loss of a lane is not finite; no synchronisation."""
         self.nan_flag.sub_(loss.detach().abs(), alpha=0.0)  # −0.0 − 0 × loss: −0.0 again, or NaN
 
+    def defer(self, *, can_skip: bool) -> None:
+        """Leave the check of the numbers to the device; `can_skip`: whether the optimizer skips a bad step there."""
+        self.is_deferred, self.is_fatal = True, self.is_fatal or not can_skip
+
     def allows(self, sums: Iterable[torch.Tensor]) -> bool:
         """Whether the sums of the step are finite, the same on all ranks; in fp16, divide them by the scale."""
-        if not are_finite(sums, 1 / self.scale):
-            return False
+        return are_finite(sums, 1 / self.scale)
+
+    def count_good(self) -> None:
+        """Count a step whose sums were all finite."""
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.grow()
-        return True
 
     def skip(self, step: int, lanes: Sequence[Lane], totals: torch.Tensor, rerun: Rerun | None) -> None:
         """Undo a step that is not finite, and warn; raises NotFinite where the run must stop. All ranks.
@@ -225,9 +230,9 @@ class Guard:
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         is_finite, means = totals.isfinite().all(dim=1).tolist(), (totals[:, 0] / totals[:, 1]).tolist()
-        places = {lane.lane % len(totals): lane for lane in lanes}
-        bad = [(place, lane) for place, lane in places.items() if not is_finite[place]]
-        return self._gathered((lane.lane, f"loss {means[place]}", lane.indices) for place, lane in bad)
+        by_index = {lane.lane % len(totals): lane for lane in lanes}
+        bad = [(index, lane) for index, lane in by_index.items() if not is_finite[index]]
+        return self._gathered((lane.lane, f"loss {means[index]}", lane.indices) for index, lane in bad)
 
     def _with_bad_gradients(self, lanes: Sequence[Lane], rerun: Rerun) -> list[BadLane]:
         """The lanes of all ranks whose gradients are not finite, found by running each lane alone. All ranks."""

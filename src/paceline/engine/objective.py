@@ -13,10 +13,10 @@ import torch
 from paceline.config import Settings
 from paceline.config.functions import is_model_loss
 from paceline.errors import ConfigError, DataError
+from paceline.observe.event_types import RESERVED_NAMES
 
 LOSS = "loss"  # the name of the loss among the values of a step
 SAME_NAME = "logs a value {name}, as a phase before it does; rename the value, or the phase"
-RESERVED = {"event", "time", "step", "steps", "epoch", "epochs", "grad_norm", "lr", "values"}  # in a `step` event
 Model = Callable[..., Any]
 
 
@@ -77,7 +77,7 @@ def parts_of(value: Any, source: str) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{source} returned a dict with {names}; it must have 'loss'")
     further = {name: each for name, each in value.items() if name != LOSS}
     for name in further:
-        if not isinstance(name, str) or name in RESERVED:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
             raise ConfigError(f"{source} returned a value named {name!r}, which events use; choose another name")
     return value[LOSS], further
 

@@ -66,7 +66,7 @@ def _in_container(
 def _references(function: Any) -> Iterator[tuple[str, Any]]:
     """The names and objects that a function refers to directly."""
     if isinstance(function, functools.partial):
-        yield from ((f"argument_{place}", value) for place, value in enumerate(function.args))
+        yield from ((f"argument_{index}", value) for index, value in enumerate(function.args))
         yield from function.keywords.items()
         yield from _references(function.func)
     elif isinstance(function, types.FunctionType):
@@ -93,7 +93,7 @@ def _of_code(function: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from ((name, value) for value in _contents(cell))
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    yield from ((f"default_{place}", value) for place, value in enumerate(defaults))
+    yield from ((f"default_{index}", value) for index, value in enumerate(defaults))
 
 
 def _contents(cell: Any) -> list[Any]:

@@ -7,6 +7,7 @@ The user's code runs forward passes between the calls of this class; `worker/own
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ class OwnStep:
         self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
         self._norm: Number = NO_NORM
         self._is_bad: torch.Tensor | None = None
-        self._has_own_count = self._is_updated = self.is_begun = self.hooks.has_seen_plain = False
-        self._form = []
+        self._has_own_count = self._is_updated = self._is_skipped = self.is_begun = self.hooks.has_seen_plain = False
+        self._form, self._lane_start = [], 0
         for sums in self._sums.values():
             sums.restart()
         keeps_first = self._lanes[0].samples > 0 and self._place(self._lanes[0]) == 0
@@ -75,7 +76,7 @@ class OwnStep:
         """Before the user's code gets the batch of a lane: its buffers and generators."""
         self._buffers.enter()
         seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
-        self.lane = lane
+        self.lane, self._lane_start = lane, len(self._form)
         self.clock.enter(FORWARD)
 
     def leave(self) -> None:
@@ -83,16 +84,39 @@ class OwnStep:
         self.lane = None
         self._buffers.leave()
 
-    def end(self) -> StepResult:
-        """After the last lane: the numbers of the step. All ranks."""
-        if self.is_begun and not any(call is not None for call in self._form):
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the user's code has called `step` for the present batch."""
+        return any(call is not None for call in self._form[self._lane_start :])
+
+    def check_lane(self) -> None:
+        """Refuse a batch without `step`, or without `backward` though another batch of the step has it."""
+        calls = self._form[self._lane_start :]
+        if calls and not self.has_stepped:
             raise ConfigError(
-                "run.backward(loss) was called in a step, but run.step(optimizer) was not; call it for every batch; "
+                "run.backward(loss) was called in a batch, but run.step(optimizer) was not; call it for every batch; "
                 "accumulate gradients over batches with lanes or global_batch_size"
             )
+        if self.is_begun and (not calls or (self._lane_start == 0 and self.lane is not self._lanes[0])):
+            raise ConfigError(
+                "run.backward(loss) was called for some batches of a step and not for others; call it for every batch, "
+                "with 0 * loss for a batch to leave out"
+            )
+
+    def abandon(self) -> None:
+        """Discard what was computed in a step that the user's code has left before it was complete."""
+        self._buffers.restore_start()
+        _clear({**dict.fromkeys(self.replica.module.parameters()), **dict.fromkeys(self.parameters())})
+
+    def end(self) -> StepResult:
+        """After the last lane: the numbers of the step. All ranks."""
         self._buffers.finish()
         if self.guard is not None and self._is_bad is not None:
             self.guard.undo_if(self._is_bad)
+        elif self.guard is not None and self._is_skipped:
+            self._skip(self.guard)
+        elif self.guard is not None and self._is_updated:
+            self.guard.count_good()
         self.replica.share_buffers()
         if self.ema is not None and self._is_updated:
             self.ema.update(self._is_bad)
@@ -137,6 +161,11 @@ class OwnStep:
                 sent = self._early
             else:  # a further loss, which was not there in the step before
                 self._early.cancel()
+        if not value.requires_grad:
+            raise ConfigError(
+                "run.backward(loss) got a loss that depends on no trainable parameter; do not detach it or compute it "
+                "under torch.no_grad(), and look whether the parameters are frozen"
+            )
         self.clock.enter(BACKWARD)
         with self.hooks.sending(sent):
             value.backward(number_on(weight, self.world.device, value.dtype))  # type: ignore[no-untyped-call]
@@ -146,6 +175,8 @@ class OwnStep:
         """Add this lane's gradients; with the last lane, sum over ranks and update the weights. All ranks."""
         lane = self._present("run.step(optimizer)")
         self._check_step(optimizer)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"run.step(…, clip_norm={clip_norm}) must be a number above 0, or None")
         self._form.append(optimizer)
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
@@ -160,6 +191,7 @@ class OwnStep:
             self._divide_by_count(sums.parameters)
         self._update(optimizer, sums.parameters, clip_norm)
         _clear(sums.parameters)
+        self._buffers.finish_early()
         self.clock.enter(FORWARD)
         return True
 
@@ -253,7 +285,8 @@ class OwnStep:
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = self._sums.get(optimizer)
-        if known is None or len(known.parameters) != len(parameters):  # a group may have been added
+        # A group may have been added, or a parameter replaced.
+        if known is None or len(known.parameters) != len(parameters) or any(map(is_not, known.parameters, parameters)):
             self.hooks.watch(parameters)
             bucket_bytes = self.settings.bucket_mb * 2**20
             self._sums[optimizer] = GradientSums(parameters, self.lanes_per_rank, self.reduction, bucket_bytes)
@@ -265,14 +298,14 @@ class OwnStep:
         """Check the sums, clip them and update the weights. All ranks."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         losses = [total.clone() for total, _ in self._all_totals()] if self.world.size == 1 else []
-        if self.guard is not None:
-            self._choose_check(self.guard, optimizer)
-        if self.guard is not None and self.guard.is_deferred:
-            self._is_bad = nonfinite_flag([*gradients, *losses])
-            if not self.guard.is_fatal:
-                optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
+        if self.guard is not None and self._can_defer():
+            is_bad = nonfinite_flag([*gradients, *losses])
+            self.guard.defer(can_skip=can_skip(optimizer))
+            if can_skip(optimizer):
+                optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+            self._is_bad = is_bad if self._is_bad is None else torch.maximum(self._is_bad, is_bad)
         elif self.guard is not None and not self.guard.allows([*gradients, *losses]):
-            self._skip(self.guard)
+            self._is_skipped = True  # the scale of fp16 changes at the end of the step, after other optimizers
             return
         if clip_norm is not None:
             self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -280,10 +313,9 @@ class OwnStep:
         self._is_updated = True
         self.lr = self._lr_of(optimizer)
 
-    def _choose_check(self, guard: Guard, optimizer: torch.optim.Optimizer) -> None:
-        """On a GPU, leave the check of the numbers to the device: the host would wait for each step."""
-        if self.world.device.type == "cuda" and self.settings.nan == "skip" and self.settings.precision != "fp16":
-            guard.is_deferred, guard.is_fatal = True, not can_skip(optimizer)
+    def _can_defer(self) -> bool:
+        """Whether the device checks the numbers; on a GPU, the host would wait for each step."""
+        return self.world.device.type == "cuda" and self.settings.nan == "skip" and self.settings.precision != "fp16"
 
     def _lr_of(self, optimizer: torch.optim.Optimizer) -> float:
         """The learning rate; a tensor on a GPU is not read, which would wait for the device."""
@@ -291,10 +323,9 @@ class OwnStep:
         return self.lr if isinstance(lr, torch.Tensor) and lr.device.type == "cuda" else float(lr)
 
     def _skip(self, guard: Guard) -> None:
-        """Leave out a step whose numbers are not finite. All ranks."""
+        """Warn of a step with an update that was left out, because its numbers were not finite. All ranks."""
         totals = torch.stack([torch.stack((total, count.to(total))) for total, count in self._all_totals()])
         guard.skip(self._lanes[0].step, self._lanes, totals, None)
-        self._buffers.discard()
         self._totals = [None] * self.lanes_per_rank
 
     def _divide_by_count(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -128,6 +128,8 @@ class Phase:
             self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
             zero = number_on(0, self.world.device)
             return PhaseResult([zero] * len(losses), [zero] * len(values), NO_NORM, None, is_updated=False)
+        elif self.guard is not None:
+            self.guard.count_good()
         for parameter in self.frozen:
             parameter.grad = None
         norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients

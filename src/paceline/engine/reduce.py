@@ -50,7 +50,7 @@ class LaneSum:
         self._next = 0
 
     def add(self, lane: int, gradients: Gradients) -> None:
-        """Add a lane's gradients, by its place among this rank's lanes; lanes that are left out were empty."""
+        """Add a lane's gradients, by its index among this rank's lanes; lanes that are left out were empty."""
         while self._next < lane:
             self._push(None)
         self._push(gradients)
@@ -184,7 +184,7 @@ class BucketHook:
 
         `on_last` is called when this rank has started all reductions and only waits for them.
         """
-        self._place: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
+        self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._reduction, self._nan_flag, self._on_last = reduction, nan_flag, on_last
         self._power_sgd = PowerSGDSum(reduction.world) if reduction.compression == "powersgd" else None
         self.begin([], is_empty=False)
@@ -206,9 +206,9 @@ class BucketHook:
         elif self._branches:
             parameters = bucket.parameters()
             gradients = _views(buffer, parameters)
-            places = [self._place[parameter] for parameter in parameters]
+            indices = [self._index[parameter] for parameter in parameters]
             for branch in self._branches:
-                torch._foreach_add_(gradients, [branch[place] for place in places])
+                torch._foreach_add_(gradients, [branch[index] for index in indices])
         if self._nan_flag is not None and is_first:
             add_flag(self._nan_flag, buffer)
         started = self._reduction.start(buffer) if self._power_sgd is None else self._power_sgd.start(bucket)
@@ -270,19 +270,19 @@ def reduce_after_backward(
     has = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=world.device)
     if world.size > 1:
         dist.all_reduce(has, op=dist.ReduceOp.MAX)
-    wanted = [place for place, anywhere in enumerate(has.tolist()) if anywhere]
+    wanted = [index for index, anywhere in enumerate(has.tolist()) if anywhere]
     summed: list[torch.Tensor | None] = [None] * len(gradients)
-    formats = dict.fromkeys(like[place].dtype for place in wanted)
-    by_format = [[place for place in wanted if like[place].dtype == dtype] for dtype in formats]
-    grouped = (_buckets(places, lambda place: like[place].nbytes, bucket_bytes) for places in by_format)
-    for places in itertools.chain.from_iterable(grouped):
-        parts = [gradients[place] for place in places]
-        filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(places, parts, strict=True)]
+    formats = dict.fromkeys(like[index].dtype for index in wanted)
+    by_format = [[index for index in wanted if like[index].dtype == dtype] for dtype in formats]
+    grouped = (_buckets(indices, lambda index: like[index].nbytes, bucket_bytes) for indices in by_format)
+    for indices in itertools.chain.from_iterable(grouped):
+        parts = [gradients[index] for index in indices]
+        filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(indices, parts, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in filled])
         # Zeros in place of missing gradients may turn a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
         flat = reduction.start(flat).wait() + 0.0
-        for place, part in zip(places, torch.split(flat, [like[place].numel() for place in places]), strict=True):
-            summed[place] = _in_layout_of(part.view_as(like[place]), like[place])
+        for index, part in zip(indices, torch.split(flat, [like[index].numel() for index in indices]), strict=True):
+            summed[index] = _in_layout_of(part.view_as(like[index]), like[index])
     return summed
 
 
@@ -291,10 +291,10 @@ def _in_layout_of(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return values if values.stride() == other.stride() else torch.empty_like(other).copy_(values)
 
 
-def _buckets(places: list[int], size: Callable[[int], int], limit: float) -> list[list[int]]:
-    ends = itertools.accumulate(map(size, places))
-    grouped = itertools.groupby(zip(places, ends, strict=True), key=lambda item: int(item[1] // limit))
-    return [[place for place, _ in group] for _, group in grouped]
+def _buckets(indices: list[int], size: Callable[[int], int], limit: float) -> list[list[int]]:
+    ends = itertools.accumulate(map(size, indices))
+    grouped = itertools.groupby(zip(indices, ends, strict=True), key=lambda item: int(item[1] // limit))
+    return [[index for index, _ in group] for _, group in grouped]
 
 
 def _use_device(device: torch.device) -> None:

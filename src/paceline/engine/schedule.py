@@ -59,7 +59,7 @@ class LearningRates:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class PlateauRates(LearningRates):
@@ -68,7 +68,7 @@ class PlateauRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         super().__init__(optimizer)
         self.schedule, self.reductions, option = schedule, 0, schedule.option
-        self.watched = WatchedMetric("schedule", option("metric"), option("mode"))
+        self.watched = WatchedMetric("schedule.metric", option("metric"), option("mode"))
         self.patience = Patience(self.watched, option("patience"), option("min_delta"))
         self.factor_at = self._factor_at
 
@@ -87,7 +87,7 @@ class PlateauRates(LearningRates):
         return {"reductions": self.reductions, "patience": self.patience.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if "reductions" in state:  # else the run had another schedule so far
             self.reductions = state["reductions"]
             self.patience.load_state_dict(state["patience"])
@@ -99,6 +99,8 @@ class SchedulerRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: TorchScheduler) -> None:
         super().__init__(optimizer)
         self.scheduler = scheduler
+        if scheduler.metric is not None:  # its mode is known to the scheduler alone
+            self.watched = WatchedMetric("the scheduler's metric", scheduler.metric, "min")
 
     @property
     def changes_options(self) -> bool:
@@ -115,9 +117,14 @@ class SchedulerRates(LearningRates):
             self.scheduler.step()
 
     def after_evaluation(self, metrics: Metrics) -> None:
-        """Step a scheduler that needs a metric: the loss on the validation data, or else on the training data."""
-        value = metrics.get("val_loss", metrics.get("train_loss"))
-        if self.scheduler.takes_metric and value is not None:
+        """Step a scheduler that needs a metric: the one it names, or the loss: of validation, or else of training."""
+        if not self.scheduler.takes_metric:
+            return
+        if self.watched is not None:
+            self.watched.check_measured(metrics)
+        usual = "val_loss" if "val_loss" in metrics else "train_loss"
+        value = metrics[self.watched.name if self.watched is not None else usual]
+        if value is not None:
             self.scheduler.step(value)
 
     def state_dict(self) -> dict[str, Any]:

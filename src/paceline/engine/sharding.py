@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Bucket(NamedTuple):
+class OwnerBucket(NamedTuple):
     """Parameters of one owner and one format, which are sent together."""
 
     owner: int
@@ -49,9 +49,9 @@ class Bucket(NamedTuple):
 def balanced_owners(sizes: Sequence[int], world_size: int) -> list[int]:
     """A rank for each size: in order of decreasing size, the rank with the smallest sum so far (pure)."""
     loads, ranks = [0] * world_size, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        ranks[place] = loads.index(min(loads))
-        loads[ranks[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        ranks[index] = loads.index(min(loads))
+        loads[ranks[index]] += sizes[index]
     return ranks
 
 
@@ -89,7 +89,7 @@ class Sharding:
     @property
     def mine(self) -> set[int]:
         """The indices of this rank's parameters in the optimizer's state dict."""
-        return {place for place, owner in enumerate(self.owners) if owner == self.world.rank}
+        return {index for index, owner in enumerate(self.owners) if owner == self.world.rank}
 
     # --- a step ------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Sharding:
                 if bucket.owner != self.world.rank and not bucket.is_flat:
                     torch._foreach_copy_(bucket.parameters, bucket.views(flat))
 
-    def _broadcast(self, bucket: Bucket) -> tuple[dist.Work, torch.Tensor]:
+    def _broadcast(self, bucket: OwnerBucket) -> tuple[dist.Work, torch.Tensor]:
         """Start to broadcast a bucket from its owner. All ranks."""
         first = bucket.parameters[0]
         flat = first.view(-1) if bucket.is_flat else first.new_empty(sum(p.numel() for p in bucket.parameters))
@@ -128,8 +128,8 @@ class Sharding:
         mine = self.optimizer.state_dict()
         parts = self.world.gather_objects(map_leaves(mine["state"], _on_meta, is_plain=True))
         parts[self.world.rank] = mine["state"]
-        by_place = enumerate(self.owners)
-        return {**mine, "state": {place: parts[owner][place] for place, owner in by_place if place in parts[owner]}}
+        by_index = enumerate(self.owners)
+        return {**mine, "state": {index: parts[owner][index] for index, owner in by_index if index in parts[owner]}}
 
     def owners_in(self, names: Iterable[str]) -> dict[str, int]:
         """The owner of each tensor, by its path in the state dict; tensors that all ranks have are left out."""
@@ -151,10 +151,10 @@ class Sharding:
     def gathered_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the whole state on rank 0, one by one in name order. All ranks must exhaust it."""
         state = self.state_dict()["state"]
-        named = {f"{place}.{key}": (value, place) for place, kept in state.items() for key, value in kept.items()}
+        named = {f"{index}.{key}": (value, index) for index, kept in state.items() for key, value in kept.items()}
         for name in sorted(name for name, (value, _) in named.items() if isinstance(value, torch.Tensor)):
-            value, place = named[name]
-            owner = self.owners[place]
+            value, index = named[name]
+            owner = self.owners[index]
             if owner and self.world.rank in (owner, 0):
                 value = torch.empty(value.shape, dtype=value.dtype) if value.is_meta else value.cpu().contiguous()
                 self.transfer([Transfer(name, owner, 0)], {name: value})
@@ -162,16 +162,18 @@ class Sharding:
                 yield name, value
 
 
-def rounds_of(parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_bytes: float) -> list[list[Bucket]]:
+def rounds_of(
+    parameters: Sequence[torch.Tensor], owners: Sequence[int], bucket_bytes: float
+) -> list[list[OwnerBucket]]:
     """Buckets in rounds with one bucket of each owner, so that memory is needed for one round at a time (pure)."""
-    by_owner: dict[int, list[Bucket]] = {}
-    last: dict[tuple[int, torch.dtype], tuple[Bucket, int]] = {}  # and its bytes
+    by_owner: dict[int, list[OwnerBucket]] = {}
+    last: dict[tuple[int, torch.dtype], tuple[OwnerBucket, int]] = {}  # and its bytes
     for parameter, owner in zip(parameters, owners, strict=True):
         if not parameter.numel() or not parameter.requires_grad:
             continue
         bucket, filled = last.get((owner, parameter.dtype), (None, 0))
         if bucket is None or filled + parameter.nbytes > bucket_bytes:
-            bucket, filled = Bucket(owner, []), 0
+            bucket, filled = OwnerBucket(owner, []), 0
             by_owner.setdefault(owner, []).append(bucket)
         bucket.parameters.append(parameter)
         last[owner, parameter.dtype] = bucket, filled + parameter.nbytes

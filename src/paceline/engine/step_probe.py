@@ -50,7 +50,7 @@ class StepProbe:
         self._kept.restore(self._outer.tensors())
 
     def run(self, objective: Objective, batch: Any) -> str | None:
-        """Call an objective; return why it cannot have lanes, if that shows."""
+        """Call an objective; return why it cannot have lanes, or None if no reason was found."""
         seed_generators(self.settings.seed, "probe")
         if objective.takes_model:
             return self._run_step(objective, batch)

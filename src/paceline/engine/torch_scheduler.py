@@ -32,7 +32,7 @@ class TorchScheduler:
         self._optimizer, self._copy = optimizer, _copy_of(optimizer)
         self._changed: set[str] = set()  # options besides learning rates that the scheduler sets
         self._seen = [{**group} for group in self._copy.param_groups]
-        self.scheduler = _make(scheduler_fn, self._copy, total_steps)
+        self.scheduler, self.metric = _make(scheduler_fn, self._copy, total_steps)
         self._copy._opt_called = True  # type: ignore[attr-defined]  # or torch warns that the optimizer makes no step
         self.takes_metric = _takes_metric(self.scheduler)
         self.copy_options()
@@ -104,12 +104,15 @@ def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return shadow
 
 
-def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None) -> Any:
-    """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that."""
+def _make(
+    scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None
+) -> tuple[Any, str | None]:
+    """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that; the scheduler and its metric."""
     takes_total = takes_total_steps(scheduler_fn)
     if takes_total and total_steps is None:
         raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
-    scheduler = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
+    made = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
+    scheduler, metric = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if isinstance(scheduler, type):
         raise ConfigError(f"scheduler_fn returned the class {scheduler.__name__}; return an object of it")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -122,7 +125,12 @@ def _make(scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, to
             f"scheduler_fn returned a {type(scheduler).__name__}; it must return a scheduler, such as those of "
             "torch.optim.lr_scheduler"
         )
-    return scheduler
+    if metric is None and getattr(scheduler, "mode", None) == "max":
+        raise ConfigError(
+            f'scheduler_fn returned a {type(scheduler).__name__} with mode="max", which would get val_loss, of which '
+            'less is better; return it with the name of its metric, as in (scheduler, "accuracy")'
+        )
+    return scheduler, metric
 
 
 def _takes_metric(scheduler: Any) -> bool:

@@ -24,13 +24,13 @@ def pixels_of(images: npt.NDArray[np.generic]) -> Pixels:
 
 
 def _grid(batch: Pixels) -> Pixels:
-    """The images of a batch in rows and columns, as nearly a square as possible."""
+    """The images of a batch in a grid that is as square as possible."""
     number, height, width, channels = batch.shape
     columns = int(np.ceil(np.sqrt(number)))
     rows = -(-number // columns)
     grid = np.zeros((rows * (height + BORDER) - BORDER, columns * (width + BORDER) - BORDER, channels), np.uint8)
-    for place, image in enumerate(batch):
-        top, left = place // columns * (height + BORDER), place % columns * (width + BORDER)
+    for index, image in enumerate(batch):
+        top, left = index // columns * (height + BORDER), index % columns * (width + BORDER)
         grid[top : top + height, left : left + width] = image
     return grid
 

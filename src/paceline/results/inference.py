@@ -84,7 +84,7 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
     if task == "evaluate" and not any(value is not None for value in measures):
         return [
             "evaluate needs evaluate_fn(model, batch), or loss_fn and metrics: a run with train_fn computes its "
-            "metrics in its own loop; if another config has them, give it with --config config.yaml"
+            "metrics in train_fn; if another config has these keys, give it with --config config.yaml"
         ]
     needed = [config.model_fn, config.dataset_fn, config.collate_fn]
     if task == "predict":

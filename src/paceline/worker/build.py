@@ -10,10 +10,10 @@ import torch
 
 from paceline.callbacks import BestCheckpoint, Callback, EarlyStopping
 from paceline.callbacks.patience import WatchedMetric
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.config import Config, Settings
-from paceline.config.checks import TRAIN_PREFIX
 from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
 from paceline.data.epoch_order import Order, make_order, needs_length, paced
@@ -29,6 +29,7 @@ from paceline.engine.replica import is_channels_last, make_model, replicate
 from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
+from paceline.observe.event_types import TRAIN_PREFIX
 from paceline.system.signals import Stop
 from paceline.worker.callback_states import check_plain
 from paceline.worker.context import Context
@@ -198,6 +199,8 @@ def build_loop(
     state: TrainState, callbacks: list[Callback],
 ) -> Loop:  # fmt: skip
     """The managed loop over the inputs of all remaining steps. All ranks."""
+    run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
+    set_current_run(run)  # before functions of the user are tried
     inputs = build_inputs(context, stepper, plan, state)
     context.progress.phase = "trying the evaluation"
     names = evaluator.try_measures(stepper.replica.module) if evaluator is not None else []
@@ -211,7 +214,6 @@ def build_loop(
         loss = stepper.replica.forward_state.of_loss()
         return capture(stepper.replica.module, stepper.optimizer, stepper.ema, counters, stepper.sharding, loss)
 
-    run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
     cycle = StepCycle(
         context, stepper.replica, stepper.clock, stepper.guard, plan, saver, stop, state, callbacks, run, capture_with
     )

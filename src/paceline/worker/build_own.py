@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks import Callback
+from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture_own, tracked_states
 from paceline.data import batches
@@ -22,15 +23,16 @@ from paceline.engine.own_step import OwnStep
 from paceline.engine.replica import BareReplica, check_trainable, place_model
 from paceline.system.signals import Stop
 from paceline.worker.build import build_plan, build_settings, steps_in_order, stream_steps
-from paceline.worker.callback_states import copied, restore_states
+from paceline.worker.callback_states import check_plain, copied
 from paceline.worker.context import Context
 from paceline.worker.cycle import StepCycle
+from paceline.worker.epoch_inputs import EpochInputs
 from paceline.worker.logged_values import LoggedValues
 from paceline.worker.own_loaders import TrainLoader, ValLoader
 from paceline.worker.own_loop import OwnLoop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.rank_run import run_facts
-from paceline.worker.restore import LoadedCheckpoint
+from paceline.worker.restore import LoadedCheckpoint, restore_loop
 from paceline.worker.state import TrainState
 from paceline.worker.tracked import Tracked
 
@@ -55,18 +57,16 @@ def restore_own(
 ) -> tuple[TrainState, Tracked, dict[str, Any]]:
     """The state of the loop, the tracked objects and `run.state`, from a checkpoint or for a new run."""
     if checkpoint is None:
-        return TrainState(), Tracked({}, None, context.warn, step.replica.module), {}
-    state = checkpoint.state
-    if step.ema is not None:
-        for name, average in step.ema.averages().items():
-            average.copy_(state.groups["ema"][name])
-    counters = state.values["counters"]
+        return TrainState(), Tracked({}, None, context.warn_once, step.replica.module), {}
+    state, counters = checkpoint.state, checkpoint.state.values["counters"]
     if step.guard is not None:
         step.guard.set_counters(counters["stepper"])
-    for name in restore_states(callbacks, counters.get("callbacks", {})):
-        context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
-    tracked = Tracked(tracked_states(state), checkpoint.path, context.warn, step.replica.module, counters.get("frozen"))
-    return TrainState.from_dict(counters["loop"]), tracked, counters["own"]
+    train_state = restore_loop(context, checkpoint, step.ema, callbacks)
+    tracked = Tracked(
+        tracked_states(state), checkpoint.path, context.warn_once, step.replica.module, frozen=counters.get("frozen"),
+        epochs=counters.get("tracked_epochs"), epoch=train_state.open_epoch,
+    )  # fmt: skip
+    return train_state, tracked, counters["own"]
 
 
 def build_own_loop(
@@ -80,16 +80,19 @@ def build_own_loop(
     logged = LoggedValues(world)
 
     def capture_with(counters: dict[str, Any]) -> CheckpointState:
+        if run.state:
+            check_plain("run.state", run.state)
         counters = {
             **counters,
             "stepper": step.counters(),
-            "own": copied(run.state),
+            "own": copied("run.state", run.state),
             "frozen": tracked.frozen(),
+            "tracked_epochs": {**tracked.epochs},
         }
-        tracked.check_state(run.state)
         return capture_own(module, tracked.states(), step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))
+    set_current_run(run)
     cycle = StepCycle(
         context, step.replica, step.clock, step.guard, plan, saver, stop, state, callbacks, run, capture_with, logged
     )
@@ -104,7 +107,9 @@ def build_own_loop(
             return iter(stream_steps(context, settings, feed.dataset, state))
         return steps_in_order(settings, feed, range(first, end), end, order, is_padded=True)
 
-    run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs_from, per_epoch)
+    limit = plan.total_steps if settings.max_steps is not None else None
+    inputs = EpochInputs(inputs_from, state, steps_per_epoch=per_epoch, total_steps=plan.total_steps, limit=limit)
+    run.loop = OwnLoop(context, step, feed, plan, state, cycle, tracked, logged, inputs)
     return run
 
 
@@ -124,7 +129,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:
     """The number of batches of this rank in an epoch; None for an iterable data set."""
-    per_epoch, settings, world = loop.steps_per_epoch, loop.step.settings, loop.context.world
+    per_epoch, settings, world = loop.inputs.steps_per_epoch, loop.step.settings, loop.context.world
     if per_epoch is None:
         return None
     sampler = LaneSampler(

@@ -18,12 +18,15 @@ from paceline.errors import ConfigError
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Copies of the states: a checkpoint is written while callbacks change."""
-    return {name: copied(callback.state_dict()) for name, callback in _named(callbacks).items()}
+    return {name: copied(_title(name), callback.state_dict()) for name, callback in _named(callbacks).items()}
 
 
-def copied(state: Any) -> Any:
-    """A copy of a state: a checkpoint is written while the state changes."""
-    return map_leaves(state, _copied)
+def copied(what: str, state: Any) -> Any:
+    """A copy of a state, called `what` in errors: a checkpoint is written while the state changes."""
+    try:
+        return map_leaves(state, _copied)
+    except Exception as error:  # noqa: BLE001 - any object may raise anything when it is copied
+        raise _unsaved(what, error) from None
 
 
 def _copied(_: TreePath, leaf: Any) -> Any:
@@ -42,22 +45,30 @@ def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> l
 def check_states(callbacks: Sequence[Callback]) -> None:
     """Raise a ConfigError if a checkpoint could not hold the state of a callback, or not give it back."""
     for name, callback in _named(callbacks).items():
-        check_plain(f"the state_dict() of callback {name}", callback.state_dict())
+        check_plain(_title(name), callback.state_dict())
 
 
 def check_plain(what: str, state: Any) -> None:
     """Raise a ConfigError if a checkpoint could not hold a state, or not give it back."""
-    buffer = io.BytesIO()
+    buffer, copy_of_state = io.BytesIO(), copied(what, state)
     try:
-        torch.save(copied(state), buffer)
+        torch.save(copy_of_state, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled
-        reason = " ".join(str(error).split())[:100]
-        raise ConfigError(
-            f"{what} cannot be kept in a checkpoint ({type(error).__name__}: {reason}…); "
-            "use numbers, texts, tensors, and lists and dicts of them"
-        ) from None
+        raise _unsaved(what, error) from None
+
+
+def _unsaved(what: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:100]
+    return ConfigError(
+        f"{what} cannot be kept in a checkpoint ({type(error).__name__}: {reason}…); "
+        "use numbers, texts, tensors, and lists and dicts of them"
+    )
+
+
+def _title(name: str) -> str:
+    return f"the state_dict() of callback {name}"
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.config import Config
 from paceline.observe.events import VERSION, Events
@@ -21,10 +21,17 @@ class Context:
     world: World
     events: Events
     progress: Progress
+    _warned: set[str] = field(default_factory=set, repr=False)
 
     def warn(self, text: str) -> None:
         """Write a warning into the events, from rank 0."""
         self.events.write("warning", text=text)
+
+    def warn_once(self, text: str) -> None:
+        """Write a warning, unless it was written before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(text)
 
 
 def open_context(

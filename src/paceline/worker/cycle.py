@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.nonfinite import FinishedStep, Guard
 from paceline.engine.replica import BareReplica, PlainModel, Replica
 from paceline.engine.step import StepResult
+from paceline.errors import ConfigError
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
 from paceline.worker.callback_states import check_states, states_of
@@ -29,6 +31,27 @@ from paceline.worker.step_log import StepLog, is_recorded
 
 # Among the numbers of signals and TIME_IS_UP, all of which are smaller: a run that ends as complete needs no stop.
 BY_CALLBACK, FINISH = 1_001, 1_002
+
+
+class Place(IntEnum):
+    """Where in its code a rank is when it exchanges numbers with the others."""
+
+    STEP = 1
+    STEP_WITHOUT_BACKWARD = 2
+    BETWEEN_STEPS = 3
+    END_OF_EPOCH = 4
+    END_OF_TRAIN_FN = 5
+
+    @property
+    def words(self) -> str:
+        """The place as a message names it."""
+        return {
+            Place.STEP: "in a batch with run.backward(loss)",
+            Place.STEP_WITHOUT_BACKWARD: "at the end of a batch without run.backward(loss)",
+            Place.BETWEEN_STEPS: "between two steps",
+            Place.END_OF_EPOCH: "at the end of an epoch",
+            Place.END_OF_TRAIN_FN: "at the end of train_fn",
+        }[self]
 
 
 class Answers(NamedTuple):
@@ -68,6 +91,7 @@ class StepCycle:
         self.module = self.replica.module
         self._on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
         self._is_reserved = False
+        self._held: tuple[dict[str, Any], list[str]] | None = None  # see `hold_callbacks`
 
     def start(self) -> None:
         """Prepare for the first step of this attempt. All ranks."""
@@ -84,11 +108,11 @@ class StepCycle:
 
     # --- one step ----------------------------------------------------------------------------------------------
 
-    def begin(self, inputs: StepInputs) -> None:
+    def begin(self, inputs: StepInputs, place: Place = Place.STEP) -> None:
         """Before a step: begin the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
-        reason = FINISH if self.run.finish_requested is not None else self.stop_reason()
-        self.exchange.begin(reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
+        reason = FINISH if self.run.asked_to_finish is not None else self.stop_reason()
+        self._begin_exchange(place, reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
 
     def end(self, inputs: StepInputs, result: StepResult, lr: float) -> Answers:
         """After a step: count and log it, call the callbacks, compare the replicas, end the exchange. All ranks."""
@@ -104,8 +128,9 @@ class StepCycle:
         self._call_on_step()
         if self._is_comparison_due(inputs):  # after the callbacks, which may change the model
             self.compare_replicas()
-        answers = Answers(*self.exchange.end())
+        answers = Answers(*self.end_exchange())
         state.is_finished = answers.reason == FINISH
+        self._share(answers.reason)
         return answers
 
     def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
@@ -113,7 +138,6 @@ class StepCycle:
 
         `is_requested`: a checkpoint of exactly this step is wanted.
         """
-        self.run.write_logged()
         if is_requested:
             self.saver.finish()  # these weights are to be saved, not those of a later step
         elif not answers.is_busy:
@@ -133,22 +157,52 @@ class StepCycle:
             check_states(self.callbacks)
             self.saver.reserve(self._state())
 
+    def meet(self, place: Place) -> None:
+        """Raise if another rank is at another place of the user's code. All ranks."""
+        self._begin_exchange(place)
+        self.end_exchange()
+
+    def _begin_exchange(self, place: Place, *numbers: int) -> None:
+        self._place = place
+        self.exchange.begin(place, -place, *numbers)
+
+    def end_exchange(self) -> list[int]:
+        """The largest of each number that any rank has sent; raises if another rank is at another place. All ranks."""
+        highest, lowest, *numbers = self.exchange.end()
+        if highest + lowest:
+            other = Place(highest if highest != self._place else -lowest)
+            raise ConfigError(
+                f"rank {self.world.rank} is {self._place.words} while another rank is {other.words}; all ranks must "
+                "take the same way through train_fn (to leave out a batch on one of them, multiply its loss by 0)"
+            )
+        return numbers
+
     def stop_reason(self) -> int:
         """The number of this rank's reason to stop, or 0."""
-        return self.stop.reason or (BY_CALLBACK if self.run.stop_requested is not None else 0)
+        return self.stop.reason or (BY_CALLBACK if self.run.asked_to_stop is not None else 0)
 
-    def reason_text(self, reason: int) -> str:
-        """Why the loop stopped, in words."""
-        return self.run.stop_requested or "a callback" if reason == BY_CALLBACK else describe(reason)
+    def _share(self, reason: int) -> None:
+        """Give all ranks the text of a reason that they have agreed on. All ranks, with the same reason."""
+        run = self.run
+        if reason == FINISH:
+            run.finish_requested = run.finish_requested or self._first(run.asked_to_finish)
+        elif reason:
+            run.stop_requested = self._first(run.asked_to_stop) if reason == BY_CALLBACK else describe(reason)
 
-    def early_end(self) -> dict[str, str]:
-        """Why the run has finished before its last step, as a field of an event; empty if it has not."""
-        return {"reason": self.run.finish_requested or "a callback"} if self.state.is_finished else {}
+    def _first(self, text: str | None) -> str | None:
+        """The text of the first rank that has one. All ranks."""
+        return next((each for each in self.world.gather_objects(text) if each is not None), None)
+
+    def withdraw_finish(self) -> None:
+        """Forget that the run is to end before its last step."""
+        self.state.is_finished = False
+        self.run.asked_to_finish = self.run.finish_requested = None
 
     def check_stop(self) -> None:
         """Raise StopAgreed if any rank has a reason to stop. All ranks."""
-        self.exchange.begin(self.stop_reason())
-        [reason] = self.exchange.end()
+        self._begin_exchange(Place.BETWEEN_STEPS, self.stop_reason())
+        [reason] = self.end_exchange()
+        self._share(reason)
         if reason:
             raise StopAgreed(reason)
 
@@ -177,6 +231,7 @@ class StepCycle:
         for callback in self.callbacks:
             if callback.overrides(method):
                 self._call_one(callback, method, *arguments)
+        self.run.write_logged()
 
     def _call_one(self, callback: Callback, method: str, *arguments: Any) -> None:
         """Call a method with the same random numbers on all ranks; an error is reported with its name."""
@@ -197,6 +252,7 @@ class StepCycle:
             self.log.collect()
         for callback in self._on_step:
             self._call_one(callback, "on_step", self.log.last if callback.needs_step_metrics else {})
+        self.run.write_logged()
 
     def _call_on_checkpoint(self) -> None:
         """Call `on_checkpoint` for each checkpoint that was published since the last call. All ranks."""
@@ -207,9 +263,11 @@ class StepCycle:
         """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
-        self.exchange.begin(self.run.save_requested, self.run.finish_requested is not None)
-        is_requested, is_finished = self.exchange.end()
-        self.state.is_finished = self.state.is_finished or bool(is_finished)
+        self._begin_exchange(Place.BETWEEN_STEPS, self.run.save_requested, self.run.asked_to_finish is not None)
+        is_requested, is_finished = self.end_exchange()
+        if is_finished:
+            self.state.is_finished = True
+            self._share(FINISH)
         return bool(is_requested)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -231,9 +289,18 @@ class StepCycle:
         """The state to save, after the events and buffers of this step are complete. All ranks."""
         self.log.collect()
         self.replica.share_buffers()
+        self.state.finish_requested = self._first(self.run.asked_to_finish)  # by one rank, maybe
         return self._state()
 
     def _state(self) -> CheckpointState:
         """The state of model, optimizers, loop and callbacks. All ranks."""
-        self.state.finish_requested = self.run.finish_requested
-        return self.capture({"loop": asdict(self.state), "callbacks": states_of(self.callbacks)})
+        states, self.state.frozen = self._held or self._state_of_callbacks()
+        return self.capture({"loop": asdict(self.state), "callbacks": states})
+
+    def hold_callbacks(self) -> None:
+        """Have all further checkpoints of this attempt keep the present state of the callbacks."""
+        self._held = self._state_of_callbacks()
+
+    def _state_of_callbacks(self) -> tuple[dict[str, Any], list[str]]:
+        """The states of the callbacks, and the names of the parameters that they have frozen."""
+        return states_of(self.callbacks), sorted(self.run.frozen)

@@ -27,11 +27,11 @@ from paceline.engine.precision import autocast
 from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
 from paceline.engine.step_probe import CHANGES_WEIGHTS, state_of
 from paceline.errors import ConfigError, DataError
-from paceline.worker.measures import Forward, Measures, Outcome, interleave
+from paceline.worker.measures import BatchResult, Forward, Measures, interleave
 from paceline.world import World
 
 HALVES = (torch.bfloat16, torch.float16)
-BatchForward = Callable[[torch.nn.Module, Any], Outcome]
+BatchForward = Callable[[torch.nn.Module, Any], BatchResult]
 OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
 
 
@@ -59,7 +59,7 @@ class Evaluator:
         rows = []
         for metric in self.stateful.values():
             metric.reset()
-        for done in self._outcomes(self.forward.measure, model, on_round):
+        for done in self._results(self.forward.measure, model, on_round):
             if done is not None:
                 rows.append(self.measures.row(*done))
             if self.stateful:
@@ -71,7 +71,7 @@ class Evaluator:
     def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
         """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
         mine = []
-        for done in self._outcomes(self.forward.predict, model, on_round):
+        for done in self._results(self.forward.predict, model, on_round):
             if done is not None:
                 mine.append(_rows_of(self._tensor_in(done[0]), done[1]).cpu())
         parts = interleave(self.world.gather_objects(mine))
@@ -82,10 +82,10 @@ class Evaluator:
             )
         return torch.cat(parts)
 
-    def _tensor_in(self, outcome: Outcome) -> torch.Tensor:
-        if isinstance(outcome.output, torch.Tensor):
-            return outcome.output
-        kind = type(outcome.output).__name__
+    def _tensor_in(self, result: BatchResult) -> torch.Tensor:
+        if isinstance(result.output, torch.Tensor):
+            return result.output
+        kind = type(result.output).__name__
         if self.settings.predict_fn is not None:
             raise ConfigError(f"predict_fn returned a {kind}; it must return a tensor with a row for each sample")
         raise DataError(
@@ -95,19 +95,19 @@ class Evaluator:
     @torch.no_grad()
     def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
         """The loss of each sample alone, in the order of the data set, on the CPU of all ranks. All ranks."""
-        outcomes = self._outcomes(self.forward.run, model, on_round)
-        mine = [self._each_loss(*done).cpu() for done in outcomes if done is not None]
+        results = self._results(self.forward.run, model, on_round)
+        mine = [self._each_loss(*done).cpu() for done in results if done is not None]
         return torch.cat(interleave(self.world.gather_objects(mine)))
 
     @torch.no_grad()
     def try_losses(self, model: torch.nn.Module) -> None:
         """Try `losses` on one batch, so that an error occurs before the first epoch and not after it."""
-        outcomes = self._outcomes(self.forward.run, model, lambda done, total: None)
-        done = next(outcomes)
+        results = self._results(self.forward.run, model, lambda done, total: None)
+        done = next(results)
         if done is not None:
-            outcome, each = done[0], self._each_loss(*done)
-            total, count = sum_and_count(self._loss_fn(outcome.loss_input, outcome.target), len(each), "loss_fn")
-        outcomes.close()  # after the loss was called: this restores its buffers
+            result, each = done[0], self._each_loss(*done)
+            total, count = sum_and_count(self._loss_fn(result.loss_input, result.target), len(each), "loss_fn")
+        results.close()  # after the loss was called: this restores its buffers
         if done is None:
             return
         # If all samples have the same loss, so has the batch, however the loss weighs them.
@@ -131,9 +131,9 @@ class Evaluator:
             return None
         weights = {name: state_of(p) for name, p in trial.named_parameters() if p.requires_grad}
         try:
-            with self._evaluating(self.forward.measure, trial) as outcome_of, Collectives(is_allowed=False):
-                outcome, samples = outcome_of(batch)
-                row = self.measures.row(outcome, samples)
+            with self._evaluating(self.forward.measure, trial) as result_of, Collectives(is_allowed=False):
+                result, samples = result_of(batch)
+                row = self.measures.row(result, samples)
         except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
             return None
         for name, parameter in trial.named_parameters():
@@ -143,7 +143,7 @@ class Evaluator:
             warnings.simplefilter("ignore")  # for example about a batch without some of the classes
             for name, metric in self.stateful.items():
                 metric.reset()
-                metric.update(*to_device((outcome.output, outcome.target), torch.device("cpu")))
+                metric.update(*to_device((result.output, result.target), torch.device("cpu")))
                 try:
                     _compute(name, metric)
                 except ConfigError:
@@ -153,14 +153,14 @@ class Evaluator:
                 metric.reset()
         return [*row, *self.stateful]
 
-    def _outcomes(
+    def _results(
         self, forward: BatchForward, model: torch.nn.Module, on_round: OnRound
-    ) -> Generator[tuple[Outcome, int] | None]:
-        """The outcome and size of each of this rank's batches; None if it has no batch in the last round."""
+    ) -> Generator[tuple[BatchResult, int] | None]:
+        """The result and size of each of this rank's batches; None if it has no batch in the last round."""
         rounds = self.sampler.rounds
-        with self._evaluating(forward, model) as outcome_of:
+        with self._evaluating(forward, model) as result_of:
             for done, batch in enumerate(self.batches):
-                yield outcome_of(batch)
+                yield result_of(batch)
                 on_round(done + 1, rounds)
             if len(self.sampler) < rounds:
                 yield None
@@ -169,24 +169,24 @@ class Evaluator:
     @contextmanager
     def _evaluating(
         self, forward: BatchForward, model: torch.nn.Module
-    ) -> Iterator[Callable[[EvalBatch], tuple[Outcome, int]]]:
+    ) -> Iterator[Callable[[EvalBatch], tuple[BatchResult, int]]]:
         """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
         was_training = model.training
         model.eval()
         buffers, before = ForwardState(model, outer_state(self.settings), self.moving), Snapshot()
         before.take(buffers.tensors())
 
-        def outcome_of(batch: EvalBatch) -> tuple[Outcome, int]:
+        def result_of(batch: EvalBatch) -> tuple[BatchResult, int]:
             seed_generators(self.settings.seed, "evaluation", batch.batch)
             before.restore(buffers.tensors())
             with self._compiler_stance(), autocast(self.settings.precision, self.world.device):
-                outcome = forward(model, self.feed.evaluation_batch(batch))
-            output = in_fp32(outcome.output)
-            loss_input = output if outcome.loss_input is outcome.output else in_fp32(outcome.loss_input)
-            return outcome._replace(output=output, loss_input=loss_input), len(batch.indices)
+                result = forward(model, self.feed.evaluation_batch(batch))
+            output = in_fp32(result.output)
+            loss_input = output if result.loss_input is result.output else in_fp32(result.loss_input)
+            return result._replace(output=output, loss_input=loss_input), len(batch.indices)
 
         try:
-            yield outcome_of
+            yield result_of
         finally:
             before.restore(buffers.tensors())
             model.train(was_training)
@@ -200,18 +200,18 @@ class Evaluator:
         assert self.forward.loss_fn is not None  # checked with the config
         return self.forward.loss_fn  # type: ignore[no-any-return]
 
-    def _each_loss(self, outcome: Outcome, samples: int) -> torch.Tensor:
+    def _each_loss(self, result: BatchResult, samples: int) -> torch.Tensor:
         """The loss of each sample alone; NaN where its count is 0."""
-        losses, trees = [], (outcome.loss_input, outcome.target)
-        for place in range(samples):
-            row = [map_tensors(tree, partial(_row_of, place=place, samples=samples)) for tree in trees]
+        losses, trees = [], (result.loss_input, result.target)
+        for index in range(samples):
+            row = [map_tensors(tree, partial(_row_of, index=index, samples=samples)) for tree in trees]
             total, count = sum_and_count(self._loss_fn(*row), 1, "loss_fn")
             losses.append(total.double() / count)
         return torch.stack(losses)
 
-    def _update_stateful(self, outcome: Outcome | None) -> None:
+    def _update_stateful(self, result: BatchResult | None) -> None:
         """Update metrics that have state, such as those of torchmetrics, with all batches in order. All ranks."""
-        mine = None if outcome is None else to_device((outcome.output, outcome.target), torch.device("cpu"))
+        mine = None if result is None else to_device((result.output, result.target), torch.device("cpu"))
         for batch in self.world.gather_objects(mine):
             if batch is not None:
                 for metric in self.stateful.values():
@@ -227,14 +227,14 @@ def _compute(name: str, metric: Any) -> float:
         raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
 
 
-def _row_of(tensor: torch.Tensor, *, place: int, samples: int) -> torch.Tensor:
+def _row_of(tensor: torch.Tensor, *, index: int, samples: int) -> torch.Tensor:
     """The row of one sample, as a batch of one."""
     if tensor.ndim == 0 or len(tensor) != samples:
         raise DataError(
             f"curriculum.by=loss needs outputs and targets with a row for each of {samples} samples, not a tensor of "
             f"shape {tuple(tensor.shape)}; give a difficulty_fn or curriculum.column instead"
         )
-    return tensor[place : place + 1]
+    return tensor[index : index + 1]
 
 
 def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:

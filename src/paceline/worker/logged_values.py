@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.data.lanes import Lane
 from paceline.errors import ConfigError
+from paceline.observe.event_types import RESERVED_NAMES
 from paceline.world import World
 
 Sums = dict[int, dict[str, tuple[float, float]]]  # by step and name: the sum of a value, and of its weights
-# Fields of events, which a logged value of the same name would hide.
-RESERVED = {"self", "event", "time", "epoch", "epochs", "step", "steps", "lr", "grad_norm", "values", "train_loss"}
 
 
 class LoggedValue(NamedTuple):
@@ -23,7 +23,8 @@ class LoggedValue(NamedTuple):
     step: int
     lane: int
     name: str
-    weight: int
+    samples: int
+    step_samples: int
     value: Any  # a number, or a tensor on the device
 
 
@@ -36,9 +37,12 @@ class LoggedValues:
         self._sent: list[LoggedValue] = []
         self._on_host = torch.zeros(0)  # the tensors of what was sent, copied together
 
-    def add(self, step: int, lane: int, weight: int, values: Mapping[str, Any]) -> None:
+    def add(self, lane: Lane, values: Mapping[str, Any]) -> None:
         """Keep the values of a batch; no synchronisation."""
-        self._pending += [LoggedValue(step, lane, name, weight, checked(name, each)) for name, each in values.items()]
+        place = lane.step, lane.lane
+        self._pending += [
+            LoggedValue(*place, name, lane.samples, lane.step_samples, each) for name, each in values.items()
+        ]
 
     def send(self) -> None:
         """Begin to copy the values so far to the host, without waiting."""
@@ -53,28 +57,39 @@ class LoggedValues:
         self._on_host.copy_(stacked, non_blocking=True)
 
     def arrived(self) -> Sums:
-        """The sums of the finite values of all lanes that were sent, once their copy is complete. All ranks."""
+        """The sums of the finite values of all lanes that were sent, once their copy is complete. All ranks.
+
+        The mean of a step is that of the lanes that have logged the value. It has the weight of the whole step, so that
+        a value that is logged once for each update has the same mean on any number of ranks.
+        """
         copied = iter(self._on_host.tolist())
         mine = [
             each._replace(value=next(copied) if isinstance(each.value, torch.Tensor) else float(each.value))
             for each in self._sent
         ]
         self._sent = []
-        sums: Sums = {}
         of_all = [each for of_rank in self._world.gather_objects(mine) for each in of_rank if math.isfinite(each.value)]
+        lanes: dict[tuple[int, str], list[LoggedValue]] = {}
         for each in sorted(of_all, key=lambda each: (each.step, each.lane)):  # one order at any number of ranks
-            of_step = sums.setdefault(each.step, {})
-            total, weight = of_step.get(each.name, (0.0, 0.0))
-            of_step[each.name] = total + each.value * each.weight, weight + each.weight
+            lanes.setdefault((each.step, each.name), []).append(each)
+        sums: Sums = {}
+        for (step, name), values in lanes.items():
+            if samples := sum(each.samples for each in values):
+                mean = sum(each.value * each.samples for each in values) / samples
+                sums.setdefault(step, {})[name] = mean * values[0].step_samples, values[0].step_samples
         return sums
 
 
 def checked(name: str, value: Any) -> Any:
-    """The value without its gradient; raises a ConfigError if it cannot be logged as one number under this name."""
-    if name in RESERVED:
+    """The value without its gradient, in memory that the user's code does not change.
+
+    Raises a ConfigError if it cannot be logged as one number under this name.
+    """
+    if name in RESERVED_NAMES:
         raise ConfigError(f"run.log({name}=…) has a name that is reserved in events; choose another name")
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach()
+        detached = value.detach()
+        return detached if value.grad_fn is not None else detached.clone()  # a weight or a running sum may change
     if isinstance(value, Real) or (hasattr(value, "item") and getattr(value, "size", 0) == 1):
         return float(value)
     shape = getattr(value, "shape", None)

@@ -53,6 +53,7 @@ class Loop:
 
     def run(self) -> int:
         """Train, and return 0 or the number of the reason to stop. All ranks."""
+        self._continue_epoch()
         self.cycle.start()
         try:
             if self._evaluate_if_due(len(self.state.history)):
@@ -65,14 +66,15 @@ class Loop:
                 self._take(inputs)
                 self.stepper.clock.enter(DATA)
         except StopAgreed as agreed:
-            return 0 if self.state.is_finished else int(agreed.args[0])
+            reason = int(agreed.args[0])
+            return 0 if reason == FINISH else reason
         finally:
             self.progress.batch = None
         return 0
 
     def finish(self, reason: int) -> None:
         """Call `on_stop`, after the loop. All ranks."""
-        self.cycle.call("on_stop", self.cycle.reason_text(reason) if reason else None)
+        self.cycle.call("on_stop", self.cycle.run.stop_requested if reason else None)
 
     def _all_inputs(self) -> Iterator[StepInputs]:
         """The inputs of all remaining steps; measures the samples' losses if the order depends on them. All ranks."""
@@ -93,26 +95,32 @@ class Loop:
         self.cycle.log.restart_clock()
         return losses
 
+    def _continue_epoch(self) -> None:
+        """Reopen an epoch that was cut short, if the run is longer now: its evaluation follows at its end."""
+        state, total = self.state, self.plan.total_steps
+        if not state.is_epoch_cut_short or state.is_finished or (total is not None and state.step >= total):
+            return
+        if state.is_evaluation_due:
+            state.is_evaluation_due = False
+        else:
+            state.history.pop()
+        state.is_epoch_cut_short = False
+
     def _take(self, inputs: StepInputs) -> None:
         """One step, and the saves, logs and evaluations that are due after it. All ranks."""
         state = self.state
-        if state.is_epoch_cut_short:  # this step continues that epoch
-            state.history.pop()
-        state.is_epoch_cut_short = inputs.is_epoch_cut_short
         self.cycle.begin(inputs)
         self.stepper.freeze(self.cycle.run.frozen)
         result = self.stepper.take(inputs)
         answers = self.cycle.end(inputs, result, self.stepper.lr)
-        if state.is_finished and not inputs.ends_epoch:
-            state.is_epoch_cut_short = True
+        state.is_epoch_cut_short = inputs.is_epoch_cut_short or (state.is_finished and not inputs.ends_epoch)
         state.is_evaluation_due = inputs.ends_epoch or state.is_finished
-        every = self.plan.evaluate_every_steps
-        state.is_step_evaluation_due = every is not None and state.step % every == 0 and not state.is_evaluation_due
+        state.is_step_evaluation_due = self._is_evaluated_by_steps() and not state.is_evaluation_due
         is_requested = False
         if not answers.reason or state.is_finished:
             is_requested = self._evaluate_if_due(inputs.epoch)
         if inputs.ends_run:
-            state.is_finished, self.cycle.run.finish_requested = False, None  # it ends here anyway
+            self.cycle.withdraw_finish()  # it ends here anyway
         elif state.is_finished:
             self.cycle.compare_replicas()
             answers = answers._replace(reason=FINISH)
@@ -123,28 +131,43 @@ class Loop:
         state = self.state
         if state.is_evaluation_due:
             self._end_epoch(epoch)
-        elif state.is_step_evaluation_due:
-            state.evaluation = self._row(epoch, is_evaluated=True)
-            state.is_step_evaluation_due = False
-            self.events.write("evaluation", **state.evaluation)
-            self._call_on_evaluate(state.evaluation)
-        else:
+            return self.cycle.is_save_requested()
+        if not state.is_step_evaluation_due:
             return False
-        return self.cycle.is_save_requested()
+        row = state.evaluation = self._row(epoch, is_evaluated=True)
+        state.is_step_evaluation_due = False
+        self.events.write("evaluation", **row)
+        self._call_on_evaluate(row)
+        is_requested = self.cycle.is_save_requested()
+        if state.is_finished:  # the run ends with this evaluation
+            state.is_epoch_cut_short = True
+            self._add_row(row)
+        return is_requested
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate, unless another epoch will be, and add the epoch's row to the history. All ranks."""
-        state, plan = self.state, self.plan
-        is_last = state.is_finished or state.is_epoch_cut_short or epoch + 1 >= plan.epochs
-        is_evaluated = is_last or (epoch + 1) % plan.evaluate_every_epochs == 0
-        row = self._row(epoch, is_evaluated=is_evaluated)
+        state = self.state
+        is_regular = self._is_evaluated_by_steps() or (
+            not state.is_epoch_cut_short and (epoch + 1) % self.plan.evaluate_every_epochs == 0
+        )
+        is_last = state.is_finished or state.is_epoch_cut_short or epoch + 1 >= self.plan.epochs
+        row = self._row(epoch, is_evaluated=is_regular or is_last)
         if not state.is_epoch_cut_short:
             self.cycle.log.restart_epoch()
         state.is_evaluation_due = False
-        state.history.append(row)
+        self._add_row(row)
+        if is_regular or is_last:
+            self._call_on_evaluate(row, is_regular=is_regular)
+
+    def _is_evaluated_by_steps(self) -> bool:
+        """Whether `evaluate.every_steps` asks for an evaluation after the present step."""
+        every = self.plan.evaluate_every_steps
+        return every is not None and self.state.step % every == 0
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        """Add a row to the history."""
+        self.state.history.append(row)
         self.events.write("epoch", **row)
-        if is_evaluated:
-            self._call_on_evaluate(row)
 
     def _row(self, epoch: int, *, is_evaluated: bool) -> dict[str, Any]:
         """The means of the epoch so far, and the metrics of an evaluation. All ranks."""
@@ -155,10 +178,16 @@ class Loop:
             row |= self.state.metrics
         return row
 
-    def _call_on_evaluate(self, row: dict[str, Any]) -> None:
-        """Give the row of an evaluation to the learning rates and to the callbacks. All ranks."""
-        if not self.state.is_epoch_cut_short:  # else its evaluation follows when a resumed run completes the epoch
+    def _call_on_evaluate(self, row: dict[str, Any], *, is_regular: bool = True) -> None:
+        """Give the row of an evaluation to the learning rates and to the callbacks. All ranks.
+
+        One that is not regular is made because the run ends here. A longer run would not make it, so checkpoints, with
+        which this run may be extended, have the states from before it.
+        """
+        if is_regular:
             self.stepper.rates.after_evaluation(row)
+        else:
+            self.cycle.hold_callbacks()
         self.cycle.call("on_evaluate", row)
         self.cycle.log.restart_clock()
 

@@ -13,23 +13,25 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+import torch
+
 from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.state import capture
+from paceline.checkpoint.state import CheckpointState, capture, capture_own
 from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.scaler import fit_scalers
 from paceline.data.seeding import seed_generators
 from paceline.engine.digest import sha256_of_optimizers
+from paceline.engine.ema import Ema
 from paceline.engine.gradients import explaining_errors
 from paceline.engine.replica import replicate
-from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
 from paceline.observe import failures
 from paceline.observe.progress import Progress
@@ -53,7 +55,6 @@ from paceline.worker.build import (
 from paceline.worker.build_own import build_own_loaders, build_own_loop, build_own_step, restore_own
 from paceline.worker.context import Context, open_context
 from paceline.worker.cycle import StepCycle
-from paceline.worker.loop import Loop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
 from paceline.worker.prepare import prepare_run
@@ -100,8 +101,11 @@ def train(config: Config, folder: RunFolder, world: World, progress: Progress) -
         train_in_plain_loop(open_context(config, folder, world, progress))
         return
     stop = Stop(deadline=progress.began + config.time_limit if config.time_limit is not None else None)
-    with stop.listening():
-        (train_managed if config.train_fn is None else train_in_own_loop)(config, folder, world, progress, stop)
+    try:
+        with stop.listening():
+            (train_managed if config.train_fn is None else train_in_own_loop)(config, folder, world, progress, stop)
+    finally:
+        set_current_run(None)
 
 
 def train_in_plain_loop(context: Context) -> None:
@@ -145,7 +149,9 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         state = restore(context, checkpoint, stepper, callbacks)
         continue_if_new(state, checkpoint, folder)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
-    check_space(context, stepper)
+    loss = stepper.replica.forward_state.of_loss()
+    present = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
+    check_space(context, present, stepper.parameters)
     loop = build_loop(context, stepper, evaluator, plan, saver, stop, state, callbacks)
     begin_attempt(context, checkpoint)
     del checkpoint, model
@@ -155,9 +161,13 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     progress.phase = "writing the result"
     loop.finish(reason)
     if reason:
-        write_stop(context, loop.cycle, reason, is_saved)
+        write_stop(context, loop.cycle, is_saved=is_saved)
     else:
-        finish_run(context, loop, identity["config"])
+        stepper.replica.share_buffers()
+        finish_run(
+            context, loop.cycle, identity, lanes=stepper.settings.lanes, ema=stepper.ema,
+            optimizer_sha256=stepper.optimizer_sha256(),
+        )  # fmt: skip
     context.events.close()
 
 
@@ -170,6 +180,8 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     if checkpoint is not None:
         continue_if_new(restored[0], checkpoint, folder)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events)
+    present = checkpoint.state if checkpoint is not None else capture_own(step.replica.module, {}, step.ema, {})
+    check_space(context, present, step.replica.module.parameters())
     run = build_own_loop(context, step, feed, saver, stop, callbacks, restored)
     loaders = build_own_loaders(context, run.loop, validation)
     begin_attempt(context, checkpoint)
@@ -178,13 +190,16 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     reason, value = call_train_fn(context, run, *loaders)
     is_saved = run.loop.save()
     progress.phase = "writing the result"
-    run.loop.cycle.call("on_stop", run.loop.cycle.reason_text(reason) if reason else None)
+    run.loop.cycle.call("on_stop", run.stop_requested if reason else None)
     if reason:
-        write_stop(context, run.loop.cycle, reason, is_saved)
+        write_stop(context, run.loop.cycle, is_saved=is_saved)
     else:
         for module in (run.model, *run.loop.tracked.modules()):
             compare_ranks(context, module, {name for name, _ in module.named_parameters()})
-        finish_own_run(context, run, value, identity["config"])
+        finish_run(
+            context, run.loop.cycle, identity, lanes=step.settings.lanes, ema=step.ema,
+            optimizer_sha256=sha256_of_optimizers(run.loop.tracked.optimizers()), value=value,
+        )  # fmt: skip
     context.events.close()
 
 
@@ -194,9 +209,8 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
     loop.cycle.start()
     seed_generators(config.seed, "train_fn")
     context.progress.phase = "training"
-    set_current_run(run)
     try:
-        with explaining_errors(loop.step.settings.precision):
+        with explaining_errors(loop.step.settings.precision), loop.checking_optimizers():
             value = config.function("train_fn")(
                 run.model, train_loader, val_loader, context.world.device, config.num_epochs, run=run
             )
@@ -204,19 +218,16 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
     except StopAgreed as agreed:
         return int(agreed.args[0]), None
     finally:
-        set_current_run(None)
         context.progress.batch = None
     return 0, value
 
 
-def check_space(context: Context, stepper: Stepper) -> None:
-    """Refuse to start a run if the disk has no space for two checkpoints. All ranks."""
-    folder = context.folder
-    loss = stepper.replica.forward_state.of_loss()
-    state = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
-    size = state.nbytes
-    if not stepper.optimizer.state:  # created by the first step: two numbers for each weight in most optimizers
-        size += 2 * sum(parameter.nbytes for parameter in stepper.parameters)
+def check_space(context: Context, state: CheckpointState, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Refuse to start a run if the disk has no space for two checkpoints like `state`. All ranks."""
+    folder, size = context.folder, state.nbytes
+    if not any(state.groups.get(name) for name in ("optimizer", "tracked")):
+        # The first step creates the state of an optimizer: two numbers for each weight in most of them.
+        size += 2 * sum(parameter.nbytes for parameter in parameters)
 
     def check() -> None:
         leftovers = [file for path in Store(folder.checkpoints).leftovers() for file in path.rglob("*")]
@@ -230,48 +241,31 @@ def check_space(context: Context, stepper: Stepper) -> None:
     context.world.decide(check)
 
 
-def write_stop(context: Context, cycle: StepCycle, reason: int, is_saved: bool) -> None:
+def write_stop(context: Context, cycle: StepCycle, *, is_saved: bool) -> None:
     """Write an event and a file about where and why the run stopped."""
-    facts = {"step": cycle.state.step, "reason": cycle.reason_text(reason), "is_saved": is_saved}
+    facts = {"step": cycle.state.step, "reason": cycle.run.stop_requested, "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
         write_json(context.folder.stopped, facts)
 
 
-def finish_run(context: Context, loop: Loop, identity: dict[str, object]) -> None:
-    """Write the weights and the result of a complete run. All ranks."""
-    state, stepper, world = loop.state, loop.stepper, context.world
-    lanes, epochs = stepper.settings.lanes, len(state.history)
-    stepper.replica.share_buffers()
-    optimizer_sha256 = stepper.optimizer_sha256()
+def finish_run(
+    context: Context, cycle: StepCycle, identity: dict[str, Any], *, lanes: int, ema: Ema | None,
+    optimizer_sha256: str | None, value: Any = None,
+) -> None:  # fmt: skip
+    """Write the weights, the value that `train_fn` returned and the result of a complete run. All ranks."""
+    state, world, epochs = cycle.state, context.world, len(cycle.state.history)
     write = partial(
-        write_result, context.folder, stepper.replica.module, stepper.ema, None, optimizer_sha256=optimizer_sha256,
+        write_result, context.folder, cycle.module, ema, value, optimizer_sha256=optimizer_sha256,
         metrics=state.metrics, history=state.history, step=state.step, epoch=epochs, world_size=world.size,
         lanes=lanes, seconds=round(state.seconds, 3), samples=state.samples,
     )  # fmt: skip
     if world.is_main:
         write_patiently(write, context.progress)
+    early_end = {"reason": cycle.run.finish_requested} if state.is_finished else {}
     context.events.write(
-        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
-        **loop.cycle.early_end(),
-    )  # fmt: skip
-
-
-def finish_own_run(context: Context, run: OwnRun, value: Any, identity: dict[str, object]) -> None:
-    """Write the weights, the value and the result of a complete run of the user's own loop. All ranks."""
-    loop, state = run.loop, run.loop.state
-    lanes, epochs = loop.step.settings.lanes, len(state.history)
-    write = partial(
-        write_result, context.folder, run.model, loop.step.ema, value,
-        optimizer_sha256=sha256_of_optimizers(loop.tracked.optimizers()), metrics=state.metrics, history=state.history,
-        step=state.step, epoch=epochs, world_size=run.world_size, lanes=lanes, seconds=round(state.seconds, 3),
-        samples=state.samples,
-    )  # fmt: skip
-    if context.world.is_main:
-        write_patiently(write, context.progress)
-    context.events.write(
-        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics, config={**identity, "lanes": lanes},
-        **loop.cycle.early_end(),
+        "run_finished", step=state.step, epoch=epochs, metrics=state.metrics,
+        config={**identity["config"], "lanes": lanes}, **early_end,
     )  # fmt: skip
 
 

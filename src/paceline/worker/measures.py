@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.config import Settings
-from paceline.config.checks import is_free_name
 from paceline.engine.losses import sum_and_count
 from paceline.engine.objective import LOSS, SAME_NAME, logits_in, loss_in, objectives_of, parts_of, run_model
 from paceline.errors import ConfigError, DataError
+from paceline.observe.event_types import is_reserved
 from paceline.world import World
 
 VAL_LOSS = "val_loss"
 
 
-class Outcome(NamedTuple):
-    """What the forward pass of a batch gives."""
+class BatchResult(NamedTuple):
+    """What the forward pass of a batch returns."""
 
     output: Any = None  # for metrics; the logits of an output of transformers
     target: Any = None
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 class Forward:
-    """Runs a model on a batch, as the keys of a config ask for it."""
+    """Runs a model on a batch, with the functions of the config."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.objectives = settings, objectives_of(settings)
@@ -41,7 +41,7 @@ class Forward:
         is_plain = objective is not None and not objective.takes_model and not self.is_models_own
         self.loss_fn = objective.function if objective is not None and is_plain else None
 
-    def measure(self, model: torch.nn.Module, batch: Any) -> Outcome:
+    def measure(self, model: torch.nn.Module, batch: Any) -> BatchResult:
         """The numbers that the config's functions compute, and what metrics and `loss_fn` need."""
         if self.settings.evaluate_fn is not None:
             with _explaining_gradients("evaluate_fn", "return numbers alone"):
@@ -50,11 +50,11 @@ class Forward:
             values = self._step_values(model, batch)
         elif self.is_models_own:
             output, target = run_model(model, batch, with_labels=True)
-            return Outcome(logits_in(output), target, {VAL_LOSS: loss_in(output)})
+            return BatchResult(logits_in(output), target, {VAL_LOSS: loss_in(output)})
         else:
             return self.run(model, batch)
         if not self.settings.metrics:
-            return Outcome(values=values)
+            return BatchResult(values=values)
         if overwritten := sorted(values.keys() & set(self.settings.metrics)):
             raise ConfigError(
                 f"metrics.{overwritten[0]} has the name of a value of {self.values_key}; choose another name for one"
@@ -66,15 +66,15 @@ class Forward:
         """The key of the function that names the values of a batch."""
         return "evaluate_fn" if self.settings.evaluate_fn is not None else "step_fn"
 
-    def run(self, model: torch.nn.Module, batch: Any) -> Outcome:
+    def run(self, model: torch.nn.Module, batch: Any) -> BatchResult:
         """The model's output and the target."""
         output, target = run_model(model, batch)
-        return Outcome(logits_in(output), target, loss_input=output)
+        return BatchResult(logits_in(output), target, loss_input=output)
 
-    def predict(self, model: torch.nn.Module, batch: Any) -> Outcome:
+    def predict(self, model: torch.nn.Module, batch: Any) -> BatchResult:
         """What `predict_fn` returns, or the model's output."""
         if self.settings.predict_fn is not None:
-            return Outcome(self.settings.function("predict_fn")(model, batch))
+            return BatchResult(self.settings.function("predict_fn")(model, batch))
         return self.run(model, batch)
 
     def _step_values(self, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def evaluated(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"evaluate_fn returned a {type(value).__name__}; it must return a dict of numbers")
     for name in value:
-        if name != VAL_LOSS and not is_free_name(name):
+        if not isinstance(name, str) or (name != VAL_LOSS and is_reserved(name)):
             raise ConfigError(f"evaluate_fn returned a value named {name!r}, which events use; choose another name")
     if {LOSS, VAL_LOSS} <= value.keys():
         raise ConfigError("evaluate_fn returned loss and val_loss, which are the same number here; return one of them")
@@ -124,14 +124,14 @@ class Measures:
         known = [VAL_LOSS] if forward.loss_fn is not None or forward.is_models_own else []
         self._names = None if forward.names_values else [*known, *metrics]  # None: those that the batches have
 
-    def row(self, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
+    def row(self, result: BatchResult, samples: int) -> dict[str, torch.Tensor]:
         """The sum and the count of each number for a batch."""
-        row = {name: self._pair(value, samples, f"{self._key}'s {name}") for name, value in outcome.values.items()}
+        row = {name: self._pair(value, samples, f"{self._key}'s {name}") for name, value in result.values.items()}
         if self._loss_fn is not None:
-            value = _called(VAL_LOSS, self._loss_fn, outcome.loss_input, outcome.target)
+            value = _called(VAL_LOSS, self._loss_fn, result.loss_input, result.target)
             row[VAL_LOSS] = self._pair(value, samples, "loss_fn")
         for name, metric in self._metrics.items():
-            row[name] = self._pair(_called(name, metric, outcome.output, outcome.target), samples, name)
+            row[name] = self._pair(_called(name, metric, result.output, result.target), samples, name)
         return row
 
     def means(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
@@ -142,9 +142,9 @@ class Measures:
             names = list(dict.fromkeys(name for of_rank in self._world.gather_objects(mine) for name in of_rank))
         nothing = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         table = nothing.new_zeros(len(rows), len(names), 2)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if names:
-                table[place] = torch.stack([row.get(name, nothing) for name in names])
+                table[index] = torch.stack([row.get(name, nothing) for name in names])
         sums = torch.stack(interleave(self._world.gather_rows(table))).sum(0).tolist()
         return {name: total / count if count else math.nan for name, (total, count) in zip(names, sums, strict=True)}
 
@@ -155,7 +155,7 @@ class Measures:
 
 
 def _called(name: str, measure: Callable[..., Any], output: Any, target: Any) -> Any:
-    """The value of a loss or metric; an error that missing labels explain says so."""
+    """The value of a loss or metric; an error because labels are missing says so."""
     try:
         return measure(output, target)
     except (TypeError, AttributeError) as error:
@@ -167,4 +167,4 @@ def _called(name: str, measure: Callable[..., Any], output: Any, target: Any) ->
 def interleave(of_ranks: list[Any]) -> list[Any]:
     """The results of all ranks in the order of the batches, which were assigned to the ranks in turn."""
     rounds = max(map(len, of_ranks))
-    return [of_rank[place] for place in range(rounds) for of_rank in of_ranks if place < len(of_rank)]
+    return [of_rank[index] for index in range(rounds) for of_rank in of_ranks if index < len(of_rank)]

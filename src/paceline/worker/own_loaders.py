@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import Subset
+import numpy as np
 
 from paceline.data.feed import Feed
 from paceline.data.seeding import generator_states, restore_generators, seed_generators
+from paceline.data.share import RankShare
 from paceline.engine.own_step import OwnStep
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
@@ -25,7 +26,7 @@ class TrainLoader:
         self.sampler = self  # loops written for DistributedSampler call loader.sampler.set_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the order of each epoch is known."""
+        """Do nothing: every epoch already has its own order."""
 
     def __len__(self) -> int:
         if self._batches is None:
@@ -49,7 +50,7 @@ class ValLoader:
         size, world = feed.config.batch_size, feed.world
         first = range(world.rank * size, len(feed.dataset), world.size * size)
         indices = [index for start in first for index in range(start, min(start + size, len(feed.dataset)))]
-        self.dataset, self.batch_size = Subset(feed.dataset, indices), size
+        self.dataset, self.batch_size = RankShare(feed.dataset, np.array(indices)), size
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -27,7 +27,7 @@ class OwnRun(RankRun):
     def track(self, **objects: Any) -> None:
         """Save objects with a `state_dict` in every checkpoint, and restore them if the run resumes. All ranks."""
         for name, thing in objects.items():
-            self.loop.tracked.add(name, thing)
+            self.loop.track(name, thing)
             if isinstance(thing, torch.nn.Module):
                 self.loop.step.include(name, thing)
 
@@ -41,6 +41,7 @@ class OwnRun(RankRun):
 
     def backward(self, loss: Any) -> None:
         """Compute gradients of the mean loss of a batch, or of `paceline.Sum(total, count)`. All ranks."""
+        self.loop.check_stopped()
         self.loop.begin_exchange()
         self.loop.step.backward(loss)
 
@@ -50,8 +51,8 @@ class OwnRun(RankRun):
         Returns whether the step is complete. All ranks.
         """
         loop = self.loop
-        if (replaced := loop.tracked.add_optimizer(optimizer)) is not None:
-            loop.step.forget(replaced)
+        loop.check_stopped()
+        loop.check_tracked(optimizer, "run.step(optimizer)")
         is_complete = loop.step.step(optimizer, loop.step.settings.clip_norm if clip_norm is None else clip_norm)
         if is_complete:
             self.step_number = loop.state.step + 1

@@ -1,4 +1,4 @@
-"""What both loops with checkpoints begin with: the last checkpoint, the events, the data and the model."""
+"""The beginning of both loops with checkpoints: the last checkpoint, the events, the data and the model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prepare_run(config: Config, folder: RunFolder, world: World, progress: Progr
 
 
 def warn_of_other_bits(context: Context) -> None:
-    """Warn if this number of ranks cannot give the bits that others give."""
+    """Warn if the weights will differ from those of other numbers of ranks in their last bits."""
     config, size = context.config, context.world.size
     if config.exact and size & (size - 1):
         context.warn(

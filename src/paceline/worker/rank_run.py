@@ -31,6 +31,7 @@ class RankRun(Run):
     events: Events
     lrs: Callable[[], list[float]] = list  # of each parameter group in the last step
     is_in_callback: bool = False
+    has_warned_of_image: bool = False  # since the last image that was written
     logged: dict[str, Any] = field(default_factory=dict)  # by callbacks since the last `logged` event
 
     def learning_rates(self) -> list[float]:
@@ -65,9 +66,21 @@ class RankRun(Run):
         if not self.is_main:
             return
         path = RunFolder(self.folder).image(name, self.step_number)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png_of(pixels))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png_of(pixels))
+        except OSError as error:
+            self._warn_of_image(error)
+            return
+        self.has_warned_of_image = False
         self.events.write("image", step=self.step_number, name=name, file=str(path.relative_to(self.folder)))
+
+    def _warn_of_image(self, error: OSError) -> None:
+        """Write one warning for a series of images that cannot be written, as for checkpoints."""
+        if not self.has_warned_of_image:
+            self.has_warned_of_image = True
+            text = f"an image of step {self.step_number} could not be written: {error}; training continues without it"
+            self.events.write("warning", text=text, step=self.step_number)
 
     def _log_histogram(self, name: str, value: Any) -> None:
         """Write an event with the distribution of the finite numbers in a tensor, from rank 0."""
@@ -120,7 +133,8 @@ def run_facts(context: Context, plan: LoopPlan, state: TrainState) -> dict[str, 
         "world": world, "events": context.events, "rank": world.rank, "world_size": world.size,
         "device": world.device, "folder": context.folder.path, "total_steps": plan.total_steps,
         "step_number": state.step, "epoch": state.epoch, "epochs_done": state.epochs_done, "history": state.history,
-        "finish_requested": state.finish_requested,
+        "frozen": frozenset(state.frozen), "asked_to_finish": state.finish_requested,
+        "finish_requested": state.finish_requested if state.is_finished else None,
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from paceline.checkpoint.resume import check_compatible, named_checkpoint
 from paceline.checkpoint.state import CheckpointState, restore_loss, restore_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
 from paceline.config import Config
+from paceline.engine.ema import Ema
 from paceline.engine.outer_state import outer_state
 from paceline.engine.step import Stepper
 from paceline.observe.events import rewind
@@ -61,7 +62,7 @@ def report_checkpoint(context: Context, checkpoint: LoadedCheckpoint, identity: 
 def restore(
     context: Context, checkpoint: LoadedCheckpoint, stepper: Stepper, callbacks: Sequence[Callback]
 ) -> TrainState:
-    """Restore the optimizer, the averages, the counters and the callbacks; return the state of the loop."""
+    """Restore the optimizer, the loss, the counters, the averages and the callbacks; return the state of the loop."""
     settings, state = stepper.settings, checkpoint.state
     groups = [{**group} for group in stepper.optimizer.param_groups]
     indices = stepper.sharding.mine if stepper.sharding is not None else None
@@ -69,12 +70,19 @@ def restore(
     if settings.optimizer_fn is None:  # the config may set other options of the optimizer now, and takes precedence
         for group, configured in zip(stepper.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in configured.items() if key not in ("params", "lr")})
-    if stepper.ema is not None:
-        for name, average in stepper.ema.averages().items():
-            average.copy_(state.groups["ema"][name])
     restore_loss(state, outer_state(settings), checkpoint.path)
-    counters = state.values["counters"]
-    stepper.set_counters(counters["stepper"])
+    stepper.set_counters(state.values["counters"]["stepper"])
+    return restore_loop(context, checkpoint, stepper.ema, callbacks)
+
+
+def restore_loop(
+    context: Context, checkpoint: LoadedCheckpoint, ema: Ema | None, callbacks: Sequence[Callback]
+) -> TrainState:
+    """Restore what both loops have: the averages of the weights and the callbacks; return the state of the loop."""
+    counters = checkpoint.state.values["counters"]
+    if ema is not None:
+        for name, average in ema.averages().items():
+            average.copy_(checkpoint.state.groups["ema"][name])
     for name in restore_states(callbacks, counters.get("callbacks", {})):
         context.warn(f"the checkpoint has the state of a callback {name}, which this run does not have; it is not used")
     return TrainState.from_dict(counters["loop"])

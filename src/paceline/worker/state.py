@@ -1,4 +1,4 @@
-"""The state of the managed loop between steps, and the plan of the run."""
+"""The state of a loop between steps, the managed one or the user's own, and the plan of the run."""
 
 from __future__ import annotations
 
@@ -77,12 +77,18 @@ class TrainState:
     is_step_evaluation_due: bool = False  # the run was stopped before an evaluation within an epoch
     evaluation: dict[str, Any] = field(default_factory=dict)  # the row of the last evaluation within an epoch
     is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` or `run.finish` has cut short
-    finish_requested: str | None = None  # the reason that a callback gave to `run.finish`
+    finish_requested: str | None = None  # the reason that was given to `run.finish` on any rank
+    frozen: list[str] = field(default_factory=list)  # the names of the parameters that `run.freeze` holds
     is_finished: bool = False  # all ranks have agreed to end the run here
     epoch: int = 0  # of the last step, from 1
     epochs_done: int = 0  # whose last step is done; their evaluation may be due
     stream_position: tuple[int, int] = (0, 0)  # iterable data sets: the next step's epoch, and the epoch's first step
     sample_losses: torch.Tensor | None = None  # of every sample after the first epoch, if samples are ordered by them
+
+    @property
+    def open_epoch(self) -> int | None:
+        """The epoch, counted from 0, whose first step is done and whose row is not in the history; None between two."""
+        return self.epoch - 1 if self.epoch > (self.history[-1]["epoch"] if self.history else 0) else None
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainState:

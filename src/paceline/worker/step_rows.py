@@ -1,4 +1,4 @@
-"""The numbers of steps on their way from the device to the log: what is kept of a step, and what its rows add up to."""
+"""The numbers of steps: what the host keeps while they are copied from the device, and their sums over all lanes."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def _arrived(steps: list[PendingStep], numbers: torch.Tensor) -> Iterator[Arrive
     totals = result.lane_losses.reshape(len(steps), -1, 2).contiguous()
     of_values = result.lane_values.transpose(1, 2).flatten(2, 3).sum(dim=2).tolist()
     losses, norms = totals.sum(dim=1).tolist(), result.grad_norm[:, 0].tolist()
-    for place, (step, is_skipped) in enumerate(zip(steps, skipped, strict=True)):
-        values = {
-            name: (0.0, 0.0) if is_skipped else value for name, value in zip(names, of_values[place], strict=True)
-        }
-        loss = (0.0, 0.0) if is_skipped else losses[place]
-        yield ArrivedStep(step, loss, values, totals[place].tolist(), norms[place], is_skipped)
+    for index, (step, is_skipped) in enumerate(zip(steps, skipped, strict=True)):
+        values = {name: NOTHING if is_skipped else value for name, value in zip(names, of_values[index], strict=True)}
+        loss = NOTHING if is_skipped else losses[index]
+        yield ArrivedStep(step, loss, values, totals[index].tolist(), norms[index], is_skipped)

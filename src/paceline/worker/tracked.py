@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.checkpoint.state import KERNEL_OPTIONS, load_optimizer, with_float_rates
+from paceline.data.trees import TreePath, map_leaves
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.worker.callback_states import check_plain
@@ -17,53 +19,66 @@ OUTER = "parameters outside modules"  # a key beside those of an optimizer's sta
 
 
 class Tracked:
-    """The tracked objects by name, and the states that a checkpoint has for them."""
+    """The tracked objects by name, and the states that a checkpoint has for them.
+
+    What the user's code tracks before its epochs lasts for the run. What it tracks within an epoch belongs to that
+    epoch, such as an optimizer that each epoch creates: another object may take the name in a later epoch, and a state
+    is restored only where the run resumes within the epoch.
+    """
 
     def __init__(
         self, saved: Mapping[str, Any], source: Path | None, warn: Callable[[str], None], model: torch.nn.Module,
-        frozen: Collection[str] | None = None,
+        *, frozen: Collection[str] | None = None, epochs: Mapping[str, int] | None = None, epoch: int | None = None,
     ) -> None:  # fmt: skip
         """`saved` are the states in the checkpoint `source` from which the run resumes; None for a new run.
 
-        `frozen` names the parameters of the model that were frozen then.
+        `frozen` names the parameters of the model that were frozen then. `epochs` has the epochs of objects that were
+        tracked within one, and `epoch` is the one within which the run resumes, None between epochs.
         """
-        self._frozen = frozen
         self.objects: dict[str, Any] = {}
-        self._saved, self._source, self._warn, self._model = dict(saved), source, warn, model
-        self._is_checked = self._is_state_checked = False
-        self._unnamed: list[str] = []  # names of optimizers that the user has not given
-        self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []  # saved ones, to restore once more
+        self._source, self._warn, self._model, self._frozen = source, warn, model, frozen
+        self.epochs: dict[str, int] = {}  # of objects that were tracked within one
+        is_over = {name for name, of_object in (epochs or {}).items() if of_object != epoch}
+        self._saved = {name: state for name, state in saved.items() if name not in is_over}
+        # The saved options of optimizers, to restore once more before the first epoch; None afterwards.
+        self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] | None = []
 
-    def add(self, name: str, thing: Any) -> None:
-        """Track an object, and restore it from the checkpoint."""
+    def add(self, name: str, thing: Any, epoch: int | None = None) -> Any:
+        """Track an object, and restore it from the checkpoint; returns the object of an earlier epoch it replaces."""
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(
                 f"run.track({name}=…) got a {type(thing).__name__}, which has no state_dict and load_state_dict; "
                 "keep plain values in run.state"
             )
-        if self.objects.get(name, thing) is not thing:
-            raise ConfigError(f"run.track({name}=…) was called before with another object; choose another name")
-        if name in self.objects:
-            return
-        self.objects[name] = thing
-        if name in self._saved:
-            self._restore(thing, self._saved.pop(name))
-        elif self._source is not None:
-            self._warn(f"the checkpoint has no state of {name}, which run.track names; it keeps its present state")
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """Track an optimizer that the user has not named; returns one of the same parameters that it replaces."""
-        if any(thing is optimizer for thing in self.objects.values()):
+        known = self.objects.get(name)
+        if known is thing:
             return None
-        for name in self._unnamed:
-            if _first_of(self.objects[name]) is _first_of(optimizer):
-                replaced: torch.optim.Optimizer = self.objects[name]
-                self.objects[name] = optimizer
-                return replaced
-        number = 1 + len(self.optimizers())
-        self._unnamed.append("optimizer" if number == 1 else f"optimizer_{number}")
-        self.add(self._unnamed[-1], optimizer)
-        return None
+        if known is not None and (name not in self.epochs or epoch in (None, self.epochs[name])):
+            raise ConfigError(f"run.track({name}=…) was called before with another object; choose another name")
+        self.objects[name] = thing
+        if epoch is not None:
+            self.epochs[name] = epoch
+        if name in self._saved:
+            self._restore(name, thing, self._saved.pop(name))
+        elif self._source is not None and known is None and epoch is None:
+            self._warn(f"the checkpoint has no state of {name}, which run.track names; it keeps its present state")
+        return known
+
+    def check_has(self, optimizer: torch.optim.Optimizer, call: str) -> None:
+        """Refuse an optimizer that no checkpoint would hold."""
+        if not any(thing is optimizer for thing in self.objects.values()):
+            raise ConfigError(
+                f"{call} got an optimizer that run.track does not name, so no checkpoint would hold it; "
+                "call run.track(optimizer=optimizer) where it is created"
+            )
+
+    def check_epochs(self, epoch: int) -> None:
+        """At the end of an epoch: warn of objects that were tracked within an earlier one and are still there."""
+        for name in (name for name, of_object in self.epochs.items() if of_object < epoch):
+            self._warn(
+                f"run.track({name}=…) was called within an epoch, so a run restores {name} only if it resumes within "
+                "that epoch; create and track what lasts longer before run.epochs(…)"
+            )
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers, in the order in which they were tracked."""
@@ -80,28 +95,23 @@ class Tracked:
     def states(self) -> dict[str, Any]:
         """The states for a checkpoint. States that no object has taken over yet are kept."""
         states = {name: self._state_of(thing) for name, thing in self.objects.items()}
-        if not self._is_checked:
-            self._check(states)
+        for name, state in states.items():
+            check_plain(f"the state_dict() of {name}, which run.track names,", map_leaves(state, _without_tensors))
+        self._check_schedulers()
         return {**self._saved, **states}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise, once, if a checkpoint cannot hold `run.state`."""
-        if state and not self._is_state_checked:
-            self._is_state_checked = True
-            check_plain("run.state", state)
 
     def restore_options(self) -> None:
         """Before the first epoch: restore what the user's code before the loop has set again.
 
         A scheduler that is made after `track` sets its first rate, and layers may be frozen that were trained since.
         """
-        for optimizer, groups in self._options:
+        for optimizer, groups in self._options or ():
             for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 rate = group["lr"]
                 group.update({key: value for key, value in saved.items() if key not in ("params", *KERNEL_OPTIONS)})
                 if isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full_like(rate, group["lr"])
-        self._options = []
+        self._options = None
         if self._frozen is not None:
             for name, parameter in self._model.named_parameters():
                 parameter.requires_grad_(name not in self._frozen)
@@ -113,8 +123,10 @@ class Tracked:
 
     def _state_of(self, thing: Any) -> Any:
         state = thing.state_dict()
-        if not isinstance(thing, torch.optim.Optimizer):
+        if isinstance(thing, torch.nn.Module):
             return state
+        if not isinstance(thing, torch.optim.Optimizer):
+            return map_leaves(state, _plain_number)
         return {**with_float_rates(state), OUTER: self._outer_parameters(thing)}
 
     def _outer_parameters(self, optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
@@ -123,24 +135,38 @@ class Tracked:
         numbered = enumerate(_parameters_of(optimizer))
         return {place: parameter.detach() for place, parameter in numbered if id(parameter) not in known}
 
-    def _restore(self, thing: Any, state: Any) -> None:
+    def _restore(self, name: str, thing: Any, state: Any) -> None:
         if not isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(state)
             return
         state, outer = {**state}, state.get(OUTER, {})
         state.pop(OUTER, None)
-        self._options.append((thing, [{**group} for group in state["param_groups"]]))
+        self._check_fits(name, thing, state["param_groups"])
+        if self._options is not None:
+            self._options.append((thing, [{**group} for group in state["param_groups"]]))
         load_optimizer(state, thing, self._source or Path(), has_free_options=True)
         own = _parameters_of(thing)
         with torch.no_grad():
             for place, value in outer.items():
                 own[place].copy_(value)
 
-    def _check(self, states: Mapping[str, Any]) -> None:
-        """After the first step: whether checkpoints can hold the states, and whether a scheduler is missing."""
-        self._is_checked = True
-        for name, state in states.items():
-            check_plain(f"the state_dict() of {name}, which run.track names,", state)
+    def _check_fits(self, name: str, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+        """Refuse an optimizer of another kind, or with other groups, than the one in the checkpoint."""
+        if len(saved) != len(optimizer.param_groups):
+            raise ConfigError(
+                f"run.track({name}=…) got an optimizer with {len(optimizer.param_groups)} parameter groups, and the "
+                f"checkpoint has {len(saved)}; create all groups before run.track, or begin a new run with "
+                "--resume never"
+            )
+        missing = sorted(optimizer.defaults.keys() - saved[0].keys())
+        if missing:
+            raise ConfigError(
+                f"run.track({name}=…) got an optimizer of the class {type(optimizer).__name__}, and the checkpoint has "
+                f"another one, without {', '.join(missing)}; keep it, or begin a new run with --resume never"
+            )
+
+    def _check_schedulers(self) -> None:
+        """Warn of a scheduler that is not tracked."""
         has_scheduler = any(hasattr(thing, "get_last_lr") for thing in self.objects.values())
         wrapped = [getattr(each.step, "_wrapped_by_lr_sched", False) for each in self.optimizers()]
         if not has_scheduler and any(wrapped):
@@ -154,5 +180,9 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _first_of(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
-    return _parameters_of(optimizer)[0]
+def _plain_number(_: TreePath, leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+
+def _without_tensors(_: TreePath, leaf: Any) -> Any:
+    return None if isinstance(leaf, torch.Tensor) else leaf

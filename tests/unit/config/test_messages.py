@@ -72,7 +72,7 @@ def test_long_values_are_shortened_in_the_message() -> None:
         ({"best": {"mtric": "x"}}, "checkpoint.best.mtric is not a known key; did you mean checkpoint.best.metric?"),
         (
             {"best": "accuracy"},
-            "checkpoint.best='accuracy' needs a mode: whether more or less is better; "
+            "checkpoint.best='accuracy' needs a mode: whether higher or lower is better; "
             "give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
         ),
         ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),

@@ -256,6 +256,18 @@ def test_a_scheduler_that_needs_a_metric_is_stepped_after_evaluations() -> None:
     assert rates.apply(3) == 0.5
 
 
+def test_a_scheduler_that_waits_for_more_of_a_metric_must_name_it() -> None:
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, mode="max", patience=0, factor=0.5)
+    with pytest.raises(ConfigError, match=r'ReduceLROnPlateau with mode="max", which would get val_loss.*"accuracy"'):
+        make_rates(config_of(scheduler_fn=plateau), sgd(), 9, None)
+    named = make_rates(config_of(scheduler_fn=lambda optimizer: (plateau(optimizer), "accuracy")), sgd(), 9, None)
+    for accuracy, rate in ((0.5, 1), (0.6, 1), (0.6, 0.5)):
+        named.after_evaluation({"val_loss": 1.0, "accuracy": accuracy})
+        assert named.apply(0) == rate
+    with pytest.raises(ConfigError, match="the scheduler's metric='accuracy' is not measured; use train_loss, val_los"):
+        named.after_evaluation({"epoch": 1, "train_loss": 1.0, "val_loss": 1.0})
+
+
 def test_scheduler_fn_must_return_a_scheduler() -> None:
     with pytest.raises(ConfigError, match="scheduler_fn returned a int; it must return a scheduler"):
         make_rates(config_of(scheduler_fn=lambda optimizer: 3), sgd(), 9, None)
@@ -302,7 +314,7 @@ def test_options_must_belong_to_the_schedule(schedule: dict[str, Any], problem: 
 def test_a_metric_that_is_not_a_loss_needs_a_mode() -> None:
     schedule = {"name": "plateau", "metric": "accuracy"}
     assert problems({**MANAGED, "metrics": ["accuracy"], "schedule": schedule}) == [
-        "schedule.metric='accuracy' needs schedule.mode, whether more or less of it is better; give mode: max or min"
+        "schedule.metric='accuracy' needs schedule.mode, whether higher or lower is better; give mode: max or min"
     ]
 
 

@@ -326,7 +326,7 @@ def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank
     clock = PhaseClock()
     watch = StepProfiler(clock, torch.device("cpu"), 1, 2, Events(None))
     run = Run(rank=0, world_size=1, device=torch.device("cpu"), folder=Path(), model=torch.nn.Identity(), total_steps=6)
-    while not run.stop_requested:
+    while not run.asked_to_stop:
         for phase in (DATA, FORWARD, REDUCTION, OTHER):
             clock.enter(phase)
             time.sleep(0.001)

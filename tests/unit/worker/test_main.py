@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engine.forward_state import ForwardState
+from paceline.checkpoint.state import CheckpointState, capture
 from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.worker.main import check_space
@@ -18,20 +18,14 @@ from paceline.worker.main import check_space
 WORLD: Any = SimpleNamespace(decide=lambda choose: choose())
 
 
-def stepper(*, has_stepped: bool) -> Any:
-    """1,000 weights, of which AdamW keeps two moments each."""
+def trained(*, has_stepped: bool) -> tuple[CheckpointState, list[torch.nn.Parameter]]:
+    """The state of 1,000 weights, of which AdamW keeps two moments each, and the weights."""
     model = torch.nn.Linear(1000, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     if has_stepped:
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
-    return SimpleNamespace(
-        replica=SimpleNamespace(module=model, forward_state=ForwardState(model)),
-        optimizer=optimizer,
-        ema=None,
-        sharding=None,
-        parameters=list(model.parameters()),
-    )
+    return capture(model, optimizer, None, {}), list(model.parameters())
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
@@ -45,6 +39,6 @@ def test_a_run_needs_space_for_two_checkpoints(
     with pytest.raises(
         ConfigError, match=f"run_dir={tmp_path} has 0 MB free, two checkpoints need 0 MB; free some space"
     ):
-        check_space(context, stepper(has_stepped=has_stepped))
+        check_space(context, *trained(has_stepped=has_stepped))
     free["bytes"] = needed + 100  # the optimizer's own count of steps is a few bytes more
-    check_space(context, stepper(has_stepped=has_stepped))
+    check_space(context, *trained(has_stepped=has_stepped))

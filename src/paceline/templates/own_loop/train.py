@@ -13,7 +13,7 @@ def train(model, train_loader, val_loader, device, num_epochs, run):
             with run.autocast():  # in the precision of config.yaml
                 loss = cross_entropy(model(points), labels)
             run.backward(loss)
-            if run.step(optimizer, clip_norm=1.0):  # False until all micro-batches (lanes) of a step are in
+            if run.step(optimizer, clip_norm=1.0):  # True with the last micro-batch (lane) of a step
                 scheduler.step()
             run.log(loss=loss)
         correct, seen = count(model, val_loader)
