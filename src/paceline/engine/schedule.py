@@ -15,8 +15,9 @@ from paceline.callbacks.patience import Patience, WatchedMetric
 from paceline.config import Config, Schedule
 from paceline.data.seeding import keyed_generators
 from paceline.engine.optimizers import lrs_of, set_lr
-from paceline.engine.torch_scheduler import TorchScheduler, raising_config_errors
+from paceline.engine.torch_scheduler import TorchScheduler
 from paceline.errors import ConfigError
+from paceline.observe.failures import raising_config_errors
 
 NEED_END = ("linear", "cosine", "exponential", "onecycle", "wsd")  # schedules that need the number of steps
 

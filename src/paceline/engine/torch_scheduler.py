@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from paceline.config.signatures import takes_total_steps
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
-from paceline.observe.failures import user_location
+from paceline.observe.failures import raising_config_errors
 
 RATES = ("params", "lr", "capturable")  # keys of a group that are not copied back to the optimizer
 
@@ -78,21 +77,6 @@ class TorchScheduler:
         for group, options in zip(self._copy.param_groups, state["options"], strict=True):
             group.update(options)
         self.copy_options()
-
-
-@contextmanager
-def raising_config_errors(what: str) -> Iterator[None]:
-    """Raise an error of a user's function of the step as a ConfigError: it would be the same after a restart."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        place = user_location(error)
-        where = f" ({place})" if place else ""
-        raise ConfigError(
-            f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again"
-        ) from error
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

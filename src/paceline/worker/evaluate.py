@@ -26,6 +26,7 @@ from paceline.engine.outer_state import outer_state
 from paceline.engine.precision import autocast
 from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
 from paceline.engine.step_probe import CHANGES_WEIGHTS, state_of
+from paceline.engine.training_mode import keeping_modes
 from paceline.errors import ConfigError, DataError
 from paceline.worker.measures import BatchResult, Forward, Measures, interleave
 from paceline.world import World
@@ -171,8 +172,6 @@ class Evaluator:
         self, forward: BatchForward, model: torch.nn.Module
     ) -> Iterator[Callable[[EvalBatch], tuple[BatchResult, int]]]:
         """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
-        was_training = model.training
-        model.eval()
         buffers, before = ForwardState(model, outer_state(self.settings), self.moving), Snapshot()
         before.take(buffers.tensors())
 
@@ -185,11 +184,12 @@ class Evaluator:
             loss_input = output if result.loss_input is result.output else in_fp32(result.loss_input)
             return result._replace(output=output, loss_input=loss_input), len(batch.indices)
 
-        try:
-            yield result_of
-        finally:
-            before.restore(buffers.tensors())
-            model.train(was_training)
+        with keeping_modes(model):
+            model.eval()
+            try:
+                yield result_of
+            finally:
+                before.restore(buffers.tensors())
 
     def _compiler_stance(self) -> AbstractContextManager[Any]:
         """A context that turns torch.compile off: code is compiled for the batches of training, which have one size."""
