@@ -50,6 +50,8 @@ class Forward:
             values = self._step_values(model, batch)
         elif self.is_models_own:
             output, target = run_model(model, batch, with_labels=True)
+            if "accuracy" in self.settings.metrics and isinstance(self.settings.metrics, list):
+                self._refuse_shifted(output)
             return BatchResult(logits_in(output), target, {VAL_LOSS: loss_in(output)})
         else:
             return self.run(model, batch)
@@ -60,6 +62,15 @@ class Forward:
                 f"metrics.{overwritten[0]} has the name of a value of {self.values_key}; choose another name for one"
             )
         return self.run(model, batch)._replace(values=values)
+
+    @staticmethod
+    def _refuse_shifted(output: Any) -> None:
+        """Refuse `accuracy` for an output of transformers whose labels are shifted in the model's loss alone."""
+        if type(output).__name__.startswith("CausalLMOutput"):
+            raise ConfigError(
+                "metrics=accuracy compares the logits of a token with its own label, but the model predicts the next "
+                "token; give a function (logits, labels) that compares logits[:, :-1] with labels[:, 1:]"
+            )
 
     @property
     def values_key(self) -> str:
