@@ -33,9 +33,9 @@ def _unknown_trackers(config: Config) -> list[str]:
 
 
 def _reserved_metrics(config: Config) -> Iterator[str]:
-    from paceline.observe.event_types import RESERVED_NAMES
+    from paceline.observe.event_types import is_reserved
 
-    for name in sorted({*RESERVED_NAMES, "val_loss"}.intersection(config.metrics)):
+    for name in sorted(name for name in config.metrics if name == "val_loss" or is_reserved(name)):
         yield f"metrics.{name} has a name that is reserved in events and results; choose another name"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exactness_cases import ODD, FollowStudent, Guided, Images
+from exactness_cases import ODD, FollowStudent, Guided, Images, conv_net
 from torch.nn import functional
 
 from paceline import Callback, Run, Trainer
@@ -22,6 +24,8 @@ OPTIONS: dict[str, Any] = {
     "loss_fn": functional.cross_entropy, "metrics": ["accuracy"], "batch_size": 5, "num_epochs": 2, "device": "cpu",
     "threads": 1,
 }  # fmt: skip
+
+DROPPING: dict[str, Any] = {**OPTIONS, "model_fn": conv_net}  # BatchNorm and dropout
 
 
 class Recorder(Callback):
@@ -156,3 +160,124 @@ def test_what_is_no_callback_is_one_sentence() -> None:
         Trainer(**OPTIONS, callbacks=[Recorder])
     with pytest.raises(ConfigError, match="callbacks needs a train_fn with the parameter run, or the managed loop"):
         Trainer(model_fn=Guided, dataset_fn=Images, train_fn=lambda *arguments: None, callbacks=[Callback()])
+
+
+# --- what callbacks leave behind, and their errors -----------------------------------------------------------------
+
+
+class Evaluating(Callback):
+    """Leaves the model in evaluation mode, in which it has no dropout."""
+
+    needs_step_metrics = False
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        run.model.eval()
+
+
+def test_a_callback_does_not_leave_the_model_in_evaluation_mode(tmp_path: Path) -> None:
+    alone = Trainer(**DROPPING, run_dir=tmp_path / "alone").start()
+    with_callback = Trainer(**DROPPING, callbacks=[Evaluating()], run_dir=tmp_path / "run").start()
+    assert with_callback.weights_sha256 == alone.weights_sha256
+
+
+class FrozenStatistics(Callback):
+    """Keeps one layer in evaluation mode from the start of each attempt."""
+
+    needs_step_metrics = False
+
+    def on_start(self, run: Run) -> None:
+        run.model.get_submodule("3").eval()
+
+
+def test_a_mode_that_on_start_sets_lasts_through_evaluations_and_resumes(tmp_path: Path) -> None:
+    keys = {**DROPPING, "callbacks": [FrozenStatistics()], "checkpoint": {"every_steps": 3, "keep": 30, "async": False}}
+    whole = Trainer(**keys, run_dir=tmp_path / "whole").start()
+    for step in (3, 6):  # before and after an evaluation
+        checkpoint = tmp_path / f"whole/checkpoints/step-{step:08d}"
+        resumed = Trainer(**keys, resume=checkpoint, run_dir=tmp_path / f"from-{step}", procs=2).start()
+        assert resumed.weights_sha256 == whole.weights_sha256
+    assert whole.weights_sha256 != Trainer(**DROPPING, run_dir=tmp_path / "free").start().weights_sha256
+
+
+class Broken(Callback):
+    """Raises an error in one method."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def _raise(self, method: str) -> None:
+        if method == self.method:
+            raise KeyError("missing")
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        self._raise("on_stop")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._raise("state_dict")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._raise("load_state_dict")
+
+
+def test_an_error_in_on_stop_does_not_lose_the_result(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"callback Broken\.on_stop.*\n.*KeyError"):
+        Trainer(**OPTIONS, callbacks=[Broken("on_stop")], procs=2, max_restarts=0, run_dir=tmp_path / "run").start()
+    whole = Trainer(**OPTIONS, run_dir=tmp_path / "whole").start()
+    assert json.loads((tmp_path / "run/result.json").read_text())["weights_sha256"] == whole.weights_sha256
+    assert events_of(tmp_path / "run", "run_finished")
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_an_error_of_a_callbacks_state_has_its_name(tmp_path: Path, method: str) -> None:
+    Trainer(**OPTIONS, callbacks=[Broken("")], run_dir=tmp_path / "run").start()
+    [*_, last] = sorted((tmp_path / "run/checkpoints").iterdir())
+    resumed = Trainer(**OPTIONS, callbacks=[Broken(method)], resume=last, run_dir=tmp_path / "other")
+    message = rf"the {method}\(\) of callback Broken raised KeyError: 'missing' \(.*\.py:\d+"
+    with pytest.raises(ConfigError, match=message):
+        resumed.start()
+
+
+class LateLambda(Callback):
+    """Has a state that no checkpoint can hold from the fifth step on."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.state = value, {"value": 1}
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        if run.step_number == 5:
+            self.state = {"value": self.value}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+@pytest.mark.parametrize("value", [Path, Fraction(1, 2)])
+def test_a_state_that_cannot_be_kept_later_is_one_sentence(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(
+            **OPTIONS, callbacks=[LateLambda(value)], checkpoint={"every_steps": 3}, run_dir=tmp_path / "run"
+        ).start()
+    [problem] = caught.value.problems
+    assert problem.startswith("the state_dict() of callback LateLambda cannot be kept in a checkpoint (")
+    assert problem.endswith("); use numbers, texts, tensors, and lists and dicts of them")
+    assert problem.isprintable()
+
+
+@dataclass
+class Keeping(Callback):
+    """Draws a random number with each step; two of them are equal, and their comparison is not a single truth value."""
+
+    folder: Path
+    kept: torch.Tensor
+
+    def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
+        with (self.folder / "drawn").open("a") as file:
+            file.write(f"{torch.rand(()).item()}\n")
+
+
+def test_equal_callbacks_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    callbacks = [Keeping(tmp_path, torch.zeros(2)), Keeping(tmp_path, torch.zeros(2))]
+    Trainer(**OPTIONS, callbacks=callbacks, run_dir=tmp_path / "run").start()
+    drawn = (tmp_path / "drawn").read_text().splitlines()
+    assert len(set(drawn)) == len(drawn)

@@ -155,8 +155,8 @@ def test_optimizers_that_do_not_fit_the_phases_are_refused() -> None:
         ({"optimizer_fn": None}, "step_fn has the phases critic, generator; give optimizer_fn(model), which returns a"),
         ({"shard_optimizer": True}, "shard_optimizer=true needs one optimizer, but step_fn has the phases critic"),
         ({"step_fn": {}}, "step_fn is a dict without names of phases; give a function"),
-        ({"step_fn": {"a": 3}}, 'step_fn.a=3 is not a function; give a function, or "module:name" in a config'),
-        ({"step_fn": {"a": {"every": 0, "fn": "x:y"}}}, "step_fn.a={'every': 0, 'fn': 'x:y'} is not a function"),
+        ({"step_fn": {"a": 3}}, "step_fn={'a': 3} has the phase a=3; give a function, or {every: 5, fn: function}"),
+        ({"step_fn": {"a": {"every": 0, "fn": "x:y"}}}, "step_fn={'a': {'every': 0, 'fn': 'x:y'}} has the phase a at"),
     ],
     ids=["no optimizers", "sharded", "empty", "a number", "never"],
 )
@@ -168,3 +168,35 @@ def test_mistakes_are_found_before_a_process_starts(keys: dict[str, Any], proble
 def test_a_phase_needs_a_number_of_steps() -> None:
     with pytest.raises(ConfigError, match=r"every\(0, …\) needs a number of steps from 1"):
         every(0, critic_step)
+
+
+def same_name(model: Any, batch: Any) -> dict[str, Any]:
+    return {"loss": first_step(model, batch), "second_loss": 1.0}
+
+
+@pytest.mark.parametrize("data", [{}, {"val_dataset_fn": None, "val_fraction": 0}])
+def test_values_of_two_phases_with_one_name_are_refused(data: dict[str, Any]) -> None:
+    def optimizers(model: Any) -> dict[str, Any]:
+        parts = {"a": model.first, "a_second": model.second}
+        return {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+
+    steps = {"a": same_name, "a_second": second_step}
+    keys = {
+        "model_fn": Pair,
+        "loss_fn": None,
+        "step_fn": steps,
+        "optimizer_fn": optimizers,
+        "optimizer": None,
+        "metrics": [],
+    }
+    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as a phase before it does; rename the value"):
+        start(**{**keys, **data})
+
+
+def test_parameters_that_no_optimizer_updates_are_reported_once() -> None:
+    start(
+        model_fn=Pair, optimizer_fn=lambda model: torch.optim.SGD([model.first.weight], lr=0.1), num_epochs=1,
+        dataset_fn=lambda: Images(24), metrics=[], procs=2, optimizer=None,
+    )  # fmt: skip
+    [text] = [text for text in warnings_in(Path("run")) if "optimizer_fn" in text]
+    assert text.startswith("optimizer_fn leaves out second, first.bias, which will not change; give them to an optim")

@@ -140,6 +140,31 @@ def test_a_value_may_be_left_out_and_counts_only_where_it_is() -> None:
     assert {row["train_ones"] for row in result.history} == {2.0}
 
 
+WATCHING = {
+    "early_stop": {"early_stop": {"metric": "acc", "mode": "max"}},
+    "checkpoint.best": {"checkpoint": {"best": {"metric": "acc", "mode": "max"}}},
+    "schedule": {"schedule": {"name": "plateau", "metric": "acc", "mode": "max"}},
+}
+
+
+@pytest.mark.parametrize("key", WATCHING)
+def test_a_metric_that_evaluate_fn_does_not_return_is_refused_before_the_first_step(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}\.metric='acc' is not measured; use train_loss, other"):
+        start(**STEP, metrics=[], evaluate_fn=lambda model, batch: {"other": 1.0}, **WATCHING[key])
+    assert not events("step")
+
+
 def test_one_of_loss_fn_and_step_fn() -> None:
     with pytest.raises(ConfigError, match="loss_fn and step_fn are both given; keep one of them"):
         Trainer(**{**options(), "loss_fn": functional.cross_entropy, "step_fn": two_views})
+
+
+def mixed(model: Any, batch: Any) -> Any:
+    loss = functional.cross_entropy(model(batch[0]), batch[1])
+    return Sum(loss * len(batch[1]), len(batch[1])) if batch[1].sum() > 1 else loss
+
+
+@pytest.mark.parametrize("procs", [1, 2, 4])
+def test_a_mean_and_a_sum_in_lanes_of_a_run_are_refused_at_any_number_of_ranks(procs: int) -> None:
+    with pytest.raises(ConfigError, match="step_fn returned a mean for one batch and a sum with its count for another"):
+        start(**{**STEP, "step_fn": mixed}, metrics=[], procs=procs, max_restarts=0, hang_timeout_s=30)

@@ -10,7 +10,8 @@ import torch
 from faults import saved_steps
 from torch.utils.data import Dataset
 
-from paceline import Trainer, load
+from paceline import Sum, Trainer, load
+from paceline.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,3 +97,26 @@ def test_an_adapter_is_trained_resumed_and_exported_without_its_base() -> None:
     ids = Tokens(5).ids
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, whole.load_model()(ids).logits)
+
+
+class Text(Tokens):
+    """Words, whose labels are the words themselves."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2))
+
+
+def next_right(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+    return Sum((logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(), (labels[:, 1:] != -100).sum())
+
+
+def test_accuracy_of_a_causal_model_must_be_shifted_by_the_user() -> None:
+    keys: dict[str, Any] = {"model_fn": gpt2, "dataset_fn": Text, "loss_fn": "model", "batch_size": 5, "threads": 1}
+    with pytest.raises(ConfigError, match=r"metrics=accuracy compares .* the model predicts the next token"):
+        Trainer(**keys, metrics=["accuracy"], run_dir="refused").start()
+    result = Trainer(**keys, metrics={"accuracy": next_right}, run_dir="run").start()
+    assert 0 <= result.metrics["accuracy"] <= 1

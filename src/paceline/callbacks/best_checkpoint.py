@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from paceline.callbacks.callback import Callback
-from paceline.callbacks.patience import sign_of
+from paceline.callbacks.patience import WatchedMetric
 from paceline.callbacks.run import Run
 
 
@@ -18,24 +18,27 @@ class BestCheckpoint(Callback):
     """
 
     def __init__(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> None:
-        self.metric, self.sign = metric, sign_of(metric, mode)
+        self.watched = WatchedMetric("checkpoint.best.metric", metric, mode)
         self.best = math.inf  # multiplied by the sign, so that lower is better
 
     def on_start(self, run: Run) -> None:
         """Start from the best value in `run.history`, also after a checkpoint without a state of this callback."""
-        self.best = min([self.best, *map(self._value_in, run.history)])
+        for row in run.history:
+            self._is_best(row)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Save if this evaluation is the best."""
-        value = self._value_in(metrics)
-        if value < self.best:
-            self.best = value
+        """Save if this evaluation is the best; an own loop may have epochs without one."""
+        if not run.is_own_loop:
+            self.watched.check_measured(metrics)
+        if self._is_best(metrics):
             run.save()
 
-    def _value_in(self, row: Mapping[str, Any]) -> float:
-        """The metric times the sign, so that lower is better; infinite if it is missing or not a number."""
-        value = row.get(self.metric)
-        return math.inf if value is None or math.isnan(value) else float(self.sign * value)
+    def _is_best(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is better than all before, which is remembered."""
+        value = self.watched.value_in(row)
+        is_best = value < self.best
+        self.best = value if is_best else self.best
+        return is_best
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far."""

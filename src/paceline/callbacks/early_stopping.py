@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from paceline.callbacks.arguments import COUNT, NOT_NEGATIVE, check
 from paceline.callbacks.callback import Callback
-from paceline.callbacks.patience import Patience
+from paceline.callbacks.patience import Patience, WatchedMetric
 from paceline.callbacks.run import Run
 
 
@@ -23,11 +24,14 @@ class EarlyStopping(Callback):
         patience: int = 5,
         min_delta: float = 0.0,
     ) -> None:
-        self.patience = Patience("early_stop", metric, mode, patience, min_delta)
+        check("early_stop", COUNT, patience=patience)
+        check("early_stop", NOT_NEGATIVE, min_delta=min_delta)
+        self.watched = WatchedMetric("early_stop.metric", metric, mode)
+        self.patience = Patience(self.watched, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
         """Count the evaluation; the user's own loop may have epochs without one."""
-        if run.is_own_loop and self.patience.metric not in metrics:
+        if run.is_own_loop and self.watched.name not in metrics:
             return
         if self.patience.is_exhausted_by(metrics):
             run.finish(self.patience.describe())

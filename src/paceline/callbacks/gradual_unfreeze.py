@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.callbacks.arguments import COUNT, TEXT, check
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.run import Run
 from paceline.errors import ConfigError
@@ -20,6 +21,9 @@ class GradualUnfreeze(Callback):
     def __init__(self, *modules: str, every_epochs: int | None = None, every_steps: int | None = None) -> None:
         if not modules or (every_epochs is None) == (every_steps is None):
             raise ConfigError("GradualUnfreeze needs names of modules, and one of every_epochs and every_steps")
+        check("GradualUnfreeze", TEXT, **{f"module {place}": name for place, name in enumerate(modules)})
+        every = {"every_steps": every_steps} if every_epochs is None else {"every_epochs": every_epochs}
+        check("GradualUnfreeze", COUNT, **every)
         self.modules, self.every_epochs, self.every_steps = modules, every_epochs, every_steps
         self._trained = 0  # modules that train already
 

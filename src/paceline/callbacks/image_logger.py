@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from paceline.callbacks.arguments import COUNT, FUNCTION, TEXT, check
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.run import Run
 from paceline.errors import ConfigError
@@ -29,6 +30,10 @@ class ImageLogger(Callback):
         name: str = "images",
         every_steps: int | None = None,
     ) -> None:
+        check("ImageLogger", FUNCTION, images=images)
+        check("ImageLogger", TEXT, name=name)
+        if every_steps is not None:
+            check("ImageLogger", COUNT, every_steps=every_steps)
         self.images, self.name, self.every_steps = images, name, every_steps
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
@@ -51,9 +56,11 @@ class ImageLogger(Callback):
                 images = self.images(run.model)
         finally:
             run.model.train(was_training)
-        if len(images.shape) not in (3, 4):
+        shape = tuple(getattr(images, "shape", ()))
+        if len(shape) not in (3, 4):
+            what = f"the shape {shape}" if hasattr(images, "shape") else f"a {type(images).__name__} of images"
             raise ConfigError(
-                f"ImageLogger(name={self.name!r}) has the shape {tuple(images.shape)}; an image is (C, H, W) "
+                f"ImageLogger(name={self.name!r}) got {what}; an image is (C, H, W) "
                 "with 1, 3 or 4 channels, or a batch (N, C, H, W) of them; images[None] adds a channel to (H, W)"
             )
         run.log(**{self.name: images})

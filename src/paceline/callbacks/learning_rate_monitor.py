@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.callbacks.arguments import COUNT, check
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.run import Run
 
@@ -17,6 +18,7 @@ class LearningRateMonitor(Callback):
     needs_step_metrics = False
 
     def __init__(self, every_steps: int = 1) -> None:
+        check("LearningRateMonitor", COUNT, every_steps=every_steps)
         self.every_steps = every_steps
         self._last: list[float] = []
 

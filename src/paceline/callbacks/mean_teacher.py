@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.callbacks.arguments import SHARE, TEXT, check
 from paceline.callbacks.callback import Callback
 from paceline.callbacks.run import Run
 from paceline.errors import ConfigError
@@ -19,8 +20,8 @@ class MeanTeacher(Callback):
     needs_step_metrics = False
 
     def __init__(self, teacher: str = "teacher", student: str = "student", decay: float = 0.999) -> None:
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"MeanTeacher(decay={decay}) must be between 0 and 1")
+        check("MeanTeacher", TEXT, teacher=teacher, student=student)
+        check("MeanTeacher", SHARE, decay=decay)
         self.teacher, self.student, self.decay = teacher, student, decay
 
     def on_start(self, run: Run) -> None:

@@ -1,47 +1,56 @@
-"""Counts the evaluations since a metric last improved, for early stopping and for the schedule `plateau`."""
+"""A metric that is watched, and the evaluations since it last improved: for early stopping, best checkpoints, rates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from paceline.callbacks.arguments import TEXT
 from paceline.errors import ConfigError
 
-
-def sign_of(metric: str, mode: Literal["min", "max"] | None) -> int:
-    """1 if lower values of a metric are better, −1 if higher ones are; a ConfigError if that is not known."""
-    if mode is None and not metric.endswith("loss"):
-        raise ConfigError(
-            f'metric={metric!r} needs a mode, whether higher or lower is better; give mode="max" or mode="min"'
-        )
-    return -1 if mode == "max" else 1
+Mode = Literal["min", "max"]
 
 
-def measured(key: str, metric: str, metrics: Mapping[str, float | None]) -> float | None:
-    """The value of a metric that the user has named by `key`; a ConfigError if it is not measured."""
-    if metric not in metrics:
-        known = ", ".join(name for name in metrics if name not in ("epoch", "step"))
-        raise ConfigError(f"{key}={metric!r} is not measured; use {known}")
-    return metrics[metric]
+class WatchedMetric:
+    """A metric of evaluations, of which lower or higher values are better."""
+
+    def __init__(self, key: str, metric: str, mode: Mode | None) -> None:
+        """`key` is what the user has named the metric by, for errors."""
+        if not TEXT.holds(metric):
+            raise ConfigError(f"{key}={metric!r} {TEXT.words}")
+        if mode is None and not metric.endswith("loss"):
+            raise ConfigError(
+                f'{key}={metric!r} needs a mode, whether higher or lower is better; give mode="max" or mode="min"'
+            )
+        if mode not in (None, "min", "max"):
+            raise ConfigError(f'{key}={metric!r} has mode={mode!r}, which is not known; give mode="max" or mode="min"')
+        self.key, self.name, self.sign = key, metric, -1 if mode == "max" else 1
+
+    def check_measured(self, names: Iterable[str]) -> None:
+        """Raise a ConfigError if the metric is not among the numbers of an evaluation."""
+        if self.name not in (measured := [name for name in names if name not in ("epoch", "step")]):
+            known = ", ".join(measured) or "another one"
+            raise ConfigError(f"{self.key}={self.name!r} is not measured; use {known}")
+
+    def value_in(self, metrics: Mapping[str, Any]) -> float:
+        """The metric, multiplied so that lower is better; NaN if it has no value."""
+        value = metrics.get(self.name)
+        return math.nan if value is None else float(self.sign * value)
 
 
 class Patience:
     """Whether a metric has not improved by more than `min_delta` in the last `patience` evaluations."""
 
-    def __init__(
-        self, owner: str, metric: str, mode: Literal["min", "max"] | None, patience: int, min_delta: float = 0.0
-    ) -> None:
-        """`owner` is what the user knows the metric's setting by, for errors."""
-        self.owner = owner
-        self.metric, self.sign, self.patience, self.min_delta = metric, sign_of(metric, mode), patience, min_delta
+    def __init__(self, metric: WatchedMetric, patience: int, min_delta: float = 0.0) -> None:
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.best: float | None = None  # multiplied by the sign, so that lower is better
         self.waited = 0  # evaluations since the best one
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
         """Count an evaluation; a metric that is not a number is no improvement."""
-        value = measured(f"{self.owner}.metric", self.metric, metrics)
-        number = math.nan if value is None else self.sign * value
+        self.metric.check_measured(metrics)
+        number = self.metric.value_in(metrics)
         if number < (math.inf if self.best is None else self.best - self.min_delta):
             self.best, self.waited = number, 0
         else:
@@ -50,8 +59,8 @@ class Patience:
 
     def describe(self) -> str:
         """How long the metric has not improved, for the reason of a stop."""
-        best = "it was never a number" if self.best is None else f"the best value is {self.sign * self.best:.6g}"
-        return f"{self.metric} has not improved in {self.waited} evaluations; {best}"
+        best = "it was never a number" if self.best is None else f"the best value is {self.metric.sign * self.best:.6g}"
+        return f"{self.metric.name} has not improved in {self.waited} evaluations; {best}"
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and the evaluations since."""

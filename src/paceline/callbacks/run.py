@@ -52,11 +52,11 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
-        self.asked_to_stop = reason
+        self.asked_to_stop = _reason("stop", reason)
 
     def finish(self, reason: str) -> None:
         """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
-        self.asked_to_finish = reason
+        self.asked_to_finish = _reason("finish", reason)
 
     def freeze(self, *names: str) -> None:
         """Leave parameters unchanged from the next step on; a name is that of a parameter, or of a module above it."""
@@ -141,6 +141,13 @@ class Run:
 
     def _unavailable(self, name: str) -> NoReturn:
         raise ConfigError(f"run.{name} works only in a train_fn with the parameter run")
+
+
+def _reason(method: str, reason: str) -> str:
+    """The reason given to a method; a ConfigError if it is not a text."""
+    if not isinstance(reason, str) or not reason:
+        raise ConfigError(f"run.{method}({reason!r}) needs a reason; give a text that says why the run ends")
+    return reason
 
 
 _current: list[Run] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,14 +68,18 @@ def _advice(write: str, note: str, value: Any, places: Sequence[str]) -> str:
 
 def _kinds(value: Any) -> list[str]:
     """What the advice about a value is looked up by: the value in lower case, then what kind of value it is."""
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        return _kinds(value[0])
+    if isinstance(value, (list, tuple)):
+        is_one_name = len(value) == 1 and isinstance(value[0], str)
+        return _kinds(value[0]) if is_one_name else ["list"] if value else ["none"]
     if isinstance(value, float):
-        return ["0" if value == 0 else str(value), *(["fraction"] if 0 < value < 1 else [])]
+        kinds = ["fraction"] * (0 < value < 1) + ["decimal"] * (not value.is_integer())
+        return ["0" if value == 0 else str(value), *kinds]
     if isinstance(value, str):
-        return [value.lower(), "table" if value.lower().endswith((".csv", ".gz", ".parquet")) else "text"]
+        is_table = value.lower().endswith((".csv", ".gz", ".parquet"))
+        return [value.lower(), *(["table"] if is_table else [] if value.isdigit() else ["text"])]
     if isinstance(value, int) or type(value).__name__ == "dtype":
-        return [str(value).lower().removeprefix("torch.")]
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return [str(value).lower().removeprefix("torch."), *(["count"] if is_count else [])]
     return ["table"] if hasattr(value, "columns") else []
 
 
@@ -84,6 +89,8 @@ def _filled(tree: Any, value: Any, key: str = "") -> Any:
         return {each.replace(VALUE, str(value)): _filled(inner, value, each) for each, inner in tree.items()}
     if isinstance(tree, list):
         return [_filled(inner, value) for inner in tree]
+    if key == "name" and tree == VALUE and isinstance(value, str):
+        return re.sub(r"[^\w.-]+", "-", value) if value != OPEN else value
     if tree != VALUE:
         return tree.replace(VALUE, str(value)) if isinstance(tree, str) else tree
     is_name = isinstance(value, str) and (":" in value or key == "loss_fn" or value == VALUE)

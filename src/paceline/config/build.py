@@ -14,13 +14,7 @@ from paceline.config.functions import FunctionNotFound, full_name, home_of, is_m
 from paceline.config.messages import problems_of
 from paceline.config.phases import functions_in, map_functions
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
-from paceline.config.signatures import (
-    unknown_arguments,
-    unsuitable_collate_fn,
-    wrong_schedule_fn,
-    wrong_step_functions,
-    wrong_train_fn,
-)
+from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_calls, wrong_methods
 from paceline.config.written import FILE, PYTHON
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
@@ -39,10 +33,8 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
-    problems += wrong_train_fn(config)
-    problems += wrong_step_functions(config)
+    problems += wrong_calls(config)
     problems += train_fn_problems(config)
-    problems += wrong_schedule_fn(config)
     problems += unsuitable_collate_fn(config)
     problems += unusable_callbacks(config)
     for check in checks:
@@ -147,12 +139,14 @@ def unusable_callbacks(config: Config) -> list[str]:
     for index, value in enumerate(config.callbacks):
         if isinstance(value, type) and issubclass(value, Callback):
             try:
-                value()
+                problems += wrong_methods(f"callbacks.{index}", value())
             except TypeError as error:
                 problems.append(
                     f"callbacks.{index}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
                 )
-        elif not isinstance(value, Callback | str):  # a name that cannot be imported is already reported
+        elif isinstance(value, Callback):
+            problems += wrong_methods(f"callbacks.{index}", value)
+        elif not isinstance(value, str):  # a name that cannot be imported is already reported
             problems.append(
                 f"callbacks.{index}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
             )

@@ -36,7 +36,7 @@ def _describe(detail: ErrorDetails, places: Sequence[str]) -> str:
         return f"{key}={_short(detail['input'])} {advice}"
     if key in _MADE_BY:
         return f"{key}={_short(detail['input'])} is neither a name nor a section; to give an object, {_MADE_BY[key]}"
-    if path[0] in FUNCTION_KEYS:
+    if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
         return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"

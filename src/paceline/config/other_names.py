@@ -32,7 +32,8 @@ class Row(NamedTuple):
 
 
 _FALSE = dict.fromkeys(("false", "no", "none", "0", ""), REMOVE)
-_ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_bnb_8bit", "adamw_8bit")
+_ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_bnb_8bit", "adamw_8bit",
+    "paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit")  # fmt: skip
 _SCHEDULERS = {
     **{name: f"write schedule: {{name: {name}}}" for name in SCHEDULES},
     "cosineannealinglr": "write schedule: {name: cosine}",
@@ -53,6 +54,23 @@ _PRECISIONS = {
                     "remove it, the values are auto, fp32, bf16 and fp16"),
 }  # fmt: skip
 _LOSSES = ("val_loss", "eval_loss", "loss")
+_ACCURACIES = ("accuracy", "acc", "val_accuracy", "val_acc", "eval_accuracy")
+_MEASURED = "if it is one of metrics, or a value of step_fn or evaluate_fn; or mode min, if lower is better"
+_LOSS_FUNCTIONS = {
+    name: f"write loss_fn: {function}"
+    for function, names in {
+        "mse_loss": "mse mseloss l2", "l1_loss": "mae l1 l1loss", "cross_entropy": "ce crossentropy crossentropyloss",
+        "binary_cross_entropy": "bce bceloss", "nll_loss": "nll nllloss", "smooth_l1_loss": "smoothl1loss",
+        "binary_cross_entropy_with_logits": "bcewithlogits bcewithlogitsloss", "huber_loss": "huber huberloss",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+_OTHER_OPTIMIZERS = (
+    "lion", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "lamb", "lars", "lomo", "adalomo",
+    "ademamix", "ademamix_8bit", "galore_adamw", "grokadamw", "schedule_free_adamw", "schedule_free_sgd",
+    "schedule_free_radam", "rmsprop_bnb", "rmsprop_bnb_8bit", "apollo_adamw", "stable_adamw",
+)  # fmt: skip
+_SAMPLES = "a number of samples"
 _BEST = "checkpoint: {best: {metric: val_loss, mode: min}}"
 _IN_STEPS = "a number of steps"
 _ALL_ON_ONE_HOST = "the number of processes on each host"
@@ -62,7 +80,11 @@ _HOSTS = "if there are several hosts; else remove it"
 VALUES: dict[str, Mapping[str, str]] = {
     "precision": _PRECISIONS,
     "max_steps": {"-1": "remove it, num_epochs ends the run"},
-    "clip_norm": {"0": "remove it, gradients are not clipped by default", "false": REMOVE},
+    "clip_norm": {
+        "true": "write clip_norm: 1.0",
+        "0": "remove it, gradients are not clipped by default",
+        "false": REMOVE,
+    },
     "ema": {"true": "write ema: 0.999", **_FALSE},
     "early_stop": {"true": "write early_stop: {patience: 5}", **_FALSE},
     "device": {"gpu": "write device: cuda", "cuda:0": "write device: cuda"},
@@ -73,7 +95,9 @@ VALUES: dict[str, Mapping[str, str]] = {
 TABLE: dict[str, tuple[Row, ...]] = {
     "Optimizer and schedule": (
         Row("optimizer: {lr: VALUE}", transformers="learning_rate", others="lr base_lr"),
-        Row("optimizer: {name: VALUE}", values=dict.fromkeys(_ADAMW_NAMES, "write optimizer: {name: adamw}"),
+        Row("optimizer: {name: VALUE}", values={
+            **dict.fromkeys(_ADAMW_NAMES, "write optimizer: {name: adamw}"), **dict.fromkeys(_OTHER_OPTIMIZERS,
+            "write optimizer_fn: …; a function of the model that returns it, as torch does not have it")},
             transformers="optim", others="optimizer_name opt"),
         Row("optimizer: {weight_decay: VALUE}", transformers="weight_decay", others="wd"),
         Row("optimizer: {name: sgd, momentum: VALUE}", others="momentum"),
@@ -103,11 +127,14 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("early_stop: {patience: VALUE}", values=VALUES["early_stop"], transformers="early_stopping_patience",
             lightning="patience", others="early_stopping"),
         Row("early_stop: {min_delta: VALUE}", lightning="min_delta", transformers="early_stopping_threshold"),
-        Row("early_stop: {metric: VALUE, mode: max}", "or mode min, if lower is better",
-            values=dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"), lightning="monitor"),
+        Row("early_stop: {metric: VALUE, mode: max}", _MEASURED, values={
+            **dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"), **dict.fromkeys(_ACCURACIES,
+            "write early_stop: {metric: accuracy, mode: max}, metrics: accuracy")}, lightning="monitor"),
     ),
     "Epochs, steps and batches": (
-        Row("num_epochs: VALUE", values={"-1": "write max_steps: …, num_epochs: …; as many epochs as the steps take"},
+        Row("num_epochs: VALUE",
+            values={"decimal": "write num_epochs: …; a whole number of epochs",
+            "-1": "write max_steps: …, num_epochs: …; as many epochs as the steps take"},
             lightning="max_epochs", transformers="num_train_epochs", others="epochs n_epochs"),
         Row("max_steps: VALUE", values=VALUES["max_steps"],
             others="max_iters num_steps total_steps num_training_steps max_train_steps"),
@@ -119,9 +146,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(note="give fewer samples in val_df or val_dataset_fn", values={"1.0": BY_DEFAULT,
             "0": "write val_fraction: 0"}, lightning="limit_val_batches"),
         Row("time_limit: …", "in seconds, or as 1h30m", lightning="max_time"),
-        Row("batch_size: VALUE", transformers="per_device_train_batch_size per_gpu_train_batch_size",
+        Row("batch_size: VALUE", values={"text": f"write batch_size: …; {_SAMPLES}"},
+            transformers="per_device_train_batch_size per_gpu_train_batch_size",
             others="train_batch_size micro_batch_size train_micro_batch_size_per_gpu"),
-        Row("global_batch_size: VALUE", others="total_batch_size effective_batch_size"),
+        Row("global_batch_size: VALUE, batch_size: …", "which divides it",
+            values={"text": f"write global_batch_size: …, batch_size: …; {_SAMPLES}"},
+            others="total_batch_size effective_batch_size"),
         Row("lanes: VALUE", "times the number of processes, whose micro-batches it counts",
             lightning="accumulate_grad_batches", transformers="gradient_accumulation_steps",
             accelerate="gradient_accumulation_steps", others="grad_accum_steps accumulation_steps"),
@@ -145,7 +175,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("val_dataset_fn: VALUE", "a function that returns the validation data",
             values={"table": "write val_df: VALUE; the table that dataset_fn gets for validation"},
             lightning="val_dataloaders val_dataloader", transformers="eval_dataset", others="val_dataset val_data"),
-        Row("val_fraction: VALUE", others="val_split validation_split test_size valid_size"),
+        Row("val_fraction: VALUE",
+            values={"count": "write val_fraction: …; the part of the samples, less than 1"},
+            others="val_split validation_split test_size valid_size"),
         Row(note="use it in dataset_fn or collate_fn", transformers="tokenizer processing_class"),
         Row("collate_fn: VALUE", transformers="data_collator", others="collate"),
         Row("workers: VALUE", transformers="dataloader_num_workers", others="num_workers n_workers"),
@@ -168,7 +200,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "Model and loss": (
         Row("model_fn: …", "a function that returns the model", transformers="model model_init", others="net module"),
-        Row("loss_fn: VALUE", transformers="compute_loss_func", others="loss criterion loss_function objective"),
+        Row("loss_fn: VALUE", values=_LOSS_FUNCTIONS, transformers="compute_loss_func",
+            others="loss criterion loss_function objective"),
         Row("loss_fn: …", "a function with label_smoothing=VALUE in its cross_entropy", values=_FALSE,
             transformers="label_smoothing_factor", others="label_smoothing"),
         Row("metrics: …", "a dict of functions (output, target) by their names", values={
@@ -199,8 +232,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             transformers="fsdp deepspeed fsdp_config", accelerate="fsdp_plugin deepspeed_plugin", others="zero_stage"),
     ),
     "Checkpoints and results": (
-        Row("checkpoint: {every_steps: VALUE}", values=dict.fromkeys(("text", "fraction"),
-            f"write checkpoint: {{every_steps: …}}; {_IN_STEPS}"),
+        Row("checkpoint: {every_steps: VALUE}", values={"0": "remove it, checkpoints are saved in the background",
+            **dict.fromkeys(("text", "fraction"), f"write checkpoint: {{every_steps: …}}; {_IN_STEPS}")},
             lightning="every_n_train_steps", transformers="save_steps",
             others="checkpointing_steps save_every save_interval"),
         Row("checkpoint: {every_steps: …}", "or every_minutes", values={"best": f"write {_BEST}",
@@ -210,8 +243,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("checkpoint: {keep: VALUE}", "the number of the newest ones", values={
             "0": "remove it, the newest is always kept", "-1": "write checkpoint: {keep: …}; a large number keeps all"},
             lightning="save_top_k", transformers="save_total_limit", accelerate="total_limit"),
-        Row("checkpoint: {best: {metric: VALUE, mode: max}}", "or mode min, if lower is better",
-            values=dict.fromkeys(_LOSSES, f"write {_BEST}"), transformers="metric_for_best_model", lightning="monitor"),
+        Row("checkpoint: {best: {metric: VALUE, mode: max}}", _MEASURED, values={
+            **dict.fromkeys(_LOSSES, f"write {_BEST}"), **dict.fromkeys(_ACCURACIES,
+            "write checkpoint: {best: {metric: accuracy, mode: max}}, metrics: accuracy")},
+            transformers="metric_for_best_model", lightning="monitor"),
         Row("checkpoint: {best: {mode: max, metric: …}}", values={
             "false": "write checkpoint: {best: {mode: min, metric: …}}"}, transformers="greater_is_better"),
         Row(_BEST, values=_FALSE,
@@ -227,13 +262,17 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("log: {trackers: VALUE}", values={
             **dict.fromkeys(("tensorboard", "true"), "remove it, TensorBoard's files are always written"),
             "all": "write log: {trackers: [wandb, mlflow]}",
+            **{name: f"write log: {{trackers: {name}}}" for name in ("wandb", "mlflow")},
+            "list": "write log: {trackers: …}; wandb, mlflow or both, TensorBoard's files are always written",
+            "text": "write log: {trackers: …}; wandb, mlflow or the name of an installed sink",
             **dict.fromkeys(("none", "false"), "write log: {tensorboard: false}")},
             lightning="logger", transformers="report_to", accelerate="log_with", others="tracker"),
         Row("log: {trackers: wandb}", values=_FALSE, others="wandb use_wandb wandb_project"),
         Row("log: {trackers: mlflow}", values=_FALSE, others="mlflow use_mlflow"),
         Row("log: {tensorboard: true}", values={"false": "write log: {tensorboard: false}", "true": BY_DEFAULT},
             others="tensorboard use_tensorboard"),
-        Row("log: {every_steps: VALUE}", values={"fraction": f"write log: {{every_steps: …}}; {_IN_STEPS}"},
+        Row("log: {every_steps: VALUE}", values={"0": "remove it, the first steps and then fewer of them are logged",
+            "fraction": f"write log: {{every_steps: …}}; {_IN_STEPS}"},
             lightning="log_every_n_steps", transformers="logging_steps",
             others="log_every log_interval"),
         Row(note="run paceline export RUN --format hf", transformers="push_to_hub hub_model_id"),
@@ -241,8 +280,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
             lightning="enable_progress_bar enable_model_summary", transformers="disable_tqdm"),
     ),
     "Processes and machines": (
-        Row("procs: VALUE", _ALL_ON_ONE_HOST, values=dict.fromkeys(("auto", "-1"), "remove it, the default is one "
-            "process for each GPU"), lightning="devices", others="nproc_per_node gpus num_gpus n_gpus nproc "
+        Row("procs: VALUE", _ALL_ON_ONE_HOST,
+            values={**dict.fromkeys(("auto", "-1", "gpu"),
+            "remove it, the default is one process for each GPU"), "0": "write device: cpu",
+            **dict.fromkeys(("list", "text"),
+            "write procs: …; the number of processes, CUDA_VISIBLE_DEVICES selects their GPUs")}, lightning="devices",
+            others="nproc_per_node gpus num_gpus n_gpus nproc "
             "gpus_per_node num_procs"),
         Row("procs: VALUE", "if all are on one host; else procs is " + _ALL_ON_ONE_HOST, accelerate="num_processes",
             others="world_size"),
@@ -262,7 +305,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(note="set CUDA_VISIBLE_DEVICES=VALUE in the environment", accelerate="gpu_ids", others="gpu_id device_ids"),
         Row("find_unused_parameters: VALUE", transformers="ddp_find_unused_parameters"),
         Row("bucket_mb: VALUE", transformers="ddp_bucket_cap_mb", others="bucket_cap_mb"),
-        Row("backend: VALUE", transformers="ddp_backend", others="dist_backend distributed_backend"),
+        Row("backend: VALUE", values={"nccl": "write backend: nccl", "gloo": "write backend: gloo",
+            "text": "remove it, the backends are nccl and gloo"}, transformers="ddp_backend",
+            others="dist_backend distributed_backend"),
         Row("hang_timeout_s: VALUE", transformers="ddp_timeout", others="timeout"),
         Row(note="remove it, several processes train with DDP; for large models there is the key shard_optimizer",
             values={"ddp_find_unused_parameters_true": "write find_unused_parameters: true"},

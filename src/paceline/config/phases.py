@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -16,6 +16,10 @@ class Every:
     def __init__(self, n: int, function: Function) -> None:
         if not _is_count(n):
             raise ConfigError(f"every({n!r}, …) needs a number of steps from 1; use every(5, function)")
+        if not _is_function(function):
+            raise ConfigError(
+                f"every({n}, {function!r}) needs a function of the model and a batch; use every(5, function)"
+            )
         self.n, self.function = n, function
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -38,14 +42,30 @@ def every(n: int, function: Function) -> Every:
 
 
 def with_every(value: Any) -> Any:
-    """The value of `step_fn`, in which `{every: n, fn: function}` of a config file has become `every(n, function)`."""
+    """The value of `step_fn`, in which `{every: n, fn: function}` of a config file has become `every(n, function)`.
+
+    A ValueError says what is wrong with the first phase that cannot be one.
+    """
     if not isinstance(value, Mapping):
         return value
-    return {name: Every(phase["every"], phase["fn"]) if _is_every(phase) else phase for name, phase in value.items()}
+    return {name: _phase(name, phase) for name, phase in value.items()}
 
 
-def _is_every(phase: Any) -> bool:
-    return isinstance(phase, Mapping) and phase.keys() == {"every", "fn"} and _is_count(phase["every"])
+def _phase(name: Any, phase: Any) -> Any:
+    if not isinstance(name, str):
+        raise ValueError(f"has a phase named {name!r}, which is not a text; give it a name, as optimizer_fn does")
+    if isinstance(phase, Mapping) and phase.keys() == {"every", "fn"}:
+        if not _is_count(phase["every"]):
+            raise ValueError(f"has the phase {name} at every={phase['every']!r}; give a number of steps from 1")
+        return Every(phase["every"], phase["fn"])
+    if not isinstance(phase, Every) and not _is_function(phase):
+        raise ValueError(f"has the phase {name}={phase!r}; give a function, or {{every: 5, fn: function}}")
+    return phase
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value is a function or the name of one; a function that runs at times already has its interval."""
+    return (callable(value) or isinstance(value, str)) and not isinstance(value, Every)
 
 
 def _is_count(n: Any) -> bool:
@@ -61,9 +81,15 @@ def map_functions(value: Any, change: Callable[[str, Any], Any], key: str = "ste
     return change(key, value)
 
 
+def named_functions(value: Any, key: str = "step_fn") -> Iterator[tuple[str, Any]]:
+    """The functions in the value of a key, with their keys: none, one, or one for each phase."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from named_functions(inner, f"{key}.{name}")
+    elif value is not None:
+        yield key, value.function if isinstance(value, Every) else value
+
+
 def functions_in(value: Any) -> list[Any]:
     """The functions in the value of a key: none, one, or one for each phase."""
-    found: list[Any] = []
-    if value is not None:
-        map_functions(value, lambda _, function: found.append(function))
-    return found
+    return [function for _, function in named_functions(value)]

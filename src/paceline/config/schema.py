@@ -7,9 +7,18 @@ import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from paceline.config.functions import is_object
 from paceline.config.phases import with_every
@@ -53,6 +62,23 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _named_metrics(value: Any) -> Any:
+    """Metrics as a list of names or a dict of functions; a ValueError says what else they are."""
+    if isinstance(value, dict):
+        for name, metric in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"has the name {name!r}, which is not a text; give {{name: function(output, target)}}")
+            if isinstance(metric, type):
+                raise ValueError(f"has the class {metric.__name__} as {name}; give an object of it, or a function")
+            if not (callable(metric) or isinstance(metric, str) or hasattr(metric, "compute")):
+                raise ValueError(f"has {name}={metric!r}, which is not a function; give a function(output, target)")
+        return value
+    names = _listed(value)
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError("is not a list of names; for functions of your own, give {name: function(output, target)}")
+    return list(names)
+
+
 def _named(value: Any) -> Any:
     """A single name, as a section with this name and defaults for the rest."""
     return {"name": value} if isinstance(value, str) else value
@@ -75,8 +101,18 @@ def _best(value: Any) -> Any:
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses true and false where a number is expected: pydantic would read them as 1 and 0."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if isinstance(value, bool) and {int, float} & set(kinds) and not {bool, str} & set(kinds):
+            raise ValueError("is not a number; give one")
+        return value
 
-class Optimizer(BaseModel):
+
+class Optimizer(_Section):
     """An optimizer of torch.optim by name; further keys go to its constructor."""
 
     model_config = ConfigDict(extra="allow")
@@ -296,7 +332,7 @@ class Config(_Section):
     step_fn: Annotated[Function | dict[str, Function] | None, BeforeValidator(with_every)] = None
     evaluate_fn: Function | None = None
     predict_fn: Function | None = None
-    metrics: Annotated[list[str] | dict[str, Function], BeforeValidator(_listed)] = []
+    metrics: Annotated[list[str] | dict[str, Any], BeforeValidator(_named_metrics)] = []
     optimizer: Annotated[Optimizer, BeforeValidator(_named)] = Optimizer()
     optimizer_fn: Function | None = None
     schedule: Annotated[Schedule, BeforeValidator(_named)] = Schedule()

@@ -7,37 +7,73 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.callbacks import Callback
 from paceline.config.functions import name_of
-from paceline.config.phases import map_functions
+from paceline.config.phases import named_functions
 from paceline.config.schema import Config
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
-SCHEDULE_FN_ARGUMENTS = ("step", "total_steps")
-STEP_ARGUMENTS = ("model", "batch")  # of step_fn, evaluate_fn and predict_fn
+# How the functions of a config are called, by their keys; those of `metrics` are in a dict, those of phases, too.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "collate_fn": ("samples",),
+    "order_fn": ("epoch", "size"),
+    "sample_weights": ("dataset",),
+    "difficulty_fn": ("sample",),
+    "loss_fn": ("output", "target"),
+    "metrics": ("output", "target"),
+    "step_fn": ("model", "batch"),
+    "evaluate_fn": ("model", "batch"),
+    "predict_fn": ("model", "batch"),
+    "optimizer_fn": ("model",),
+    "schedule_fn": ("step", "total_steps"),
+}
+CALLBACK_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of the methods of a callback
+    "on_start": ("run",),
+    "on_step": ("run", "metrics"),
+    "on_evaluate": ("run", "metrics"),
+    "on_checkpoint": ("run", "path"),
+    "on_stop": ("run", "reason"),
+    "state_dict": (),
+    "load_state_dict": ("state",),
+}
 
 
-def wrong_train_fn(config: Config) -> list[str]:
-    """A problem if `train_fn` cannot be called with its five arguments."""
-    run = ["run"] if config.takes_run else []
-    problems = _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS, run)
-    return [f"{problem}, or with a further parameter run" for problem in problems]
-
-
-def wrong_schedule_fn(config: Config) -> list[str]:
-    """A problem if `schedule_fn` cannot be called with a step and the number of steps."""
-    return _wrong_call("schedule_fn", config.schedule_fn, SCHEDULE_FN_ARGUMENTS)
-
-
-def wrong_step_functions(config: Config) -> list[str]:
-    """The problems of `step_fn`, `evaluate_fn` and `predict_fn` that cannot be called with a model and a batch."""
+def wrong_calls(config: Config) -> list[str]:
+    """The problems of functions that do not take the arguments that they will be called with."""
     problems: list[str] = []
-    for key in ("step_fn", "evaluate_fn", "predict_fn"):
-        if (value := getattr(config, key)) is not None:
-            map_functions(value, lambda name, given: problems.extend(_wrong_call(name, given, STEP_ARGUMENTS)), key)
-    return problems
+    for key, arguments in ARGUMENTS.items():
+        for name, function in named_functions(getattr(config, key), key):
+            if not hasattr(function, "compute"):  # such a metric is updated, not called
+                problems += _wrong_call(name, function, arguments, is_called=key)
+    named = ["total_steps"] if takes_total_steps(config.scheduler_fn) else []
+    problems += _wrong_call("scheduler_fn", config.scheduler_fn, ("optimizer",), named)
+    run = ["run"] if config.takes_run else []
+    wrong = _wrong_call("train_fn", config.train_fn, TRAIN_FN_ARGUMENTS, run)
+    return problems + [f"{problem}, or with a further parameter run" for problem in wrong]
 
 
-def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = ()) -> list[str]:
+def wrong_methods(key: str, callback: Callback) -> list[str]:
+    """The problems of a callback's methods that do not take the arguments that they will be called with."""
+    return [
+        problem
+        for method, arguments in CALLBACK_ARGUMENTS.items()
+        if callback.overrides(method)
+        for problem in _wrong_call(f"{key}.{method}", getattr(callback, method), arguments, is_called=method)
+    ]
+
+
+def takes_total_steps(scheduler_fn: Any) -> bool:
+    """Whether a function has a parameter `total_steps` that has no value yet."""
+    try:
+        parameter = inspect.signature(scheduler_fn).parameters.get("total_steps")
+    except (TypeError, ValueError):  # not a function, or a builtin without a signature
+        return False
+    return parameter is not None and parameter.default in (parameter.empty, None)
+
+
+def _wrong_call(
+    key: str, function: Any, arguments: tuple[str, ...], named: Sequence[str] = (), is_called: str | None = None
+) -> list[str]:
     """A problem if a function cannot be called with these arguments, by their positions, and `named` by name."""
     if not callable(function):
         return []
@@ -48,7 +84,7 @@ def _wrong_call(key: str, function: Any, arguments: tuple[str, ...], named: Sequ
     try:
         signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError:
-        called = f"{key.partition('.')[0]}({', '.join(arguments)})"
+        called = f"{is_called or key}({', '.join((*arguments, *named))})"
         return [f"{key}={name_of(function)} takes {signature}; it is called as {called}"]
     return []
 

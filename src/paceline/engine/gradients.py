@@ -34,6 +34,10 @@ from paceline.world import World
 ALIGNMENT_BYTES = 32  # four numbers of up to 64 bits, which kernels read at once
 # Torch's messages for an operator without a kernel for a dtype; the second is oneDNN's, for LSTM in fp16 on a CPU.
 NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|could not create a primitive")
+TWO_KINDS = (
+    "{key} returned a mean for one batch and a sum with its count for another; return the same kind each time, "
+    "paceline.Sum(loss * n, n) where the loss is a mean over n"
+)
 
 
 class Backward:
@@ -72,6 +76,8 @@ class Backward:
         self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
         self.values = LaneValues(lanes_per_rank, world, self.objective)
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
+        self._has_own_count: bool | None = None  # whether the loss is a sum with its count
+        self._is_kind_agreed = world.size == 1
         self.reduction = Reduction(world, settings.exact, settings.compression)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
@@ -96,7 +102,7 @@ class Backward:
         self.lane_sum.restart()
         self._is_used = [False] * len(self.parameters)
         zero = number_on(0, self.world.device)
-        self._lanes, self._totals, self._has_own_count = lanes, [(zero, zero)] * self.lanes_per_rank, False
+        self._lanes, self._totals = lanes, [(zero, zero)] * self.lanes_per_rank
         self.values.restart()
         # Every lane starts with the buffers of the step's start, such as BatchNorm's statistics. After the step they
         # are those of a rank's first lane, or unchanged if that is empty. Rank 0's first lane is lane 0, and its
@@ -148,6 +154,7 @@ class Backward:
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
         if self.settings.exact and self.world.size > 1 and self.world.device.type == "cuda":
             self._align_gradients()
+        self._agree_on_kind()
         if self._has_own_count:
             # In one dtype on all ranks: a count may have any dtype, that of an empty lane is a float.
             self._divide_by_count(torch.stack([count.double() for _, count in self._totals]))
@@ -177,7 +184,10 @@ class Backward:
         with self._compiler_stance(lane), explaining_errors(self.settings.precision):
             with self._autocast:
                 value, self._lane_values = parts_of(self._value_of(model, batch), source)
-            self._has_own_count = isinstance(value, (tuple, list))
+            if self._has_own_count is None:
+                self._has_own_count = isinstance(value, (tuple, list))
+            elif self._has_own_count != isinstance(value, (tuple, list)):
+                raise ConfigError(TWO_KINDS.format(key=source))
             weight = (self.guard.scale if self.guard is not None else 1.0) / lane.step_samples
             if self._has_own_count:
                 loss, count = sum_and_count(value, 0, source)
@@ -188,8 +198,20 @@ class Backward:
             if self._uses_flag and self.guard is not None and lane.samples:
                 self.guard.check_loss(total)
             self.clock.enter(BACKWARD)
+            if not loss.requires_grad:
+                raise ConfigError(
+                    f"{source} returned a loss without a gradient; compute it from the model's output, without detach, "
+                    "item or float, and not under no_grad"
+                )
             loss.backward(number_on(weight, self.world.device, loss.dtype))  # type: ignore[no-untyped-call]
         return total, number_on(count, self.world.device)
+
+    def _agree_on_kind(self) -> None:
+        """In the first step, refuse a loss that is a mean on some ranks and a sum on others. All ranks."""
+        if not self._is_kind_agreed:
+            self._is_kind_agreed = True
+            if len(set(self.world.gather_objects(self._has_own_count))) > 1:
+                raise ConfigError(TWO_KINDS.format(key=self.objective.key))
 
     def _value_of(self, model: Callable[..., Any], batch: Any) -> Any:
         """The value of the objective; all ranks, if the model is in DDP."""

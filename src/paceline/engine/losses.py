@@ -85,7 +85,10 @@ def sum_and_count(value: Any, samples: int, source: str) -> SumAndCount:
         return mean_of(value, source) * samples, samples
     if isinstance(value, Sum):
         if not _is_divisor(value.count):
-            raise ConfigError(f"{source} returned paceline.Sum, whose count must be one number without a gradient")
+            raise ConfigError(
+                f"{source} returned paceline.Sum, whose count must be one number from 0 without a gradient; give the "
+                "number of samples, or the sum of their weights"
+            )
     elif len(value) != 2 or not _is_count(value[1], value[0]):
         raise ConfigError(
             f"{source} returned ({', '.join(map(_described, value))}), which is not a sum and a whole count from 1; if "
@@ -113,10 +116,15 @@ def _is_nonzero(total: Any) -> bool:
 
 
 def _is_divisor(count: Any) -> bool:
-    """Whether the count of a `Sum` is one number without a gradient; that gradient would be ignored."""
+    """Whether the count of a `Sum` is one number without a gradient, which would be ignored, and not negative.
+
+    A count of NaN makes the step one that is not finite.
+    """
     if isinstance(count, torch.Tensor):
-        return count.numel() == 1 and not count.requires_grad
-    return isinstance(count, Real)
+        # Reading it from a GPU would make the host wait in every step.
+        is_known = count.device.type == "cpu" and not count.is_complex() and count.numel() == 1
+        return count.numel() == 1 and not count.requires_grad and not (is_known and bool(count < 0))
+    return isinstance(count, Real) and not count < 0
 
 
 def _described(value: Any) -> str:
@@ -145,4 +153,6 @@ def _number_in(value: Any, source: str) -> torch.Tensor:
         raise ConfigError(
             f"{source} returned a tensor of shape {tuple(number.shape)}; it must return a mean or (sum, count)"
         )
+    if number.is_complex():
+        raise ConfigError(f"{source} returned a complex number; return its absolute value, or its real part")
     return number.reshape(()) if number.ndim else number

@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
 
 LOSS = "loss"  # the name of the loss among the values of a step
+SAME_NAME = "logs a value {name}, as a phase before it does; rename the value, or the phase"
 Model = Callable[..., Any]
 
 

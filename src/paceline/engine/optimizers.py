@@ -51,6 +51,23 @@ def _from_user(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     return on_device.get("") or JoinedOptimizers(on_device)
 
 
+def left_out_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[str]:
+    """The names of the trainable parameters that an optimizer does not update; those of a whole module as its name."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        is_inside = any(f"{name}.".startswith(f"{outer}.") for outer in found)
+        if trainable and not is_inside and not any(id(parameter) in updated for parameter in trainable):
+            found.append(name)
+    inside = tuple(f"{name}." for name in found)
+    return found + [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in updated and not name.startswith(inside)
+    ]
+
+
 def _by_phase(returned: Any, phases: list[str]) -> dict[str, torch.optim.Optimizer]:
     """The optimizer of each phase, in the order of the phases."""
     if not isinstance(returned, Mapping) or set(returned) != set(phases):

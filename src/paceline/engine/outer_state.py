@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,25 @@ def modules_of(function: Any, seen: set[int] | None = None) -> Iterator[tuple[st
         seen.add(id(value))
         if isinstance(value, torch.nn.Module):
             yield name, value
+        elif isinstance(value, (Mapping, list, tuple)):
+            yield from _in_container(name, value, seen)
         elif _is_of_same_file(value, function):
             yield from modules_of(value, seen)
+
+
+def _in_container(
+    name: str, container: Mapping[Any, Any] | Sequence[Any], seen: set[int]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules in a list or dict, with their places there: `teachers[0]`, `heads[first]`."""
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in items:
+        place = f"{name}[{key}]".replace(".", "_")  # torch does not allow a dot in the name of a module
+        if isinstance(value, torch.nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            yield place, value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            yield from _in_container(place, value, seen)
 
 
 def _references(function: Any) -> Iterator[tuple[str, Any]]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.callbacks.patience import Patience, measured
+from paceline.callbacks.patience import Patience, WatchedMetric
 from paceline.config import Config, Schedule
 from paceline.data.seeding import keyed_generators
 from paceline.engine.optimizers import lrs_of, set_lr
 from paceline.engine.torch_scheduler import TorchScheduler
 from paceline.errors import ConfigError
+from paceline.observe.failures import raising_config_errors
 
 NEED_END = ("linear", "cosine", "exponential", "onecycle", "wsd")  # schedules that need the number of steps
 
@@ -25,6 +26,8 @@ Metrics = Mapping[str, float | None]
 
 class LearningRates:
     """Multiplies the learning rates that an optimizer was made with by a factor of the step."""
+
+    watched: WatchedMetric | None = None  # the metric on which the rates depend
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor_at: Callable[[int], float] = lambda step: 1.0) -> None:
         self.optimizer, self.factor_at, self.base_lrs = optimizer, factor_at, lrs_of(optimizer)
@@ -66,7 +69,8 @@ class PlateauRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         super().__init__(optimizer)
         self.schedule, self.reductions, option = schedule, 0, schedule.option
-        self.patience = Patience("schedule", option("metric"), option("mode"), option("patience"), option("min_delta"))
+        self.watched = WatchedMetric("schedule.metric", option("metric"), option("mode"))
+        self.patience = Patience(self.watched, option("patience"), option("min_delta"))
         self.factor_at = self._factor_at
 
     def _factor_at(self, step: int) -> float:
@@ -96,6 +100,8 @@ class SchedulerRates(LearningRates):
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: TorchScheduler) -> None:
         super().__init__(optimizer)
         self.scheduler = scheduler
+        if scheduler.metric is not None:  # its mode is known to the scheduler alone
+            self.watched = WatchedMetric("the scheduler's metric", scheduler.metric, "min")
 
     @property
     def changes_options(self) -> bool:
@@ -115,8 +121,10 @@ class SchedulerRates(LearningRates):
         """Step a scheduler that needs a metric: the one it names, or the loss: of validation, or else of training."""
         if not self.scheduler.takes_metric:
             return
-        name = self.scheduler.metric or ("val_loss" if "val_loss" in metrics else "train_loss")
-        value = measured("the scheduler's metric", name, metrics)
+        if self.watched is not None:
+            self.watched.check_measured(metrics)
+        usual = "val_loss" if "val_loss" in metrics else "train_loss"
+        value = metrics[self.watched.name if self.watched is not None else usual]
         if value is not None:
             self.scheduler.step(value)
 
@@ -160,7 +168,8 @@ def checked_schedule(schedule_fn: Callable[..., Any]) -> Callable[[int, int | No
     """The user's `schedule_fn`, whose results are checked to be finite numbers, at step 0 at once."""
 
     def factor_of(step: int, total_steps: int | None) -> float:
-        value = schedule_fn(step, total_steps)
+        with raising_config_errors(f"schedule_fn({step}, {total_steps})"):
+            value = schedule_fn(step, total_steps)
         try:
             factor = float(value)
         except (TypeError, ValueError):

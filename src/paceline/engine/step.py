@@ -23,7 +23,7 @@ from paceline.engine.digest import sha256_of_each, sha256_of_optimizer
 from paceline.engine.ema import Ema
 from paceline.engine.joined_optimizers import JoinedOptimizers
 from paceline.engine.losses import number_on
-from paceline.engine.objective import objectives_of
+from paceline.engine.objective import SAME_NAME, objectives_of
 from paceline.engine.phase import NO_NORM, Number, Phase, PhaseResult
 from paceline.engine.probe import probe_forward, uneven_warning
 from paceline.engine.replica import PlainModel, Replica
@@ -201,6 +201,9 @@ class Stepper:
         if self.ema is not None and any(result.is_updated for result in results):
             self.ema.update(results[0].is_bad)
         self.names = tuple(name for phase in due for name in phase.value_names)
+        if len(set(self.names)) < len(self.names):
+            repeated = next(name for name in self.names if self.names.count(name) > 1)
+            raise ConfigError(f"step_fn {SAME_NAME.format(name=repeated)}")
         return self._row(due, results)
 
     def _row(self, due: Sequence[Phase], results: Sequence[PhaseResult]) -> torch.Tensor:

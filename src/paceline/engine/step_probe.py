@@ -24,6 +24,7 @@ HIDDEN_IN_STEP = (
     "{key} gives another value when it is called again with the same weights and batch: it keeps state that is neither "
     "separate for each lane nor saved; make the state a buffer of the model, or of a torch.nn.Module that step_fn calls"
 )
+CHANGES_WEIGHTS = "{key} changes {name}, which is trained; do that in a callback's on_step"
 
 
 class StepProbe:
@@ -35,14 +36,14 @@ class StepProbe:
         self._outer = ForwardState(torch.nn.Module(), outer_state(settings))
         self._state = ForwardState(model, outer_state(settings))
         self._frozen = self._state.frozen()
-        self._before = {name: _state_of(parameter) for name, parameter in self._frozen.items()}
+        self._before = {name: state_of(parameter) for name, parameter in self._frozen.items()}
         self._kept = Snapshot()
         self._outer.add_moving(self._outer.frozen())
         self._kept.take(self._outer.tensors())
 
     def moving(self) -> list[ParameterKey]:
         """The frozen parameters that have changed."""
-        return [name for name, parameter in self._frozen.items() if _state_of(parameter) != self._before[name]]
+        return [name for name, parameter in self._frozen.items() if state_of(parameter) != self._before[name]]
 
     def restore_outer(self) -> None:
         """Restore what the calls have changed outside the copy of the model."""
@@ -69,7 +70,7 @@ class StepProbe:
     def _run_step(self, objective: Objective, batch: Any) -> str | None:
         before, values = Snapshot(), []
         before.take(self._state.tensors())
-        weights = {name: _state_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = {name: state_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         for _ in range(2):
             before.restore(self._state.tensors())
             seed_generators(self.settings.seed, "probe")
@@ -79,8 +80,8 @@ class StepProbe:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 return f"{objective.key} calls backward; return the loss, which is weighted and summed over all lanes"
-            if name in weights and _state_of(parameter) != weights[name]:
-                return f"{objective.key} changes {name}, which is trained; do that in a callback's on_step"
+            if name in weights and state_of(parameter) != weights[name]:
+                return CHANGES_WEIGHTS.format(key=objective.key, name=name)
         return None if self._are_equal(values[0], values[-1]) else HIDDEN_IN_STEP.format(key=objective.key)
 
     def _are_equal(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -90,7 +91,7 @@ class StepProbe:
         )
 
 
-def _state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
+def state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
     """Digest, version and address, which differ after a write; one to `.data` does not increase the version."""
     return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
 

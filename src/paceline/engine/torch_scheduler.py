@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from paceline.config.signatures import takes_total_steps
 from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
+from paceline.observe.failures import raising_config_errors
 
 RATES = ("params", "lr", "capturable")  # keys of a group that are not copied back to the optimizer
 
@@ -32,6 +35,7 @@ class TorchScheduler:
         self._copy._opt_called = True  # type: ignore[attr-defined]  # or torch warns that the optimizer makes no step
         self.takes_metric = _takes_metric(self.scheduler)
         self.copy_options()
+        self.lrs()
 
     @property
     def changes_options(self) -> bool:
@@ -39,12 +43,16 @@ class TorchScheduler:
         return bool(self._changed)
 
     def lrs(self) -> list[float]:
-        """The present learning rate of each group."""
-        return lrs_of(self._copy)
+        """The present learning rate of each group; a ConfigError if one is not a number from 0."""
+        lrs = lrs_of(self._copy)
+        if wrong := [lr for lr in lrs if not 0 <= lr < math.inf]:
+            raise ConfigError(f"scheduler_fn set the learning rate {wrong[0]}; it must be a number from 0")
+        return lrs
 
     def step(self, *metric: float) -> None:
         """Step the scheduler once, and give the optimizer the options that it has set."""
-        self.scheduler.step(*metric)
+        with raising_config_errors("the scheduler of scheduler_fn"):
+            self.scheduler.step(*metric)
         self.copy_options()
 
     def copy_options(self) -> None:
@@ -84,11 +92,18 @@ def _make(
     scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None
 ) -> tuple[Any, str | None]:
     """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that; the scheduler and its metric."""
-    takes_total = _takes_total(scheduler_fn)
+    takes_total = takes_total_steps(scheduler_fn)
     if takes_total and total_steps is None:
         raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
     made = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
     scheduler, metric = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(scheduler, type):
+        raise ConfigError(f"scheduler_fn returned the class {scheduler.__name__}; return an object of it")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"scheduler_fn returned a {type(scheduler).__name__} of another optimizer, which would have no effect; "
+            "make it for the optimizer that scheduler_fn gets"
+        )
     if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise ConfigError(
             f"scheduler_fn returned a {type(scheduler).__name__}; it must return a scheduler, such as those of "
@@ -100,15 +115,6 @@ def _make(
             'less is better; return it with the name of its metric, as in (scheduler, "accuracy")'
         )
     return scheduler, metric
-
-
-def _takes_total(scheduler_fn: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `total_steps` that has no value yet."""
-    try:
-        parameter = inspect.signature(scheduler_fn).parameters.get("total_steps")
-    except ValueError:  # a builtin without a signature
-        return False
-    return parameter is not None and parameter.default in (parameter.empty, None)
 
 
 def _takes_metric(scheduler: Any) -> bool:

@@ -279,6 +279,13 @@ KnownEvent = Annotated[
 # is the user's own. `self` is an argument of the methods that take values by their names.
 RESERVED_NAMES = frozenset({"self"}.union(*(kind.__annotations__ for kind in (StepEvent, EpochEvent, LoggedEvent))))
 RESERVED_NAMES -= {"loss"}
+TRAIN_PREFIX = "train_"  # of the means over training batches, beside the metrics in an `epoch` event
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a metric cannot have this name, because it would overwrite another number of an `epoch` event."""
+    return name in RESERVED_NAMES or name.startswith(TRAIN_PREFIX)
+
 
 # Values of fields that an event does not have. Metrics and times are not here: no value can stand for them.
 MISSING: dict[str, Event] = {

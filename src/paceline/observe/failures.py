@@ -9,7 +9,8 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
@@ -212,3 +213,18 @@ def user_location(error: BaseException) -> str | None:
         if not filename.startswith(LIBRARIES):
             return f"{filename}:{line}"
     return None
+
+
+@contextmanager
+def raising_config_errors(what: str) -> Iterator[None]:
+    """Raise an error of a function of the user as a ConfigError, where it would be the same after a restart."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = user_location(error)
+        where = f" ({place})" if place else ""
+        raise ConfigError(
+            f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again"
+        ) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.callbacks import BestCheckpoint, Callback, EarlyStopping
+from paceline.callbacks.patience import WatchedMetric
 from paceline.callbacks.run import set_current_run
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
@@ -21,13 +22,14 @@ from paceline.data.lanes import LaneSampler, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
-from paceline.engine.optimizers import make_optimizer
+from paceline.engine.optimizers import left_out_of, make_optimizer
 from paceline.engine.outer_state import place_loss, place_steps
 from paceline.engine.precision import resolve_precision
 from paceline.engine.replica import is_channels_last, make_model, replicate
 from paceline.engine.schedule import make_rates
 from paceline.engine.step import Stepper
 from paceline.errors import ConfigError
+from paceline.observe.event_types import TRAIN_PREFIX
 from paceline.system.signals import Stop
 from paceline.worker.callback_states import check_plain
 from paceline.worker.context import Context
@@ -91,6 +93,11 @@ def build_step(
     progress.phase = "building the optimizer"
     with keyed_generators(config.seed, "optimizer"):
         optimizer = make_optimizer(config, replica.module)
+    if left_out := left_out_of(optimizer, replica.module):
+        context.warn(
+            f"optimizer_fn leaves out {', '.join(left_out)}, which will not change; give them to an optimizer, or "
+            "freeze them with requires_grad_(False) in model_fn"
+        )
     stepper = Stepper(
         replica,
         optimizer,
@@ -109,13 +116,14 @@ def build_step(
 
 def refuse_without_validation(config: Config) -> None:
     """Refuse keys that need an evaluation, in a run without validation data."""
-    early_stop, schedule, every_steps = config.early_stop, config.schedule, config.evaluate.every_steps
-    needing = {
-        f"evaluate.every_steps={every_steps}": every_steps is not None,
-        "early_stop": early_stop is not None and early_stop.metric != "train_loss",
-        "schedule.name=plateau": schedule.name == "plateau" and schedule.option("metric") != "train_loss",
+    every_steps, schedule = config.evaluate.every_steps, config.schedule
+    metrics = {
+        f"evaluate.every_steps={every_steps}": every_steps and "val_loss",
+        "early_stop": config.early_stop and config.early_stop.metric,
+        "checkpoint.best": config.checkpoint.best and config.checkpoint.best.metric,
+        "schedule.name=plateau": schedule.name == "plateau" and schedule.option("metric"),
     }
-    if keys := [key for key, is_needing in needing.items() if is_needing]:
+    if keys := [key for key, metric in metrics.items() if metric and not metric.startswith(TRAIN_PREFIX)]:
         raise ConfigError([f"{key} needs validation data; give val_dataset_fn or val_fraction" for key in keys])
 
 
@@ -176,6 +184,16 @@ def build_callbacks(config: Config) -> list[Callback]:
     return [*own, *(value() if isinstance(value, type) else value for value in config.callbacks)]
 
 
+def check_watched(watching: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse a metric that a callback of ours or the learning rates watch, if an evaluation does not measure it.
+
+    Means over training batches are known after the first of them, so they are checked by the first evaluation.
+    """
+    for watched in [each.watched for each in watching if isinstance(getattr(each, "watched", None), WatchedMetric)]:
+        if not watched.name.startswith(TRAIN_PREFIX):
+            watched.check_measured(["train_loss", *names])
+
+
 def build_loop(
     context: Context, stepper: Stepper, evaluator: Evaluator | None, plan: LoopPlan, saver: Saver, stop: Stop,
     state: TrainState, callbacks: list[Callback],
@@ -184,9 +202,10 @@ def build_loop(
     run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
     set_current_run(run)  # before functions of the user are tried
     inputs = build_inputs(context, stepper, plan, state)
-    if evaluator is not None:
-        context.progress.phase = "trying the evaluation"
-        evaluator.try_measures(stepper.replica.module)
+    context.progress.phase = "trying the evaluation"
+    names = evaluator.try_measures(stepper.replica.module) if evaluator is not None else []
+    if context.world.is_main and names is not None:  # the same batch at any number of ranks
+        check_watched([*callbacks, stepper.rates], names)
 
     check_plain("the state_dict() of the scheduler of scheduler_fn", stepper.rates.state_dict())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +15,19 @@ import torch
 from paceline.callbacks import Callback
 from paceline.data.trees import TreePath, map_leaves
 from paceline.errors import ConfigError
+from paceline.observe.failures import raising_config_errors
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """Copies of the states: a checkpoint is written while callbacks change."""
-    return {name: copied(_title(name), callback.state_dict()) for name, callback in _named(callbacks).items()}
+    return {name: _state_of(name, callback) for name, callback in _named(callbacks).items()}
+
+
+def _state_of(name: str, callback: Callback) -> Any:
+    """A copy of the state of a callback that a checkpoint can hold."""
+    with raising_config_errors(f"the state_dict() of callback {name}"):
+        state = callback.state_dict()
+    return check_plain(f"the state_dict() of callback {name}", state)
 
 
 def copied(what: str, state: Any) -> Any:
@@ -38,18 +47,13 @@ def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> l
     named = _named(callbacks)
     for name, callback in named.items():
         if saved.get(name):
-            callback.load_state_dict(saved[name])
+            with raising_config_errors(f"the load_state_dict() of callback {name}"):
+                callback.load_state_dict(saved[name])
     return [name for name, state in saved.items() if state and name not in named]
 
 
-def check_states(callbacks: Sequence[Callback]) -> None:
-    """Raise a ConfigError if a checkpoint could not hold the state of a callback, or not give it back."""
-    for name, callback in _named(callbacks).items():
-        check_plain(_title(name), callback.state_dict())
-
-
-def check_plain(what: str, state: Any) -> None:
-    """Raise a ConfigError if a checkpoint could not hold a state, or not give it back."""
+def check_plain(what: str, state: Any) -> Any:
+    """A copy of a state; a ConfigError if a checkpoint could not hold it, or not give it back."""
     buffer, copy_of_state = io.BytesIO(), copied(what, state)
     try:
         torch.save(copy_of_state, buffer)
@@ -57,18 +61,16 @@ def check_plain(what: str, state: Any) -> None:
         torch.load(buffer, weights_only=True)
     except Exception as error:  # noqa: BLE001 - any object may raise anything when it is pickled
         raise _unsaved(what, error) from None
+    return copy_of_state
 
 
 def _unsaved(what: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:100]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(error).split()))  # torch prints parts of it in bold
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    reason = f"it has a {found[1]}" if found else f"{type(error).__name__}: {text[:100]}"
     return ConfigError(
-        f"{what} cannot be kept in a checkpoint ({type(error).__name__}: {reason}…); "
-        "use numbers, texts, tensors, and lists and dicts of them"
+        f"{what} cannot be kept in a checkpoint ({reason}); use numbers, texts, tensors, and lists and dicts of them"
     )
-
-
-def _title(name: str) -> str:
-    return f"the state_dict() of callback {name}"
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import partial
@@ -19,10 +20,11 @@ from paceline.engine.digest import check_frozen, check_replicas, digests_of
 from paceline.engine.nonfinite import FinishedStep, Guard
 from paceline.engine.replica import BareReplica, PlainModel, Replica
 from paceline.engine.step import StepResult
+from paceline.engine.training_mode import keeping_modes
 from paceline.errors import ConfigError
 from paceline.observe.bottleneck import StragglerDetector
 from paceline.system.signals import Stop, StopAgreed, describe
-from paceline.worker.callback_states import check_states, states_of
+from paceline.worker.callback_states import states_of
 from paceline.worker.context import Context
 from paceline.worker.logged_values import LoggedValues
 from paceline.worker.rank_run import RankRun
@@ -93,7 +95,7 @@ class StepCycle:
     def __post_init__(self) -> None:
         self.world, self.events, self.progress = self.context.world, self.context.events, self.context.progress
         self.module = self.replica.module
-        self._on_step = [callback for callback in self.callbacks if callback.overrides("on_step")]
+        self._on_step = [each for each in enumerate(self.callbacks) if each[1].overrides("on_step")]
         self._is_reserved = False
         self._held: tuple[dict[str, Any], list[str]] | None = None  # see `hold_callbacks`
 
@@ -158,7 +160,6 @@ class StepCycle:
             self.clock.discard_sample()
         if not self._is_reserved and can_save:  # the optimizer has its state now, and callbacks have been called
             self._is_reserved = True
-            check_states(self.callbacks)
             self.saver.reserve(self._state())
 
     def meet(self, place: Place) -> None:
@@ -235,18 +236,23 @@ class StepCycle:
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of all callbacks that have it. All ranks."""
         self.run.step_number = self.state.step
-        for callback in self.callbacks:
+        for index, callback in enumerate(self.callbacks):
             if callback.overrides(method):
-                self._call_one(callback, method, *arguments)
+                self._call_one(index, method, *arguments)
         self.run.write_logged()
 
-    def _call_one(self, callback: Callback, method: str, *arguments: Any) -> None:
-        """Call a method with the same random numbers on all ranks; an error is reported with its name."""
+    def _call_one(self, index: int, method: str, *arguments: Any) -> None:
+        """Call a method with the same random numbers on all ranks; an error is reported with its name.
+
+        Only `on_start`, which is called again when the run resumes, may leave modules in another mode.
+        """
+        callback = self.callbacks[index]
         name = f"{type(callback).__name__}.{method}"
-        seed_generators(self.context.config.seed, "callback", self.callbacks.index(callback), name, self.state.step)
+        seed_generators(self.context.config.seed, "callback", index, name, self.state.step)
         self.run.is_in_callback = True
         try:
-            getattr(callback, method)(self.run, *arguments)
+            with nullcontext() if method == "on_start" else keeping_modes(self.module):
+                getattr(callback, method)(self.run, *arguments)
         except Exception:
             self.progress.phase = f"callback {name}"
             raise
@@ -255,10 +261,10 @@ class StepCycle:
     def _call_on_step(self) -> None:
         """Call `on_step`, with the numbers of this step where a callback needs them. All ranks."""
         self.run.step_number = self.state.step
-        if any(callback.needs_step_metrics for callback in self._on_step):
+        if any(callback.needs_step_metrics for _, callback in self._on_step):
             self.log.collect()
-        for callback in self._on_step:
-            self._call_one(callback, "on_step", self.log.last if callback.needs_step_metrics else {})
+        for index, callback in self._on_step:
+            self._call_one(index, "on_step", self.log.last if callback.needs_step_metrics else {})
         self.run.write_logged()
 
     def _call_on_checkpoint(self) -> None:

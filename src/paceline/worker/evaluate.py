@@ -25,6 +25,8 @@ from paceline.engine.losses import make_metrics, sum_and_count
 from paceline.engine.outer_state import outer_state
 from paceline.engine.precision import autocast
 from paceline.engine.probe import CollectiveFound, Collectives, copy_or_none
+from paceline.engine.step_probe import CHANGES_WEIGHTS, state_of
+from paceline.engine.training_mode import keeping_modes
 from paceline.errors import ConfigError, DataError
 from paceline.worker.measures import BatchResult, Forward, Measures, interleave
 from paceline.world import World
@@ -118,21 +120,26 @@ class Evaluator:
             )
 
     @torch.no_grad()
-    def try_measures(self, model: torch.nn.Module) -> None:
+    def try_measures(self, model: torch.nn.Module) -> list[str] | None:
         """Measure this rank's first batch, so that an error occurs before the first epoch and not after it.
 
-        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks.
+        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks. Returns the
+        names of the numbers; None if they are not known.
         """
         batch = next(iter(self.batches), None)
         trial = copy_or_none(model)
         if batch is None or trial is None:
-            return
+            return None
+        weights = {name: state_of(p) for name, p in trial.named_parameters() if p.requires_grad}
         try:
             with self._evaluating(self.forward.measure, trial) as result_of, Collectives(is_allowed=False):
                 result, samples = result_of(batch)
-                self.measures.row(result, samples)
+                row = self.measures.row(result, samples)
         except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it
-            return
+            return None
+        for name, parameter in trial.named_parameters():
+            if name in weights and state_of(parameter) != weights[name]:
+                raise ConfigError(CHANGES_WEIGHTS.format(key=self.forward.values_key, name=name))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example about a batch without some of the classes
             for name, metric in self.stateful.items():
@@ -145,6 +152,7 @@ class Evaluator:
                 except Exception:  # noqa: BLE001 - it may need more samples than these
                     pass
                 metric.reset()
+        return [*row, *self.stateful]
 
     def _results(
         self, forward: BatchForward, model: torch.nn.Module, on_round: OnRound
@@ -164,8 +172,6 @@ class Evaluator:
         self, forward: BatchForward, model: torch.nn.Module
     ) -> Iterator[Callable[[EvalBatch], tuple[BatchResult, int]]]:
         """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
-        was_training = model.training
-        model.eval()
         buffers, before = ForwardState(model, outer_state(self.settings), self.moving), Snapshot()
         before.take(buffers.tensors())
 
@@ -178,11 +184,12 @@ class Evaluator:
             loss_input = output if result.loss_input is result.output else in_fp32(result.loss_input)
             return result._replace(output=output, loss_input=loss_input), len(batch.indices)
 
-        try:
-            yield result_of
-        finally:
-            before.restore(buffers.tensors())
-            model.train(was_training)
+        with keeping_modes(model):
+            model.eval()
+            try:
+                yield result_of
+            finally:
+                before.restore(buffers.tensors())
 
     def _compiler_stance(self) -> AbstractContextManager[Any]:
         """A context that turns torch.compile off: code is compiled for the batches of training, which have one size."""

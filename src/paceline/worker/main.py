@@ -14,6 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -55,6 +56,7 @@ from paceline.worker.build import (
 from paceline.worker.build_own import build_own_loaders, build_own_loop, build_own_step, restore_own
 from paceline.worker.context import Context, open_context
 from paceline.worker.cycle import StepCycle
+from paceline.worker.loop import Loop
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
 from paceline.worker.prepare import prepare_run
@@ -159,16 +161,23 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
     reason = loop.run()
     is_saved = loop.cycle.save()
     progress.phase = "writing the result"
-    loop.finish(reason)
-    if reason:
-        write_stop(context, loop.cycle, is_saved=is_saved)
-    else:
-        stepper.replica.share_buffers()
-        finish_run(
-            context, loop.cycle, identity, lanes=stepper.settings.lanes, ema=stepper.ema,
-            optimizer_sha256=stepper.optimizer_sha256(),
-        )  # fmt: skip
-    context.events.close()
+    with ExitStack() as ending:  # also if a callback raises an error in on_stop
+        ending.callback(context.events.close)
+        if reason:
+            ending.callback(write_stop, context, loop.cycle, is_saved=is_saved)
+        else:
+            ending.callback(finish_managed_run, context, loop, identity)
+        loop.finish(reason)
+
+
+def finish_managed_run(context: Context, loop: Loop, identity: dict[str, Any]) -> None:
+    """Write the result of a complete run of the managed loop. All ranks."""
+    stepper = loop.stepper
+    stepper.replica.share_buffers()
+    finish_run(
+        context, loop.cycle, identity, lanes=stepper.settings.lanes, ema=stepper.ema,
+        optimizer_sha256=stepper.optimizer_sha256(),
+    )  # fmt: skip
 
 
 def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress: Progress, stop: Stop) -> None:
@@ -190,17 +199,24 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     reason, value = call_train_fn(context, run, *loaders)
     is_saved = run.loop.save()
     progress.phase = "writing the result"
-    run.loop.cycle.call("on_stop", run.stop_requested if reason else None)
-    if reason:
-        write_stop(context, run.loop.cycle, is_saved=is_saved)
-    else:
-        for module in (run.model, *run.loop.tracked.modules()):
-            compare_ranks(context, module, {name for name, _ in module.named_parameters()})
-        finish_run(
-            context, run.loop.cycle, identity, lanes=step.settings.lanes, ema=step.ema,
-            optimizer_sha256=sha256_of_optimizers(run.loop.tracked.optimizers()), value=value,
-        )  # fmt: skip
-    context.events.close()
+    with ExitStack() as ending:  # also if a callback raises an error in on_stop
+        ending.callback(context.events.close)
+        if reason:
+            ending.callback(write_stop, context, run.loop.cycle, is_saved=is_saved)
+        else:
+            ending.callback(finish_own_run, context, run, identity, value)
+        run.loop.cycle.call("on_stop", run.stop_requested if reason else None)
+
+
+def finish_own_run(context: Context, run: OwnRun, identity: dict[str, Any], value: Any) -> None:
+    """Compare the weights of the ranks, and write the result of a complete run of the user's own loop. All ranks."""
+    step, tracked = run.loop.step, run.loop.tracked
+    for module in (run.model, *tracked.modules()):
+        compare_ranks(context, module, {name for name, _ in module.named_parameters()})
+    finish_run(
+        context, run.loop.cycle, identity, lanes=step.settings.lanes, ema=step.ema,
+        optimizer_sha256=sha256_of_optimizers(tracked.optimizers()), value=value,
+    )  # fmt: skip
 
 
 def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: Any) -> tuple[int, Any]:

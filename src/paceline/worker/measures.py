@@ -11,9 +11,9 @@ import torch
 
 from paceline.config import Settings
 from paceline.engine.losses import sum_and_count
-from paceline.engine.objective import LOSS, logits_in, loss_in, objectives_of, parts_of, run_model
+from paceline.engine.objective import LOSS, SAME_NAME, logits_in, loss_in, objectives_of, parts_of, run_model
 from paceline.errors import ConfigError, DataError
-from paceline.observe.event_types import RESERVED_NAMES
+from paceline.observe.event_types import is_reserved
 from paceline.world import World
 
 VAL_LOSS = "val_loss"
@@ -44,15 +44,38 @@ class Forward:
     def measure(self, model: torch.nn.Module, batch: Any) -> BatchResult:
         """The numbers that the config's functions compute, and what metrics and `loss_fn` need."""
         if self.settings.evaluate_fn is not None:
-            values = evaluated(self.settings.function("evaluate_fn")(model, batch))
+            with _explaining_gradients("evaluate_fn", "return numbers alone"):
+                values = evaluated(self.settings.function("evaluate_fn")(model, batch))
         elif self.names_values:
             values = self._step_values(model, batch)
         elif self.is_models_own:
             output, target = run_model(model, batch, with_labels=True)
+            if "accuracy" in self.settings.metrics and isinstance(self.settings.metrics, list):
+                self._refuse_shifted(output)
             return BatchResult(logits_in(output), target, {VAL_LOSS: loss_in(output)})
         else:
             return self.run(model, batch)
-        return self.run(model, batch)._replace(values=values) if self.settings.metrics else BatchResult(values=values)
+        if not self.settings.metrics:
+            return BatchResult(values=values)
+        if overwritten := sorted(values.keys() & set(self.settings.metrics)):
+            raise ConfigError(
+                f"metrics.{overwritten[0]} has the name of a value of {self.values_key}; choose another name for one"
+            )
+        return self.run(model, batch)._replace(values=values)
+
+    @staticmethod
+    def _refuse_shifted(output: Any) -> None:
+        """Refuse `accuracy` for an output of transformers whose labels are shifted in the model's loss alone."""
+        if type(output).__name__.startswith("CausalLMOutput"):
+            raise ConfigError(
+                "metrics=accuracy compares the logits of a token with its own label, but the model predicts the next "
+                "token; give a function (logits, labels) that compares logits[:, :-1] with labels[:, 1:]"
+            )
+
+    @property
+    def values_key(self) -> str:
+        """The key of the function that names the values of a batch."""
+        return "evaluate_fn" if self.settings.evaluate_fn is not None else "step_fn"
 
     def run(self, model: torch.nn.Module, batch: Any) -> BatchResult:
         """The model's output and the target."""
@@ -69,45 +92,46 @@ class Forward:
         """The values of `step_fn` as `val_NAME`, those of phases as `val_PHASE_NAME`; the first loss is `val_loss`."""
         values: dict[str, Any] = {}
         for phase, objective in self.objectives.items():
-            with _explaining_gradients(objective.key):
+            advice = "give evaluate_fn(model, batch), and if it calls backward, return the loss instead"
+            with _explaining_gradients(objective.key, advice):
                 loss, further = parts_of(objective(model, batch), objective.key)
-            values.setdefault(VAL_LOSS, loss)
             prefix = f"val_{phase}_" if phase else "val_"
-            values |= {f"{prefix}{name}": value for name, value in {LOSS: loss, **further}.items()}
+            own = {f"{prefix}{name}": value for name, value in {LOSS: loss, **further}.items()}
+            if overwritten := [name.removeprefix("val_") for name in own if name in values]:
+                raise ConfigError(f"{objective.key} {SAME_NAME.format(name=overwritten[0])}")
+            values = {VAL_LOSS: loss, **values, **own}
         return values
 
 
 @contextmanager
-def _explaining_gradients(key: str) -> Iterator[None]:
-    """Replace torch's error about missing gradients: a step is evaluated without them."""
+def _explaining_gradients(key: str, advice: str) -> Iterator[None]:
+    """Replace torch's error about missing gradients: batches are evaluated without them."""
     try:
         yield
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
-        raise ConfigError(
-            f"{key} computes gradients, which validation does not have; give evaluate_fn(model, batch), and if it "
-            "calls backward, return the loss instead"
-        ) from error
+        raise ConfigError(f"{key} computes gradients, which validation does not have; {advice}") from error
 
 
 def evaluated(value: Any) -> dict[str, Any]:
     """The values of `evaluate_fn` by their names in the result: its own, and `val_loss` for `loss`."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"evaluate_fn returned a {type(value).__name__}; it must return a dict of numbers")
-    named = {VAL_LOSS if name == LOSS else name: each for name, each in value.items()}
-    for name in named:
-        if not isinstance(name, str) or name in RESERVED_NAMES:
+    for name in value:
+        if not isinstance(name, str) or (name != VAL_LOSS and is_reserved(name)):
             raise ConfigError(f"evaluate_fn returned a value named {name!r}, which events use; choose another name")
-    return named
+    if {LOSS, VAL_LOSS} <= value.keys():
+        raise ConfigError("evaluate_fn returned loss and val_loss, which are the same number here; return one of them")
+    return {VAL_LOSS if name == LOSS else name: each for name, each in value.items()}
 
 
 class Measures:
     """The loss and the metrics of an evaluation, as sums and counts of each batch."""
 
     def __init__(self, forward: Forward, metrics: Mapping[str, Callable[..., Any]], world: World) -> None:
-        self._metrics, self._loss_fn, self._world = metrics, forward.loss_fn, world
-        self._key = "evaluate_fn" if forward.settings.evaluate_fn is not None else "step_fn"
+        self._metrics, self._world, self._key = metrics, world, forward.values_key
+        self._loss_fn = None if forward.names_values else forward.loss_fn
         known = [VAL_LOSS] if forward.loss_fn is not None or forward.is_models_own else []
         self._names = None if forward.names_values else [*known, *metrics]  # None: those that the batches have
 

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import BestCheckpoint, EarlyStopping, GradualUnfreeze, MeanTeacher, Run
+from paceline import (
+    BestCheckpoint,
+    EarlyStopping,
+    GradualUnfreeze,
+    ImageLogger,
+    LearningRateMonitor,
+    MeanTeacher,
+    Run,
+)
 from paceline.errors import ConfigError
 
 
@@ -172,5 +180,45 @@ def test_unfreezing_needs_one_interval(options: dict[str, int]) -> None:
 def test_a_metric_that_is_no_loss_needs_a_mode(callback: Any) -> None:
     with pytest.raises(ConfigError, match="metric='accuracy' needs a mode"):
         callback("accuracy")
+    with pytest.raises(ConfigError, match="has mode='maximum', which is not known; give mode="):
+        callback("accuracy", "maximum")
+    with pytest.raises(ConfigError, match="metric=3 is not a name; give a text"):
+        callback(3)
     callback("val_loss")
     callback("accuracy", "max")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: EarlyStopping(patience=0), "early_stop: patience=0 is not a whole number from 1; give one, such as 5"),
+        (lambda: EarlyStopping(patience=-1), "early_stop: patience=-1 is not a whole number"),
+        (lambda: EarlyStopping(patience="3"), "early_stop: patience='3' is not a whole number"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(min_delta=-0.1), "early_stop: min_delta=-0.1 is not a number from 0"),
+        (lambda: MeanTeacher(decay="0.9"), "MeanTeacher: decay='0.9' is not a number between 0 and 1"),  # type: ignore[arg-type]
+        (lambda: MeanTeacher(decay=1.5), "MeanTeacher: decay=1.5 is not a number between 0 and 1"),
+        (lambda: GradualUnfreeze("a", every_steps=0), "GradualUnfreeze: every_steps=0 is not a whole number"),
+        (lambda: GradualUnfreeze("a", every_epochs=-1), "GradualUnfreeze: every_epochs=-1 is not a whole number"),
+        (lambda: GradualUnfreeze(["a"], every_steps=1), r"GradualUnfreeze: module 0=\['a'\] is not a name"),  # type: ignore[arg-type]
+        (lambda: LearningRateMonitor(every_steps=-2), "LearningRateMonitor: every_steps=-2 is not a whole number"),
+        (lambda: LearningRateMonitor(every_steps=0), "LearningRateMonitor: every_steps=0 is not a whole number"),
+        (lambda: ImageLogger(3), "ImageLogger: images=3 is not a function"),  # type: ignore[arg-type]
+        (lambda: ImageLogger(nn.Identity(), every_steps=0), "ImageLogger: every_steps=0 is not a whole number"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_where_the_callback_is_made(make: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make()
+
+
+def test_images_must_be_a_tensor() -> None:
+    callback = ImageLogger(lambda model: [torch.zeros(3, 4, 4)])  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"ImageLogger\(name='images'\) got a list of images; an image is"):
+        callback.on_evaluate(run_of(), {})
+
+
+def test_a_best_metric_that_an_evaluation_does_not_have_is_an_error_in_the_managed_loop() -> None:
+    best = BestCheckpoint("acc", "max")
+    with pytest.raises(ConfigError, match=r"checkpoint\.best\.metric='acc' is not measured; use train_loss, a"):
+        best.on_evaluate(run_of(), {"epoch": 1, "train_loss": 1.0, "a": 2.0})
+    best.on_evaluate(run_of(is_own_loop=True), {"epoch": 1, "train_loss": 1.0})

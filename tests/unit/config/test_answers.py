@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config import override
-from paceline.config.answers import key_of, settings, template
+from paceline.config.answers import key_of, rows_of, settings, template
 from paceline.config.other_names import TABLE, VALUES, Row
 from paceline.config.written import EVERYWHERE, OPEN, leaves, written
 from paceline.config.yaml import parse
@@ -24,9 +24,17 @@ USUAL = {  # what is given under the names of a row, by its key or the name; els
     "precision": "bf16", "rdzv_endpoint": "n1:29400", "master_addr": "n1", "main_process_ip": "n1", "resume": "auto",
     "run_dir": "out", "global_batch_size": 64, "schedule.factor": 0.5, "schedule.name": "cosine", "val_fraction": 0.2,
 }  # fmt: skip
-KINDS = {"fraction": 0.1, "table": "x.csv", "text": "f1"}
+KINDS = {"fraction": 0.1, "table": "x.csv", "text": "f1", "decimal": 2.5, "count": 100, "list": [0, 1]}
+GIVEN: dict[str, list[Any]] = {  # further values of other libraries
+    "devices": [[0], [0, 1], "0,1", "2", 2], "gpus": [0, 1], "report_to": [["wandb", "tensorboard"], "csv", []],
+    "run_name": ["my run", "a/b"], "loss": ["mse", "bce", "CrossEntropyLoss", "mse_loss"], "val_split": [100, 1, 0.1],
+    "num_train_epochs": [2.5, 0.5, 3.0], "save_steps": [0, 500], "logging_steps": [0, 500],
+    "optim": ["paged_adamw_8bit", "lion_8bit", "sgd"], "monitor": ["val_acc", "val_loss"], "ddp_backend": ["mpi"],
+    "metric_for_best_model": ["eval_accuracy"], "per_device_train_batch_size": ["auto"], "total_batch_size": [8],
+}  # fmt: skip
 OPEN_VALUES = {  # what the user writes in place of an ellipsis; else a 2
-    "callbacks": "paceline:LearningRateMonitor", "checkpoint.best.metric": "val_loss",
+    "callbacks": "paceline:LearningRateMonitor", "log.trackers": "wandb", "val_fraction": 0.2,
+    "checkpoint.best.metric": "val_loss",
     "metrics": {"f1": "support.named:loss_fn"}, "metrics.f1": "support.named:loss_fn",
     "sample_weights": "support.named:sample_weights",
 }  # fmt: skip
@@ -39,6 +47,9 @@ def cases() -> Iterator[Any]:
             usual = USUAL.get(name, USUAL.get(key_of(row.write), 2))
             for value in (usual, *(KINDS.get(kind, parse(kind)) for kind in row.values)):
                 yield pytest.param(row, value, id=f"{name}={value}")
+    for name, given in GIVEN.items():
+        for value in given:
+            yield pytest.param(rows_of(name)[0], value, id=f"{name}={value}")
     for key, values in VALUES.items():
         for value in values:
             yield pytest.param(Row(values=values), KINDS.get(value, parse(value)), id=f"{key}={value}")
@@ -56,10 +67,15 @@ def completed(tree: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def unknown_trackers(names: list[str]) -> list[str]:
+    """Stands for the check that also finds trackers that are not installed."""
+    return [name for name in names if name not in ("wandb", "mlflow")]
+
+
 def build(raw: dict[str, Any], folder: Path | None) -> None:
     """Build a config with these keys besides those that it needs."""
     needed = {key: value for key, value in MANAGED.items() if key != "loss_fn" or "step_fn" not in raw}
-    config = build_config({**needed, "metrics": ["accuracy"], **raw}, folder)
+    config = build_config({**needed, **raw}, folder)
     assert config.model_fields_set > raw.keys()
 
 
@@ -68,7 +84,7 @@ def test_the_words_to_write_are_accepted_in_each_place(
     row: Row, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.observe.sinks.registry.problems_with", lambda names: [])  # wandb may not be installed
+    monkeypatch.setattr("paceline.observe.sinks.registry.problems_with", unknown_trackers)
     Path("x.csv").write_text("a\n1\n", encoding="utf-8")
     write, note = template(row, value)
     assert write or note

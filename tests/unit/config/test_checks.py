@@ -35,7 +35,7 @@ def test_without_train_fn_and_loss_fn_both_are_named() -> None:
         {"loss_fn": loss},
         {"metrics": ["accuracy"]},
         {"optimizer": {"lr": 0.1}},
-        {"optimizer_fn": model},
+        {"optimizer_fn": lambda model: None},
         {"schedule": {"name": "cosine"}},
         {"clip_norm": 1.0},
         {"max_steps": 3},
@@ -84,7 +84,7 @@ def test_keys_that_have_their_default_conflict_with_nothing() -> None:
     ("raw", "problem"),
     [
         (
-            {"optimizer": {"lr": 0.1}, "optimizer_fn": model},
+            {"optimizer": {"lr": 0.1}, "optimizer_fn": lambda model: None},
             "optimizer and optimizer_fn are both given; keep one of them",
         ),
         (

@@ -95,3 +95,50 @@ def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any]
 )
 def test_numbers_out_of_range_are_mistakes(keys: dict[str, Any], problem: str) -> None:
     assert problems({**MANAGED, **keys}) == [problem]
+
+
+class Summary:
+    """A metric that is updated and never called."""
+
+    def reset(self) -> None: ...
+
+    def update(self, output: Any, target: Any) -> None: ...
+
+    def compute(self) -> float:
+        return 1.0
+
+
+NOT_NAMES = "is not a list of names; for functions of your own, give {name: function(output, target)}"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        (len, NOT_NAMES),
+        ([len], NOT_NAMES),
+        (3, NOT_NAMES),
+        ({"a": 3}, "has a=3, which is not a function; give a function(output, target)"),
+        ({3: len}, "has the name 3, which is not a text; give {name: function(output, target)}"),
+        ({"a": Summary}, "has the class Summary as a; give an object of it, or a function"),
+    ],
+)
+def test_wrong_metrics_are_one_sentence(metrics: Any, problem: str) -> None:
+    [found] = problems({**MANAGED, "metrics": metrics})
+    assert found.startswith("metrics=")
+    assert found.endswith(problem)
+
+
+def test_a_metric_that_is_updated_needs_no_call() -> None:
+    metric = Summary()
+    assert build({**MANAGED, "metrics": {"a": metric}}).metrics == {"a": metric}
+    assert "a: " in build({**MANAGED, "metrics": {"a": metric}}).to_yaml()
+
+
+@pytest.mark.parametrize("raw", [{"lanes": True}, {"schedule": {"name": "plateau", "patience": True}}])
+def test_a_truth_value_is_not_a_number(raw: dict[str, Any]) -> None:
+    [found] = problems({**MANAGED, **raw})
+    assert found.endswith("=True is not a number; give one")
+
+
+def test_a_truth_value_that_another_library_has_is_answered() -> None:
+    assert problems({**MANAGED, "clip_norm": True}) == ["clip_norm=True is not a value here; write clip_norm=1.0"]

@@ -82,7 +82,7 @@ def test_a_key_of_another_library_inside_a_section_is_answered() -> None:
         'checkpoint.save_total_limit=2 is called checkpoint.keep here; write checkpoint={"keep": 2}, the number of the '
         "newest ones",
         "checkpoint.monitor='accuracy' is called checkpoint.best.metric here; "
-        'write checkpoint={"best": {"metric": "accuracy", "mode": "max"}}, or mode min, if lower is better',
+        'write checkpoint={"best": {"metric": "accuracy", "mode": "max"}}, metrics="accuracy"',
         'optimizer.learning_rate=0.1 is called optimizer.lr here; write optimizer={"lr": 0.1} in Python, '
         "optimizer: {lr: 0.1} in a config, optimizer.lr=0.1 on the command line",
     ]

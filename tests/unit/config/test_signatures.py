@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from paceline import Callback
 from paceline.config import build
 from support.configs import MANAGED, OWN, loss, problems, train
 
@@ -90,3 +92,58 @@ def test_a_collator_with_its_own_generator_is_a_mistake() -> None:
     assert build({**MANAGED, "collate_fn": Padding()}).collate is not None
     [problem] = problems({**MANAGED, "collate_fn": Padding(seed=3)})
     assert problem.startswith(f"collate_fn={__name__}:Padding() has seed=3 and so its own random generator")
+
+
+def of_three(a: Any, b: Any, c: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "called"),
+    [
+        ("collate_fn", "collate_fn(samples)"),
+        ("order_fn", "order_fn(epoch, size)"),
+        ("sample_weights", "sample_weights(dataset)"),
+        ("loss_fn", "loss_fn(output, target)"),
+        ("optimizer_fn", "optimizer_fn(model)"),
+        ("evaluate_fn", "evaluate_fn(model, batch)"),
+        ("predict_fn", "predict_fn(model, batch)"),
+        ("schedule_fn", "schedule_fn(step, total_steps)"),
+        ("scheduler_fn", "scheduler_fn(optimizer)"),
+    ],
+)
+def test_a_function_is_called_with_its_arguments(key: str, called: str) -> None:
+    [problem] = problems({**MANAGED, "val_fraction": 0, key: of_three})
+    assert problem.startswith(f"{key}={__name__}:of_three takes (")
+    assert problem.endswith(f"; it is called as {called}")
+
+
+def test_a_metric_is_called_with_an_output_and_a_target() -> None:
+    [problem] = problems({**MANAGED, "metrics": {"f1": of_three}})
+    assert problem.startswith(f"metrics.f1={__name__}:of_three takes (")
+    assert problem.endswith("; it is called as metrics(output, target)")
+
+
+def test_a_class_of_torch_as_scheduler_fn_shows_its_arguments() -> None:
+    [problem] = problems({**MANAGED, "scheduler_fn": torch.optim.lr_scheduler.StepLR})
+    assert "step_size" in problem
+    assert problem.endswith("; it is called as scheduler_fn(optimizer)")
+    build({**MANAGED, "scheduler_fn": lambda optimizer, total_steps: None})
+
+
+class Wrong(Callback):
+    def on_start(self, run: Any, x: Any) -> None: ...  # type: ignore[override]
+
+    def on_step(self, run: Any) -> None: ...  # type: ignore[override]
+
+    def state_dict(self, more: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+
+@pytest.mark.parametrize("callback", [Wrong, Wrong()])
+def test_the_methods_of_a_callback_are_called_with_their_arguments(callback: Any) -> None:
+    found = problems({**MANAGED, "callbacks": [callback]})
+    assert [(each.partition("=")[0], each.partition("called as ")[2]) for each in found] == [
+        ("callbacks.0.on_start", "on_start(run)"),
+        ("callbacks.0.on_step", "on_step(run, metrics)"),
+        ("callbacks.0.state_dict", "state_dict()"),
+    ]

@@ -392,3 +392,21 @@ def test_graphs_need_a_gpu() -> None:
             PlainModel(model), torch.optim.SGD(model.parameters()), config, Feed([], config, HERE),
             lanes_per_rank=1, world=HERE, warn=print,
         )  # fmt: skip
+
+
+def test_a_loss_is_of_one_kind_in_all_lanes() -> None:
+    def mixed(output: torch.Tensor, target: torch.Tensor) -> Any:
+        loss = nn.functional.cross_entropy(output, target)
+        return loss if len(target) == BATCH else Sum(loss * len(target), len(target))
+
+    with pytest.raises(ConfigError, match="loss_fn returned a mean for one batch and a sum with its count for another"):
+        run_lanes(backward_of(net(), 2, mixed), lanes_of(data(2, short=1)))
+
+
+@pytest.mark.parametrize("lost", [lambda loss: loss.detach(), lambda loss: loss.item(), lambda loss: torch.tensor(3)])
+def test_a_loss_without_a_gradient_is_one_sentence(lost: Callable[[torch.Tensor], Any]) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return lost(nn.functional.cross_entropy(output, target))
+
+    with pytest.raises(ConfigError, match="loss_fn returned a loss without a gradient; compute it from the model's"):
+        run_lanes(backward_of(net(), 1, loss_fn), lanes_of(data(1)))

@@ -8,7 +8,7 @@ import torch
 
 from paceline import Sum
 from paceline.engine import losses
-from paceline.engine.losses import accuracy, mae, make_metrics, mse, number_on, sum_and_count
+from paceline.engine.losses import accuracy, mae, make_metrics, mean_of, mse, number_on, sum_and_count
 from paceline.errors import ConfigError
 
 
@@ -98,10 +98,8 @@ def test_what_may_be_a_loss_with_extras_is_refused_with_both_readings(returned: 
 def test_the_count_of_a_sum_is_any_number_without_a_gradient() -> None:
     for count in (0.5, 0, 3, torch.tensor(0.5), np.float32(0.5), torch.tensor([2])):
         assert values(sum_and_count(Sum(LOSS.detach(), count), 4, "loss_fn")) == (2, float(count))
-    for count in (LOSS, torch.ones(2), "3"):
-        with pytest.raises(
-            ConfigError, match=r"loss_fn returned paceline\.Sum, whose count must be one number without"
-        ):
+    for count in (LOSS, torch.ones(2), "3", -1, torch.tensor(-0.5)):
+        with pytest.raises(ConfigError, match=r"loss_fn returned paceline\.Sum, whose count must be one number from 0"):
             sum_and_count(Sum(LOSS, count), 4, "loss_fn")  # type: ignore[arg-type]
 
 
@@ -208,3 +206,8 @@ def test_numbers_that_a_graph_reads_keep_their_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     number_on(8, torch.device("cuda"))
     assert len(losses._recorded) == 1
+
+
+def test_a_complex_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_fn returned a complex number; return its absolute value, or its real"):
+        mean_of(torch.tensor(1j), "loss_fn")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from paceline.config import Config
-from paceline.engine.outer_state import modules_of, outer_state, place_steps
+from paceline.engine.outer_state import check_outer_weights, modules_of, outer_state, place_steps
+from paceline.errors import ConfigError
 from support.configs import settings_of
 from support.models import RunningLoss
 
@@ -52,7 +53,15 @@ class Task:
     __call__ = step
 
 
+held: dict[str, Any] = {"losses": [used]}
+
+
+def in_a_dict(model: Any, batch: Any) -> Any:
+    return held["losses"][0](model(batch[0]), batch[1])
+
+
 FORMS = {
+    "a list in a global dict": in_a_dict,
     "a global of a function that it calls": through_helper, "a default": with_default, "a closure": in_closure(),
     "a partial": functools.partial(with_argument, used), "a method": Task().step, "an object": Task(),
 }  # fmt: skip
@@ -85,3 +94,15 @@ def test_a_step_that_is_a_module_is_copied_so_that_another_run_starts_from_the_o
     placed = place_steps({"only": step}, torch.device("cpu"))["only"]
     placed.mean += 1
     assert step.mean == 0
+
+
+heads = {"a.b": nn.Linear(2, 2)}
+
+
+def in_heads(model: Any, batch: Any) -> Any:
+    return heads["a.b"](model(batch[0])).mean()
+
+
+def test_trainable_weights_in_a_global_dict_are_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"step_fn uses heads\[a_b\], which is outside the model and has trainable"):
+        check_outer_weights(settings_of(make_config(loss_fn=None, step_fn=in_heads)))

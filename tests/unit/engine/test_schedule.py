@@ -345,3 +345,48 @@ def test_a_schedule_with_an_end_needs_the_number_of_steps(name: str) -> None:
 def test_a_schedule_by_epochs_needs_the_length_of_an_epoch() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.every_epochs=2 needs the number of steps in an epoch"):
         make_rates(config_of(schedule={"name": "step", "every_epochs": 2}), sgd(), 100, None)
+
+
+# --- what the functions of the user must not do ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheduler_fn", "message"),
+    [
+        (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: -1.0), "set the learning rate -1.0; it must"),
+        (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: math.nan), "set the learning rate nan; it"),
+        (
+            lambda optimizer: lr_scheduler.StepLR(sgd(), 1),
+            "returned a StepLR of another optimizer, which would have",
+        ),
+        (lambda optimizer: lr_scheduler.StepLR, "returned the class StepLR; return an object of it"),
+    ],
+)
+def test_a_scheduler_that_cannot_work_is_refused_before_the_first_step(scheduler_fn: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scheduler_fn {message}"):
+        make_rates(config_of(scheduler_fn=scheduler_fn), sgd(), 10, 5)
+
+
+def test_a_rate_that_becomes_nan_later_is_refused_then() -> None:
+    def scheduler_fn(optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: math.nan if step == 2 else 1.0)
+
+    rates = make_rates(config_of(scheduler_fn=scheduler_fn), sgd(), 10, 5)
+    assert taken(rates, 2) == [1.0, 1.0]
+    with pytest.raises(ConfigError, match="scheduler_fn set the learning rate nan"):
+        rates.apply(2)
+
+
+def five(step: int, total_steps: int) -> float:
+    if step == 5:
+        raise ValueError("five")
+    return 1.0
+
+
+def test_an_error_of_schedule_fn_or_of_a_scheduler_is_one_that_a_restart_would_repeat() -> None:
+    rates = make_rates(config_of(schedule_fn=five), sgd(), 10, 5)
+    with pytest.raises(ConfigError, match=r"schedule_fn\(5, 10\) raised ValueError: five \(.*test_schedule\.py:\d+\)"):
+        taken(rates, 6)
+    short = make_rates(config_of(scheduler_fn=lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=3)), sgd(), 10, 5)
+    with pytest.raises(ConfigError, match="the scheduler of scheduler_fn raised ValueError: Tried to step"):
+        taken(short, 6)

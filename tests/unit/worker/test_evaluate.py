@@ -76,9 +76,9 @@ class Half:
         return 1.0
 
 
-def tried(config: Config) -> None:
+def tried(config: Config) -> list[str] | None:
     data: Any = [(torch.ones(3), n % 2) for n in range(6)]
-    Evaluator(Feed(data, config, HERE), config, HERE).try_measures(nn.Linear(3, 2))
+    return Evaluator(Feed(data, config, HERE), config, HERE).try_measures(nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,60 @@ def tried(config: Config) -> None:
 def test_a_wrong_metric_is_an_error_before_the_first_step(make_config: MakeConfig, metric: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tried(make_config(loss_fn=nn.functional.cross_entropy, metrics={"mine": metric}, batch_size=2))
+
+
+def accuracy_of(model: nn.Module, batch: Any) -> dict[str, Any]:
+    output = model(batch[0])
+    return {"loss": output.square().mean(), "right": (output.argmax(1) == batch[1]).double().mean()}
+
+
+def test_evaluate_fn_replaces_the_loss_and_is_measured_beside_metrics(make_config: MakeConfig) -> None:
+    config = make_config(loss_fn=nn.functional.cross_entropy, evaluate_fn=accuracy_of, batch_size=2)
+    data: Any = [(torch.ones(3), n % 2) for n in range(6)]
+    model = nn.Linear(3, 2)
+    alone = Evaluator(Feed(data, config, HERE), config, HERE).measure(model, lambda done, total: None)
+    assert alone == {"val_loss": pytest.approx(float(model(torch.ones(3)).square().mean().detach())), "right": 0.5}
+    config = make_config(loss_fn=nn.functional.cross_entropy, evaluate_fn=accuracy_of, metrics=["mse"], batch_size=2)
+    config.metrics = {"accuracy": lambda output, target: torch.tensor(0.25)}
+    both = Evaluator(Feed(data, config, HERE), config, HERE).measure(model, lambda done, total: None)
+    assert both == {**alone, "accuracy": 0.25}
+    assert tried(config) == ["val_loss", "right", "accuracy"]
+
+
+def returning(**values: Any) -> Callable[..., Any]:
+    return lambda model, batch: values
+
+
+def scaling(model: Any, batch: Any) -> dict[str, Any]:
+    model.weight.data.mul_(1.1)
+    return {"loss": 1.0}
+
+
+def in_mode(model: Any, batch: Any) -> dict[str, Any]:
+    model.train()
+    return {"loss": model(batch[0]).mean()}
+
+
+@pytest.mark.parametrize(
+    ("evaluate_fn", "message"),
+    [
+        (returning(accuracy=1.0), r"metrics\.accuracy has the name of a value of evaluate_fn; choose another name"),
+        (returning(train_right=1.0), "evaluate_fn returned a value named 'train_right', which events use; choose an"),
+        (returning(loss=1.0, val_loss=2.0), "returned loss and val_loss, which are the same number here; return one"),
+        (scaling, "evaluate_fn changes weight, which is trained; do that in a callback's on_step"),
+        (
+            lambda model, batch: {"a": model(batch[0]).mean().backward()},
+            "evaluate_fn computes gradients, which validation does not have; return numbers alone",
+        ),
+    ],
+)
+def test_what_evaluate_fn_must_not_do_is_one_sentence_before_the_first_step(
+    make_config: MakeConfig, evaluate_fn: Any, message: str
+) -> None:
+    keys = {"loss_fn": nn.functional.cross_entropy, "metrics": ["accuracy"], "batch_size": 2}
+    with pytest.raises(ConfigError, match=message):
+        tried(make_config(**keys, evaluate_fn=evaluate_fn))
+    tried(make_config(**keys, evaluate_fn=in_mode))
 
 
 def test_a_trial_leaves_nothing_behind(make_config: MakeConfig) -> None:

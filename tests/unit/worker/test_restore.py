@@ -17,7 +17,7 @@ from paceline.checkpoint.state import capture
 from paceline.config import Config
 from paceline.engine.optimizers import make_optimizer
 from paceline.errors import ConfigError
-from paceline.worker.callback_states import check_states, states_of
+from paceline.worker.callback_states import states_of
 from paceline.worker.restore import LoadedCheckpoint, restore
 from paceline.worker.state import EARLIER_NAMES, TrainState
 from support.configs import settings_of
@@ -97,13 +97,13 @@ def test_the_state_in_a_checkpoint_is_a_copy_with_plain_numbers() -> None:
     counter.steps[1].zero_()  # type: ignore[index]
     assert states["Counter 2"]["steps"][1].tolist() == [1.0, 1.0]
     assert type(states["Counter"]["steps"][0]) is float
-    check_states([counter])
+    states_of([counter])
     counter.steps = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="cannot be kept"):
-        check_states([counter])
+        states_of([counter])
     counter.steps = print  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"the state_dict\(\) of callback Counter cannot be kept in a checkpoint"):
-        check_states([counter])
+        states_of([counter])
 
 
 def test_checkpoints_of_earlier_versions_have_other_names() -> None:
