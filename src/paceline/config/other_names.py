@@ -119,8 +119,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("clip_norm: VALUE", values=VALUES["clip_norm"], lightning="gradient_clip_val", transformers="max_grad_norm",
             others="grad_clip clip_grad_norm max_norm"),
         Row("clip_norm: …", values={"norm": "remove it, clip_norm clips the norm of the gradient"},
-            note="the norm of the gradient is clipped; to clip values, call run.step(optimizer, clip_value=…) in a loop "
-            "of your own",
+            note="the norm of the gradient is clipped; to clip values, call run.step(optimizer, clip_value=…) in your "
+            "own loop",
             lightning="gradient_clip_algorithm"),
         Row("ema: VALUE", "the decay, such as 0.999", values=VALUES["ema"],
             lightning="StochasticWeightAveraging", others="ema_decay use_ema swa"),
