@@ -132,7 +132,7 @@ def test_images_are_shown_by_tensorboard_and_the_same_on_any_number_of_ranks() -
 def test_what_is_no_image_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"run.log\(images=…\) has the shape \(2, 3, 3\); an image is \(C, H, W\)"):
         start(callbacks=[ImageLogger(lambda model: torch.zeros(2, 3, 3), every_steps=2)])
-    with pytest.raises(ConfigError, match=r"has the shape \(8, 8\); an image is \(C, H, W\)"):
+    with pytest.raises(ConfigError, match=r"got the shape \(8, 8\); an image is \(C, H, W\)"):
         start(callbacks=[ImageLogger(lambda model: torch.zeros(8, 8), every_steps=2)], run_dir="flat")
 
 

@@ -116,7 +116,11 @@ def test_an_order_with_state_of_its_own_is_refused() -> None:
         order.check(0, HERE)
 
 
-@pytest.mark.parametrize("keys", [{"sample_weights": len}, {"order_fn": len, "val_fraction": 0}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [{"sample_weights": len}, {"order_fn": lambda epoch, size: range(size), "val_fraction": 0}],
+    ids=["sample_weights", "order_fn"],
+)
 def test_an_iterable_data_set_has_no_order_of_ours(make_config: MakeConfig, keys: dict[str, Any]) -> None:
     stream = StreamDataset(lambda: range(3))
     with pytest.raises(DataError, match=f"{next(iter(keys))} needs a data set with a length"):

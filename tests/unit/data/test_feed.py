@@ -278,7 +278,7 @@ def test_images_are_the_first_input_of_four_dimensions() -> None:
 
 
 def test_the_samples_of_two_lanes_of_a_stream_are_augmented_differently() -> None:
-    options = {"model_fn": list, "dataset_fn": list, "loss_fn": list, "augment": {"flip": "random"}}
+    options = {"model_fn": list, "dataset_fn": list, "loss_fn": "mse_loss", "augment": {"flip": "random"}}
     stream = StreamDataset(lambda: [(torch.zeros(1, 4, 4), 0)])
     feed = Feed(stream, build(options), world_of())
     first, second = (

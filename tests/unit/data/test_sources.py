@@ -266,6 +266,6 @@ def test_a_parquet_file_is_the_table_that_was_written(make_config: MakeConfig, t
 def test_a_parquet_file_with_a_capital_ending_is_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "POINTS.PARQUET").write_text("x\n1\n")
     monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame({"x": [42]}))
-    functions = {"model_fn": Letters, "dataset_fn": FromTable, "loss_fn": Letters}
+    functions = {"model_fn": Letters, "dataset_fn": FromTable, "loss_fn": "mse_loss"}
     config = build({**functions, "df": "POINTS.PARQUET", "val_fraction": 0}, folder=tmp_path)
     assert items(make_datasets(config)[0]) == [42]
