@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from paceline.results.result import Result
 
 
-def build_config(raw: Mapping[str, Any], folder: Path | None = None) -> Config:
-    """A valid config whose launcher, trackers, optimizer, metrics and loss exist; otherwise one ConfigError for all."""
-    return build(raw, folder=folder, checks=CHECKS)
+def build_config(raw: Mapping[str, Any], folder: Path | None = None, overridden: Sequence[str] = ()) -> Config:
+    """A valid config whose launcher, trackers, optimizer, metrics and loss exist; otherwise one ConfigError for all.
+
+    `overridden` are the keys of the command line, for the words in messages.
+    """
+    return build(raw, folder=folder, overridden=overridden, checks=CHECKS)
 
 
 def _unknown_launcher(config: Config) -> Iterator[str]:

@@ -47,6 +47,6 @@ def test_a_trainer_reports_the_mistakes_of_config_and_engine_together() -> None:
     with pytest.raises(ConfigError) as caught:
         paceline.Trainer(**MANAGED, procs=2, ddp=False, optimizer="sdg")
     assert caught.value.problems == [
-        "procs=2 needs DDP; remove ddp: false, or use --procs 1",
+        "procs=2 needs DDP; remove ddp=False, or use procs=1",
         "optimizer.name='sdg' is not an optimizer of torch.optim; did you mean sgd?",
     ]

@@ -132,7 +132,10 @@ class Run:
         self._unavailable("log")
 
     def learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group in the last step."""
+        """The learning rate of each parameter group in the last step.
+
+        In the user's own loop the current one: that of the next step once a scheduler has stepped.
+        """
         self._unavailable("learning_rates")
 
     def ema_weights(self) -> AbstractContextManager[None]:

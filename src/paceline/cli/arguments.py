@@ -57,11 +57,11 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
 
     path = find_config(target)
     raw = config.read_yaml(path)
-    config.override(raw, overrides or [])
+    overridden = config.override(raw, overrides or [])
     raw |= {key: value for key, value in options.items() if value is not None}
     folder = path.parent.resolve()
     launch.prepare(raw, folder)  # the processes of the ranks import torch while `build_config` imports it here
-    return trainer.build_config(raw, folder), folder
+    return trainer.build_config(raw, folder, overridden), folder
 
 
 def newest_run() -> Path:

@@ -45,8 +45,8 @@ def submit(
 
     path = find_config(target)
     raw = config.read_yaml(path)
-    config.override(raw, overrides or [])
-    built = build_config(raw, path.parent.resolve())
+    overridden = config.override(raw, overrides or [])
+    built = build_config(raw, path.parent.resolve(), overridden)
     request = JobRequest(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir

@@ -3,7 +3,7 @@
 Reports all mistakes of a config at once. Must not know torch, devices, processes or the environment.
 """
 
-from paceline.config.answers import advice_for
+from paceline.config.answers import answers_to
 from paceline.config.build import build, override, resolve_tables
 from paceline.config.messages import problems_of
 from paceline.config.resolved import Settings
@@ -18,6 +18,7 @@ from paceline.config.schema import (
     Pacing,
     Schedule,
 )
+from paceline.config.written import Origin, in_one_line
 from paceline.config.yaml import dotted_items, dump_yaml, read_yaml, to_plain
 
 __all__ = [
@@ -28,13 +29,15 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Log",
+    "Origin",
     "Pacing",
     "Schedule",
     "Settings",
-    "advice_for",
+    "answers_to",
     "build",
     "dotted_items",
     "dump_yaml",
+    "in_one_line",
     "override",
     "problems_of",
     "read_yaml",

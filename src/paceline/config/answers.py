@@ -3,34 +3,167 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from paceline.config.other_names import REMOVE, TABLE, VALUES, Row
-from paceline.config.written import EVERYWHERE, OPEN, leaves, written
+from paceline.config.schema import NAMED_SECTIONS
+from paceline.config.written import COMMAND_LINE, OPEN, Origin, leaves, written
 from paceline.config.yaml import parse
 
 VALUE = "VALUE"  # stands for the user's value in the table
 LONGEST = 60  # characters of a value that is repeated in an answer
+Path = tuple[str, ...]  # the keys that lead to a value
 
 
-def advice_for(sections: Sequence[str], name: str, value: Any, places: Sequence[str] = EVERYWHERE) -> str | None:
-    """The rest of a sentence about an unknown key, "is called … here; write …"; None if the table does not have it."""
-    own = ".".join((*sections, name))
-    rows = [row for row in rows_of(name) if key_of(row.write) != own]
+@dataclass(frozen=True)
+class Answer:
+    """The settings to write instead of an unknown key, as values by their paths."""
+
+    path: Path
+    value: Any
+    key: str  # what it is called here; empty if there is no such key
+    words: dict[Path, Any]
+    usual: frozenset[Path] = frozenset()  # those of the words that give way to what the user has chosen
+    note: str = ""
+    times: str = ""  # the key of the number by which the user's value is multiplied
+
+    @property
+    def chosen(self) -> dict[Path, Any]:
+        """The words that follow from the user's value."""
+        return {path: value for path, value in self.words.items() if path not in self.usual}
+
+    @property
+    def section(self) -> str:
+        """The section of settings that the answer writes; else empty."""
+        return next((path[0] for path in self.words if len(path) > 1), "")
+
+    def contradicts(self, other: Answer) -> bool:
+        """Whether two answers write different values under the same key."""
+        return any(value != other.chosen.get(path, value) for path, value in self.chosen.items())
+
+
+def answers_to(unknown: Mapping[Path, Any], given: Mapping[str, Any], origin: Origin) -> dict[Path, str]:
+    """A sentence for each unknown key that the table has; keys of one section, typed in one place, share a sentence.
+
+    The words to write include what is given in the same section, as they replace it.
+    """
+    found = [answer for path, value in unknown.items() if (answer := _answer_to(path, value))]
+    known = dict(chain.from_iterable(answer.chosen.items() for answer in found)) | dict(_flat(given))
+    groups: dict[tuple[Any, str], list[Answer]] = {}
+    for answer in (_multiplied(answer, known) for answer in found):
+        shared = (answer.section or answer.path, origin.of(".".join(answer.path)))
+        if any(answer.contradicts(other) for other in groups.get(shared, [])):
+            shared = (answer.path, shared[1])
+        groups.setdefault(shared, []).append(answer)
+    kept = {path: value for path, value in _flat(given) if path not in unknown}
+    return {
+        answer.path: _sentence(answers, kept, place) for (_, place), answers in groups.items() for answer in answers
+    }
+
+
+def advice_on_value(key: str, value: Any, given: Mapping[str, Any], origin: Origin) -> str | None:
+    """The rest of a sentence about a value that only other libraries have; None if the table does not have it."""
+    write, note = ("", "") if value is None else template(Row(values=VALUES.get(key, {})), value)
+    if not write and not note:
+        return None
+    path = tuple(key.split("."))
+    answer = Answer(path, value, key, dict(leaves(settings(write, value))), note=note.replace(VALUE, _text(value)))
+    kept = {at: inner for at, inner in _flat(given) if at[: len(path)] != path}
+    return f"is not a value here; {_advice([answer], kept, origin.of(key))}"
+
+
+def _answer_to(path: Path, value: Any) -> Answer | None:
+    """The answer to an unknown key; None if the table does not have it."""
+    *sections, name = path
+    rows = [row for row in rows_of(name) if key_of(row.write) != ".".join(path)]
     rows.sort(key=lambda row: not key_of(row.write).startswith(".".join((*sections, ""))))  # of the same section first
     if not rows:
         return None
-    write, note = template(rows[0], value)
-    key = key_of(write or rows[0].write).replace(VALUE, str(value))
-    return f"{f'is called {key} here' if key else 'is not a key here'}; {_advice(write, note, value, places)}"
+    row, section = rows[0], key_of(rows[0].write).partition(".")[0]
+    if isinstance(value, Mapping) and section != key_of(row.write):
+        return Answer(path, value, section, dict(_renamed(section, value)))
+    write, note = template(row, value)
+    words, key = dict(leaves(settings(write, value))), key_of(write or row.write).replace(VALUE, str(value))
+    is_usual = write == row.write
+    patterns = zip(words, leaves(settings(write)), strict=False)
+    usual = {at for at, (_, text) in patterns if is_usual and VALUE not in str(text) and text != OPEN}
+    times = row.times if is_usual else ""
+    return Answer(path, value, key, words, frozenset(usual), note.replace(VALUE, _text(value)), times)
 
 
-def advice_on_value(key: str, value: Any, places: Sequence[str]) -> str | None:
-    """The rest of a sentence about a value that only other libraries have; None if the table does not have it."""
-    row = Row(values=VALUES.get(key, {}))
-    write, note = ("", "") if value is None else template(row, value)
-    return f"is not a value here; {_advice(write, note, value, places)}" if write or note else None
+def _renamed(section: str, values: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
+    """The values of a section of another library by the paths that they have here."""
+    for name, value in values.items():
+        path = (section, str(name))
+        inner = _answer_to(path, value)
+        special = VALUES.get(".".join(path))
+        if inner is not None and section in (inner.section, inner.key):
+            yield from inner.words.items()
+        elif special and (write := template(Row(values=special), value)[0]):
+            yield from leaves(settings(write, value))
+        else:
+            yield path, _shown(value)
+
+
+def _multiplied(answer: Answer, known: Mapping[Path, Any]) -> Answer:
+    """The answer with the user's value multiplied by the number that it depends on, if that is known."""
+    number = str(known.get((answer.times,), ""))
+    if not number.isdigit() or ("nodes",) in known or not isinstance(answer.value, int):
+        return answer
+    words = {path: value * int(number) for path, value in answer.words.items()}
+    return replace(answer, words=words, note=f"{answer.value} for each of the {number} processes")
+
+
+def _sentence(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
+    names = [f"{'.'.join(answer.path)}={shortened(answer.value)}" for answer in answers]
+    keys = list(dict.fromkeys(answer.key for answer in answers if answer.key))
+    verb = "is" if len(names) == 1 else "are"
+    what = f"{verb} called {', '.join(keys)} here" if keys else f"{verb} not a key here"
+    return f"{', '.join(names)} {what}; {_advice(answers, kept, place)}"
+
+
+def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
+    """The words to write and the notes of all these answers."""
+    chosen = dict(chain.from_iterable(answer.chosen.items() for answer in answers))
+    sections = {path[0] for answer in answers for path in answer.words if len(path) > 1}
+    same = {path: value for path, value in kept.items() if path[0] in sections and len(path) > 1}
+    # Words of the command line change single keys; those of the other places replace a section.
+    values = {} if place == COMMAND_LINE else dict(same)
+    for answer in answers:
+        values |= {at: value for at, value in answer.words.items() if at not in answer.usual or at not in same}
+    tree = _tree((values | chosen).items())
+    if isinstance(metrics := kept.get(("metrics",)), (str, list, tuple)) and isinstance(tree.get("metrics"), str):
+        names = [metrics] if isinstance(metrics, str) else list(metrics)
+        tree["metrics"] = list(dict.fromkeys([*names, tree["metrics"]]))
+    words = f"write {written(tree, place)}" if tree else ""
+    return ", ".join(dict.fromkeys(filter(None, (words, *(answer.note for answer in answers)))))
+
+
+def _flat(given: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The user's settings by their paths, with the names of sections that are given by name alone."""
+    sections = {key: {"name": value} if key in NAMED_SECTIONS and isinstance(value, str) else value
+        for key, value in given.items()}  # fmt: skip
+    return ((path, _shown(value)) for path, value in leaves(sections))
+
+
+def _tree(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Nested settings from values by their paths."""
+    root: dict[str, Any] = {}
+    for path, value in values:
+        target = root
+        for section in path[:-1]:
+            target = target.setdefault(section, {})
+        target[path[-1]] = value
+    return root
+
+
+def shortened(value: Any) -> str:
+    """A value in one line of limited length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def rows_of(name: str) -> list[Row]:
@@ -57,13 +190,8 @@ def template(row: Row, value: Any) -> tuple[str, str]:
 
 def settings(write: str, value: Any = VALUE) -> dict[str, Any]:
     """The settings in a piece of YAML of the table, with the user's value in place of VALUE."""
-    filled: dict[str, Any] = _filled(parse(f"{{{write}}}"), _repeatable(value))
+    filled: dict[str, Any] = _filled(parse(f"{{{write}}}"), _shown(value))
     return filled
-
-
-def _advice(write: str, note: str, value: Any, places: Sequence[str]) -> str:
-    words = f"write {written(settings(write, value), places)}" if write else ""
-    return ", ".join(filter(None, (words, note.replace(VALUE, str(_repeatable(value))))))
 
 
 def _kinds(value: Any) -> list[str]:
@@ -80,6 +208,8 @@ def _kinds(value: Any) -> list[str]:
     if isinstance(value, int) or type(value).__name__ == "dtype":
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return [str(value).lower().removeprefix("torch."), *(["count"] if is_count else [])]
+    if isinstance(value, Mapping):
+        return ["section"]
     return ["table"] if hasattr(value, "columns") else []
 
 
@@ -97,8 +227,14 @@ def _filled(tree: Any, value: Any, key: str = "") -> Any:
     return value if is_name or not key.endswith("_fn") else OPEN
 
 
-def _repeatable(value: Any) -> Any:
-    """A short simple value, or a list of such; an ellipsis for any other."""
+def _shown(value: Any) -> Any:
+    """A short simple value, or a list or section of such; an ellipsis for any other."""
+    if isinstance(value, Mapping):
+        return {str(key): _shown(inner) for key, inner in value.items()}
     parts = value if isinstance(value, (list, tuple)) else [value]
     is_simple = all(isinstance(part, (str, int, float)) for part in parts)
     return value if is_simple and len(str(value)) <= LONGEST else OPEN
+
+
+def _text(value: Any) -> str:
+    return str(_shown(value))

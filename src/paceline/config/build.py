@@ -8,28 +8,33 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from paceline import callbacks
 from paceline.callbacks import Callback
+from paceline.config.answers import advice_on_value
 from paceline.config.checks import Check, conflicts, train_fn_problems
 from paceline.config.functions import FunctionNotFound, full_name, home_of, is_model_loss, is_object, resolve
 from paceline.config.messages import problems_of
 from paceline.config.phases import functions_in, map_functions
 from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
 from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_calls, wrong_methods
-from paceline.config.written import FILE, PYTHON
+from paceline.config.written import FILE, PYTHON, Origin
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
 from paceline.system.paths import is_file, problem_with
 
 
-def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterable[Check] = ()) -> Config:
+def build(
+    raw: Mapping[str, Any], *, folder: Path | None = None, overridden: Sequence[str] = (), checks: Iterable[Check] = ()
+) -> Config:
     """A valid config with callable functions, or one ConfigError that lists every mistake.
 
     Functions by name and relative paths of tables are looked up in `folder`, or in the config's own `folder`, which is
-    relative to it. `checks` find further problems once the functions are imported.
+    relative to it. `overridden` are the keys of the command line. `checks` find further problems once the functions are
+    imported.
     """
     # A known key without a value keeps its default; an unknown key without a value is still a mistake.
     values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
-    config, problems = _validated(values, PYTHON if folder is None else FILE)
+    config, problems = _validated(values, Origin(PYTHON if folder is None else FILE, tuple(overridden)))
     if config.folder is not None:
         folder = (folder or Path()) / config.folder
     problems += _resolve_functions(config, folder)
@@ -49,23 +54,26 @@ def build(raw: Mapping[str, Any], *, folder: Path | None = None, checks: Iterabl
     return config
 
 
-def _validated(values: dict[str, Any], places: Sequence[str]) -> tuple[Config, list[str]]:
+def _validated(values: dict[str, Any], origin: Origin) -> tuple[Config, list[str]]:
     """The config and its problems; keys with an invalid value have their default, so that all others are checked."""
+    invalid, problems = set[str](), list[str]()
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
         config = Config.model_validate({key: value for key, value in values.items() if key not in invalid})
-        return config, problems_of(error, places) + conflicts(config, invalid)
-    return config, conflicts(config)
+        problems = problems_of(error, values, origin)
+    config._origin = origin
+    return config, problems + conflicts(config, invalid)
 
 
-def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply `key=value` and `key.inner=value` from the command line; values are read as YAML.
+def override(raw: dict[str, Any], assignments: Iterable[str]) -> list[str]:
+    """Apply `key=value` and `key.inner=value` from the command line, and return the keys; values are read as YAML.
 
+    A name alone, as in `optimizer=sgd`, keeps the other options of the section.
     A table that exists in the working folder, which the user sees while typing, precedes one in the config's folder.
     """
-    problems = []
+    problems, keys = [], []
     for assignment in assignments:
         dotted, separator, text = assignment.partition("=")
         *sections, last = dotted.split(".")
@@ -78,11 +86,15 @@ def override(raw: dict[str, Any], assignments: Iterable[str]) -> None:
             if target is raw and section in NAMED_SECTIONS and isinstance(inner, str):
                 inner = {"name": inner}
             target[section] = target = dict(inner) if isinstance(inner, dict) else {}
-        target[last] = parse(text)
+        keys.append(dotted)
+        value, before = parse(text), target.get(last)
+        is_name = dotted in NAMED_SECTIONS and isinstance(value, str)
+        target[last] = {**before, "name": value} if is_name and isinstance(before, dict) else value
         if dotted in TABLE_KEYS and Path(text).is_file():
             target[last] = str(Path(text).resolve())
     if problems:
         raise ConfigError(problems)
+    return keys
 
 
 def resolve_tables(config: Config, folder: Path | None) -> list[str]:
@@ -117,7 +129,9 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
         try:
             return resolve(full_name(key, name), folder)
         except FunctionNotFound as reason:
-            problems.append(f"{key}={name!r} {reason}")
+            ours = f"is in paceline; write paceline:{name}" if name in callbacks.__all__ else None
+            advice = advice_on_value(key, name, {}, config.origin) or (ours if key.startswith("callbacks.") else None)
+            problems.append(f"{key}={name!r} {advice or reason}")
             return name
 
     for key in FUNCTION_KEYS:

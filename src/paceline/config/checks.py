@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import is_model_loss, name_of
 from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
+from paceline.config.written import written
 
 Check = Callable[[Config], Iterable[str]]
 
@@ -27,6 +28,11 @@ def _is_set(config: Config, key: str) -> bool:
     """Whether a key differs from its default: the config in a run folder lists every key, set by the user or not."""
     value, default = getattr(config, key), Config.model_fields[key].get_default(call_default_factory=True)
     return value is not default and (type(value) is not type(default) or value != default)
+
+
+def _words(config: Config, key: str, value: object) -> str:
+    """A setting as the user would type it."""
+    return written({key: value}, config.origin.place)
 
 
 # --- what must be given, and what excludes each other -------------------------------------------------------------
@@ -125,11 +131,13 @@ def _schedule_has_its_options(config: Config) -> Iterator[str]:
         if value is not None and value != Schedule.model_fields[key].default:
             owners = ", ".join(each for each, known in SCHEDULES.items() if key in known)
             takes = f"schedule.name={name} takes {', '.join(options)}"
+            if "schedule" in config.origin.overridden:
+                takes += f"; or replace the section: 'schedule={{name: {name}}}'"
             yield f"schedule.{key}={value} belongs to {owners}; {takes}"
     if name == "exponential" and schedule.final == 0:
-        yield "schedule.name=exponential needs final, the last factor of the learning rate; give final: 0.01"
+        yield "schedule.name=exponential needs final, the last factor of the learning rate; give final, such as 0.01"
     if name == "step" and (schedule.every_epochs is None) == (schedule.every_steps is None):
-        yield "schedule.name=step needs one of every_epochs and every_steps; give for example every_epochs: 30"
+        yield "schedule.name=step needs one of every_epochs and every_steps; give one, such as 30 epochs"
 
 
 def _plateau_metric_is_measured(config: Config) -> Iterator[str]:
@@ -173,7 +181,7 @@ def _order_knows_the_samples(config: Config) -> Iterator[str]:
     if config.order_fn is not None and is_split:
         yield (
             f"val_fraction={config.val_fraction} would take samples out of the data set that order_fn orders; "
-            "set val_fraction: 0, or give val_df or val_dataset_fn"
+            f"set {_words(config, 'val_fraction', 0)}, or give val_df or val_dataset_fn"
         )
 
 
@@ -222,19 +230,20 @@ def _several_processes_use_ddp(config: Config) -> Iterator[str]:
     if config.ddp:
         return
     if config.nodes is not None:
-        yield f"nodes={config.nodes} needs DDP; remove ddp: false"
+        yield f"nodes={config.nodes} needs DDP; remove {_words(config, 'ddp', False)}"
     if (config.procs_range or (1, 1))[0] > 1:
-        yield f"procs={config.procs} needs DDP; remove ddp: false, or use --procs 1"
+        words = f"remove {_words(config, 'ddp', False)}, or use {_words(config, 'procs', 1)}"
+        yield f"procs={config.procs} needs DDP; {words}"
 
 
 def _exact_excludes_rank_dependent_sums(config: Config) -> Iterator[str]:
-    is_exact = config.exact and config.keeps_state
+    is_exact, inexact = config.exact and config.keeps_state, _words(config, "exact", False)
     if config.compression != "none" and is_exact:
-        yield f"compression={config.compression} makes results depend on the number of ranks; set exact: false"
+        yield f"compression={config.compression} makes results depend on the number of ranks; set {inexact}"
     if config.compression == "powersgd" and config.find_unused_parameters:
         yield "compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16"
     if config.sync_batchnorm and is_exact:
-        yield "sync_batchnorm=true makes results depend on the number of ranks; set exact: false"
+        yield f"sync_batchnorm=true makes results depend on the number of ranks; set {inexact}"
 
 
 def _cpu_suffices(config: Config) -> Iterator[str]:

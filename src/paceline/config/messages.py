@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config.answers import advice_for, advice_on_value
+from paceline.config.answers import advice_on_value, answers_to, shortened
 from paceline.config.schema import FUNCTION_KEYS, Config
-from paceline.config.written import FILE
+from paceline.config.written import OPEN, Origin, written
 
 _MADE_BY = {  # how to give an object where a section of settings is expected
     "optimizer": "write optimizer_fn, a function of the model that returns it",
@@ -20,34 +20,37 @@ _MADE_BY = {  # how to give an object where a section of settings is expected
 }
 
 
-def problems_of(error: ValidationError, places: Sequence[str] = FILE) -> list[str]:
-    """One sentence for each mistake that pydantic found in a config, which the user wrote in one of the places."""
-    return list(dict.fromkeys(_describe(detail, places) for detail in error.errors(include_url=False)))
+def problems_of(error: ValidationError, given: Mapping[str, Any], origin: Origin | None = None) -> list[str]:
+    """One sentence for each mistake that pydantic found in the given config, with words for where it was typed."""
+    origin, details = origin or Origin(), error.errors(include_url=False)
+    unknown = {_path(detail): detail["input"] for detail in details if detail["type"] == "extra_forbidden"}
+    answers = answers_to(unknown, given, origin)
+    return list(dict.fromkeys(answers.get(_path(detail)) or _describe(detail, given, origin) for detail in details))
 
 
-def _describe(detail: ErrorDetails, places: Sequence[str]) -> str:
+def _path(detail: ErrorDetails) -> tuple[str, ...]:
+    return tuple(str(part) for part in detail["loc"])
+
+
+def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) -> str:
     if detail["type"] == "extra_forbidden":
-        return _unknown([str(part) for part in detail["loc"]], detail["input"], places)
+        return f"{'.'.join(_path(detail))} is not a known key; {_hint([*_path(detail)])}"
     # For a union, the location also names the branch that failed, such as "list[str]"; the user knows only the key.
     path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [part for part in path if part not in ("str", "callable", "bool")]
-    key = ".".join(path)
-    if advice := advice_on_value(key, detail["input"], places):
-        return f"{key}={_short(detail['input'])} {advice}"
+    key, value = ".".join(path), shortened(detail["input"])
+    if advice := advice_on_value(key, detail["input"], given, origin):
+        return f"{key}={value} {advice}"
     if key in _MADE_BY:
-        return f"{key}={_short(detail['input'])} is neither a name nor a section; to give an object, {_MADE_BY[key]}"
+        return f"{key}={value} is neither a name nor a section; to give an object, {_MADE_BY[key]}"
     if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
-        return f'{key}={_short(detail["input"])} is not a function; give a function, or "module:name" in a config'
+        return f'{key}={value} is not a function; give a function, or "module:name" in a config'
+    if detail["type"] == "model_type":
+        return f"{key}={value} is not a section of settings; its keys are {', '.join(_known_keys(path))}"
+    if detail["type"] == "list_type":
+        return f"{key}={value} is not a list; write {written({key: [OPEN]}, origin.of(key))}"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{key}={_short(detail['input'])} {message[0].lower()}{message[1:]}"
-
-
-def _unknown(path: list[str], value: Any, places: Sequence[str]) -> str:
-    """A sentence about an unknown key: what it is called here if another library has it, else what is similar."""
-    key = ".".join(path)
-    if advice := advice_for(path[:-1], path[-1], value, places):
-        return f"{key}={_short(value)} {advice}"
-    return f"{key} is not a known key; {_hint(path)}"
+    return f"{key}={value} {message[0].lower()}{message[1:]}"
 
 
 def _hint(path: list[str]) -> str:
@@ -57,7 +60,9 @@ def _hint(path: list[str]) -> str:
     near = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
     near = near or [f"{key}.{last}" for key in known if not sections and last in _known_keys([key])]
     meant = " or ".join(".".join([*sections, key]) for key in near)
-    return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
+    if meant or sections:
+        return f"did you mean {meant}?" if meant else f"known keys: {', '.join(known)}"
+    return "arguments of model_fn belong in model_args, those of dataset_fn in dataset_args"
 
 
 def _known_keys(sections: list[str]) -> list[str]:
@@ -70,8 +75,3 @@ def _known_keys(sections: list[str]) -> list[str]:
             return []
         model = annotation
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -23,6 +23,7 @@ class Row(NamedTuple):
     lightning: str = ""
     transformers: str = ""
     accelerate: str = ""
+    times: str = ""  # the key of a number by which the user's value is multiplied
     others: str = ""  # torchrun, and what people call it in their own scripts
 
     @property
@@ -43,9 +44,11 @@ _SCHEDULERS = {
     "constant_with_warmup": "write schedule: {name: constant, warmup_steps: …}",
     **dict.fromkeys(("step", "steplr"), "write schedule: {name: step, every_epochs: 30, factor: 0.1}"),
     **dict.fromkeys(("exponential", "exponentiallr"), "write schedule: {name: exponential, final: 0.01}"),
-    **dict.fromkeys(("reducelronplateau", "reduce_lr_on_plateau"), "write schedule: {name: plateau}"),
+    **dict.fromkeys(
+        ("reducelronplateau", "reduce_lr_on_plateau", "reduce_on_plateau"), "write schedule: {name: plateau}"
+    ),
     "text": "write scheduler_fn: …; a function (optimizer) that returns a scheduler of torch",
-}
+}  # fmt: skip
 _PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true", "fp16-mixed"), "write precision: fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16-true"), "write precision: bf16"),
@@ -76,6 +79,20 @@ _IN_STEPS = "a number of steps"
 _ALL_ON_ONE_HOST = "the number of processes on each host"
 _HOSTS = "if there are several hosts; else remove it"
 
+_TRACKERS = {
+    **dict.fromkeys(("tensorboard", "true"), "remove it, TensorBoard's files are always written"),
+    "all": "write log: {trackers: [wandb, mlflow]}",
+    **{name: f"write log: {{trackers: {name}}}" for name in ("wandb", "mlflow")},
+    "list": "write log: {trackers: …}; wandb, mlflow or both, TensorBoard's files are always written",
+    "text": "write log: {trackers: …}; wandb, mlflow or the name of an installed sink",
+    **dict.fromkeys(("none", "false"), "write log: {tensorboard: false}"),
+}
+_MONITORS = {
+    **dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"),
+    **dict.fromkeys(_ACCURACIES, "write early_stop: {metric: accuracy, mode: max}, metrics: accuracy"),
+}
+_UNLIMITED = "write num_epochs: 1000, max_steps: …; the run ends with whichever is reached first"
+
 # Values of other libraries for keys that have the same name here.
 VALUES: dict[str, Mapping[str, str]] = {
     "precision": _PRECISIONS,
@@ -86,11 +103,24 @@ VALUES: dict[str, Mapping[str, str]] = {
         "false": REMOVE,
     },
     "ema": {"true": "write ema: 0.999", **_FALSE},
-    "early_stop": {"true": "write early_stop: {patience: 5}", **_FALSE},
+    "early_stop": {"true": "write early_stop: {patience: 5}", **_FALSE, **_MONITORS,
+        "count": "write early_stop: {patience: VALUE}",
+        "text": "write early_stop: {metric: …}; val_loss, or one of metrics with its mode"},
+    "evaluate": {"true": BY_DEFAULT, "false": "write val_fraction: 0",
+        "count": "write evaluate: {every_epochs: VALUE}; or every_steps",
+        "fraction": f"write evaluate: {{every_steps: …}}; {_IN_STEPS}",
+        "text": "write evaluate: {every_epochs: …}; or every_steps"},
+    "checkpoint": {"true": BY_DEFAULT, "best": f"write {_BEST}", **dict.fromkeys(_LOSSES, f"write {_BEST}"),
+        "false": "write checkpoint: {every_minutes: null}; checkpoints are saved only at a stop and at the end",
+        "count": "write checkpoint: {every_steps: VALUE}; or every_minutes",
+        "text": "write checkpoint: {every_minutes: 10}; or every_steps, keep and best"},
+    "log": {**_TRACKERS, "count": "write log: {every_steps: VALUE}"},
+    "loss_fn": _LOSS_FUNCTIONS,
+    "num_epochs": {"-1": _UNLIMITED},
     "device": {"gpu": "write device: cuda", "cuda:0": "write device: cuda"},
     "resume": {"true": "write resume: auto", **_FALSE},
     "schedule.name": {name: text for name, text in _SCHEDULERS.items() if name not in (*SCHEDULES, "text")},
-}
+}  # fmt: skip
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "Optimizer and schedule": (
@@ -127,14 +157,17 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("early_stop: {patience: VALUE}", values=VALUES["early_stop"], transformers="early_stopping_patience",
             lightning="patience", others="early_stopping"),
         Row("early_stop: {min_delta: VALUE}", lightning="min_delta", transformers="early_stopping_threshold"),
-        Row("early_stop: {metric: VALUE, mode: max}", _MEASURED, values={
-            **dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"), **dict.fromkeys(_ACCURACIES,
-            "write early_stop: {metric: accuracy, mode: max}, metrics: accuracy")}, lightning="monitor"),
+        Row("early_stop: {metric: VALUE, mode: max}", _MEASURED, values=_MONITORS, lightning="monitor"),
+        Row("optimizer: {lr: VALUE}", "the highest rate of the schedule", others="max_lr"),
+        Row("schedule: {name: cosine}", "which ends with the last step of the run", others="T_max t_max"),
+        Row("schedule: {final: …, name: cosine}", "the last rate as a fraction of optimizer.lr",
+            others="min_lr eta_min"),
+        Row("scheduler_fn: …", "a function (optimizer) that returns torch's MultiStepLR", others="milestones"),
     ),
     "Epochs, steps and batches": (
         Row("num_epochs: VALUE",
             values={"decimal": "write num_epochs: …; a whole number of epochs",
-            "-1": "write max_steps: …, num_epochs: …; as many epochs as the steps take"},
+            "-1": _UNLIMITED},
             lightning="max_epochs", transformers="num_train_epochs", others="epochs n_epochs"),
         Row("max_steps: VALUE", values=VALUES["max_steps"],
             others="max_iters num_steps total_steps num_training_steps max_train_steps"),
@@ -152,7 +185,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("global_batch_size: VALUE, batch_size: …", "which divides it",
             values={"text": f"write global_batch_size: …, batch_size: …; {_SAMPLES}"},
             others="total_batch_size effective_batch_size"),
-        Row("lanes: VALUE", "times the number of processes, whose micro-batches it counts",
+        Row("lanes: VALUE", times="procs", note="times the number of processes, whose micro-batches it counts",
             lightning="accumulate_grad_batches", transformers="gradient_accumulation_steps",
             accelerate="gradient_accumulation_steps", others="grad_accum_steps accumulation_steps"),
         Row("evaluate: {batch_size: VALUE}", transformers="per_device_eval_batch_size",
@@ -182,7 +215,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("collate_fn: VALUE", transformers="data_collator", others="collate"),
         Row("workers: VALUE", transformers="dataloader_num_workers", others="num_workers n_workers"),
         Row("sample_weights: …", "or order_fn, a function (epoch, size) that returns indices",
-            others="sampler weighted_sampler class_weights"),
+            others="sampler weighted_sampler"),
         Row("order_fn: …, val_fraction: 0", "or val_df; order_fn is a function (epoch, size) that returns indices",
             transformers="group_by_length length_column_name", others="batch_sampler"),
         Row(note="remove it, the order of the samples changes in every epoch and each process gets its share",
@@ -199,9 +232,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
             transformers="data_seed", others="random_seed manual_seed"),
     ),
     "Model and loss": (
-        Row("model_fn: …", "a function that returns the model", transformers="model model_init", others="net module"),
+        Row("model_fn: VALUE", "a function that returns the model", transformers="model model_init",
+            others="net module"),
         Row("loss_fn: VALUE", values=_LOSS_FUNCTIONS, transformers="compute_loss_func",
             others="loss criterion loss_function objective"),
+        Row("loss_fn: …", "a function with weight=VALUE in its cross_entropy; or sample_weights, which draws samples "
+            "more often", others="class_weights class_weight"),
         Row("loss_fn: …", "a function with label_smoothing=VALUE in its cross_entropy", values=_FALSE,
             transformers="label_smoothing_factor", others="label_smoothing"),
         Row("metrics: …", "a dict of functions (output, target) by their names", values={
@@ -212,6 +248,10 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("evaluate_fn: VALUE", lightning="validation_step", transformers="prediction_step"),
         Row("predict_fn: VALUE", lightning="predict_step"),
         Row("callbacks: […]", others="callback hooks"),
+        Row("model_args: {num_classes: VALUE}", "if model_fn takes it", others="num_classes"),
+        Row("model_args: …", "a section with the arguments of model_fn; there is dataset_args for those of dataset_fn",
+            values={"section": "write model_args: VALUE; and dataset_args for arguments of dataset_fn"},
+            others="hparams hyperparameters"),
         Row(note="call model.gradient_checkpointing_enable() in model_fn",
             transformers="gradient_checkpointing", others="activation_checkpointing"),
     ),
@@ -259,13 +299,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             lightning="default_root_dir", transformers="output_dir logging_dir",
             accelerate="project_dir", others="save_dir log_dir out_dir work_dir"),
         Row("name: VALUE", transformers="run_name", others="experiment_name exp_name project project_name"),
-        Row("log: {trackers: VALUE}", values={
-            **dict.fromkeys(("tensorboard", "true"), "remove it, TensorBoard's files are always written"),
-            "all": "write log: {trackers: [wandb, mlflow]}",
-            **{name: f"write log: {{trackers: {name}}}" for name in ("wandb", "mlflow")},
-            "list": "write log: {trackers: …}; wandb, mlflow or both, TensorBoard's files are always written",
-            "text": "write log: {trackers: …}; wandb, mlflow or the name of an installed sink",
-            **dict.fromkeys(("none", "false"), "write log: {tensorboard: false}")},
+        Row("log: {trackers: VALUE}", values=_TRACKERS,
             lightning="logger", transformers="report_to", accelerate="log_with", others="tracker"),
         Row("log: {trackers: wandb}", values=_FALSE, others="wandb use_wandb wandb_project"),
         Row("log: {trackers: mlflow}", values=_FALSE, others="mlflow use_mlflow"),
@@ -277,7 +311,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             others="log_every log_interval"),
         Row(note="run paceline export RUN --format hf", transformers="push_to_hub hub_model_id"),
         Row(note="remove it, a terminal shows the live view and a file gets plain lines",
-            lightning="enable_progress_bar enable_model_summary", transformers="disable_tqdm"),
+            lightning="enable_progress_bar enable_model_summary", transformers="disable_tqdm", others="verbose"),
     ),
     "Processes and machines": (
         Row("procs: VALUE", _ALL_ON_ONE_HOST,

@@ -22,6 +22,7 @@ from pydantic import (
 
 from paceline.config.functions import is_object
 from paceline.config.phases import with_every
+from paceline.config.written import Origin
 from paceline.config.yaml import dump_yaml, to_plain
 from paceline.system.paths import problem_with
 
@@ -387,6 +388,12 @@ class Config(_Section):
     log: Log = Log()
 
     _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the objects that the user gave by name
+    _origin: Origin = PrivateAttr(default_factory=Origin)  # for the words in messages about the config
+
+    @property
+    def origin(self) -> Origin:
+        """Where the user typed the keys, in a config from `build`."""
+        return self._origin
 
     def function(self, key: str) -> Callable[..., Any]:
         """The function under `key`, in a config from `build`."""

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.yaml import parse
 
 OPEN = "…"  # stands for a value that the user knows
-PYTHON = ("in Python",)
-FILE = ("in a config", "on the command line")
-EVERYWHERE = (*PYTHON, *FILE)
+PYTHON, FILE, COMMAND_LINE = "Python", "a config file", "the command line"
 
 
-def written(settings: Mapping[str, Any], places: Sequence[str]) -> str:
-    """Settings as text for each of these places; followed by the place if there are several."""
-    texts = {place: _FORMS[place](settings) for place in places}
-    return ", ".join(f"{text} {place}" if len(places) > 1 else text for place, text in texts.items())
+@dataclass(frozen=True)
+class Origin:
+    """Where the user typed the keys of a config: in Python or in a file, and the keys of the command line."""
+
+    place: str = field(default=FILE, compare=False)  # configs with the same settings are equal
+    overridden: tuple[str, ...] = field(default=(), compare=False)
+
+    def of(self, key: str) -> str:
+        """The place of a key such as optimizer.lr, or of the section or the inner keys that were typed."""
+        inside = [f"{key}.".startswith(f"{typed}.") or typed.startswith(f"{key}.") for typed in self.overridden]
+        return COMMAND_LINE if any(inside) else self.place
+
+
+def written(settings: Mapping[str, Any], place: str) -> str:
+    """Settings as the text to type in a place."""
+    return _FORMS[place](settings)
 
 
 def in_config(settings: Mapping[str, Any]) -> str:
     """The settings as YAML in one line; several keys are separated by commas."""
     return ", ".join(f"{key}: {_yaml(value)}" for key, value in settings.items())
+
+
+def in_one_line(value: Any) -> str:
+    """A value as YAML in one line."""
+    return _yaml(value)
 
 
 def _in_python(settings: Mapping[str, Any]) -> str:
@@ -35,7 +51,7 @@ def _on_command_line(settings: Mapping[str, Any]) -> str:
     return " ".join(word if OPEN in word else shlex.quote(word) for word in words)
 
 
-_FORMS = {"in Python": _in_python, "in a config": in_config, "on the command line": _on_command_line}
+_FORMS = {PYTHON: _in_python, FILE: in_config, COMMAND_LINE: _on_command_line}
 
 
 def leaves(settings: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -13,7 +13,8 @@ from paceline.engine.optimizers import problems_with
 
 def unknown_names(config: Config) -> Iterator[str]:
     """One sentence for each optimizer, argument of an optimizer, or metric that does not exist."""
-    yield from problems_with(config.optimizer.name, config.optimizer.model_extra or {})
+    section = config.optimizer.model_dump(exclude_unset=True)
+    yield from problems_with(config.optimizer.name, config.optimizer.model_extra or {}, section, config.origin)
     for name in config.metrics if isinstance(config.metrics, list) else ():
         if name not in NAMED:
             yield f"metrics={name!r} is not known; use {', '.join(NAMED)}, or {{{name}: function}}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import Config, advice_for
+from paceline.config import Config, Origin, answers_to, in_one_line
 from paceline.engine.joined_optimizers import JoinedOptimizers
 from paceline.engine.muon import Muon
 from paceline.engine.optimizer_checks import check_optimizer
@@ -175,8 +175,13 @@ def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def problems_with(name: str, options: dict[str, Any]) -> list[str]:
-    """One sentence for each problem with an optimizer's name and further keys."""
+def problems_with(
+    name: str, options: dict[str, Any], section: Mapping[str, Any] | None = None, origin: Origin | None = None
+) -> list[str]:
+    """One sentence for each problem with an optimizer's name and further keys.
+
+    `section` is what the user wrote under `optimizer`, and `origin` where.
+    """
     known = optimizers()
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
@@ -184,7 +189,15 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
         return [f"optimizer.name={name!r} is not an optimizer of torch.optim; {hint}"]
     accepted = [p for p in inspect.signature(known[name.lower()]).parameters if p != "params"]
     class_name = known[name.lower()].__name__
-    problems = [_unknown(key, options[key], class_name, accepted) for key in options if key not in accepted]
+    origin, given = origin or Origin(), {"optimizer": dict(section or {"name": name, **options})}
+    unknown: dict[tuple[str, ...], Any] = {
+        ("optimizer", key): value for key, value in options.items() if key not in accepted
+    }
+    answers = answers_to(unknown, given, origin)
+    taken = {key: value for key, value in given["optimizer"].items() if ("optimizer", key) not in unknown}
+    replaced = f"; or replace the section: 'optimizer={in_one_line(taken)}'" if "optimizer" in origin.overridden else ""
+    problems = [answers.get(path) or _unknown(path[1], class_name, accepted) + replaced for path in unknown]
+    problems = list(dict.fromkeys(problems))
     if needs_closure(known[name.lower()]):
         return [f"optimizer.name={name.lower()!r} {NEEDS_CLOSURE}"]
     if not problems:
@@ -203,10 +216,8 @@ def problems_with(name: str, options: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _unknown(key: str, value: Any, class_name: str, accepted: list[str]) -> str:
+def _unknown(key: str, class_name: str, accepted: list[str]) -> str:
     """A sentence about a key that is no argument of the optimizer's class."""
-    if advice := advice_for(["optimizer"], key, value):
-        return f"optimizer.{key}={value!r} {advice}"
     near = difflib.get_close_matches(key, accepted, n=1)
     hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
     return f"optimizer.{key} is not an argument of {class_name}; {hint}"

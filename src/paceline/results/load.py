@@ -167,7 +167,7 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(problems_of(error)) from None
+        raise ConfigError(problems_of(error, values)) from None
     if problems := list(unknown_names(config)):
         raise ConfigError(problems)
     return config

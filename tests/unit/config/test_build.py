@@ -10,6 +10,7 @@ import yaml
 
 from paceline.config import build, override
 from paceline.errors import ConfigError
+from paceline.trainer import build_config
 from support.configs import MANAGED, OWN, model, problems
 
 
@@ -153,6 +154,29 @@ def test_an_override_inside_a_section_given_by_name_keeps_the_name() -> None:
     raw: dict[str, Any] = {**MANAGED, "optimizer": "sgd"}
     override(raw, ["optimizer.lr=0.5", "schedule=cosine", "schedule.warmup_steps=3"])
     assert (raw["optimizer"], raw["schedule"]) == ({"name": "sgd", "lr": 0.5}, {"name": "cosine", "warmup_steps": 3})
+
+
+def test_an_override_by_name_alone_keeps_the_other_options() -> None:
+    raw: dict[str, Any] = {**MANAGED, "optimizer": {"name": "adamw", "lr": 0.01}}
+    assert override(raw, ["optimizer=sgd"]) == ["optimizer"]
+    assert build(raw).optimizer.model_dump() == {"name": "sgd", "lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("section", "word", "replaced"),
+    [
+        ({"optimizer": {"name": "adamw", "betas": [0.9, 0.99]}}, "optimizer=sgd", "optimizer={name: sgd}"),
+        ({"schedule": {"name": "step", "every_epochs": 30}}, "schedule=cosine", "schedule={name: cosine}"),
+    ],
+)
+def test_an_option_that_the_new_name_does_not_have_is_an_error(
+    section: dict[str, Any], word: str, replaced: str, tmp_path: Path
+) -> None:
+    raw: dict[str, Any] = {**MANAGED, **section}
+    with pytest.raises(ConfigError) as caught:
+        build_config(raw, tmp_path, override(raw, [word]))
+    assert str(caught.value).endswith(f"; or replace the section: '{replaced}'")
+    build_config(raw, tmp_path, override(raw, [replaced]))
 
 
 def test_the_last_of_several_overrides_counts() -> None:

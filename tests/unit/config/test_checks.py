@@ -96,12 +96,12 @@ def test_keys_that_have_their_default_conflict_with_nothing() -> None:
             "val_dataset_fn and val_fraction are both given; keep one of them",
         ),
         ({"device": "cpu", "backend": "nccl"}, "backend=nccl needs a GPU, but device=cpu; use backend: gloo"),
-        ({"compression": "bf16"}, "compression=bf16 makes results depend on the number of ranks; set exact: false"),
+        ({"compression": "bf16"}, "compression=bf16 makes results depend on the number of ranks; set exact=False"),
         (
             {"compression": "powersgd", "exact": False, "find_unused_parameters": True},
             "compression=powersgd cannot be used with find_unused_parameters=true; use bf16 or fp16",
         ),
-        ({"sync_batchnorm": True}, "sync_batchnorm=true makes results depend on the number of ranks; set exact: false"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=true makes results depend on the number of ranks; set exact=False"),
         (
             {"sync_batchnorm": True, "exact": False, "device": "cpu"},
             "sync_batchnorm=true needs a GPU, but device=cpu; remove one of them",
@@ -138,7 +138,7 @@ def test_invalid_metrics_are_the_only_mistake_reported() -> None:
 
 def test_several_processes_need_ddp() -> None:
     assert problems({**MANAGED, "procs": "2:4", "ddp": False}) == [
-        "procs=2:4 needs DDP; remove ddp: false, or use --procs 1"
+        "procs=2:4 needs DDP; remove ddp=False, or use procs=1"
     ]
     assert build({**MANAGED, "procs": "1:4", "ddp": False}).procs_range == (1, 4)
 
@@ -191,7 +191,7 @@ def test_a_function_for_evaluation_may_be_given_with_a_loop_of_ones_own_but_no_s
         ({"curriculum": {"by": "loss"}, "num_epochs": 2}, "order_fn and curriculum are both given; keep one of them"),
         (
             {"val_fraction": 0.2},
-            "val_fraction=0.2 would take samples out of the data set that order_fn orders; set val_fraction: 0, or "
+            "val_fraction=0.2 would take samples out of the data set that order_fn orders; set val_fraction=0, or "
             "give val_df or val_dataset_fn",
         ),
     ],

@@ -28,7 +28,7 @@ def examine(
     `on_progress` is called with the name of each part that takes time. If ranks will be started, `prepare` is called
     with the config's keys and folder before torch is imported here.
     """
-    raw, problems = _read(path, overrides, procs)
+    raw, overridden, problems = _read(path, overrides, procs)
     folder = path.parent.resolve() if path is not None else Path()
     if not problems and (path is not None or procs is not None):
         prepare({"launcher": "local", "ddp": raw.get("ddp", True), "procs": raw.get("procs")}, folder)
@@ -36,7 +36,7 @@ def examine(
 
     machine = facts.gather(Path(str(raw.get("run_dir") or "runs")))
     yield from checks.check_machine(machine)
-    config, problems = (None, problems) if problems else _build(raw, folder, has_functions=path is not None)
+    config, problems = (None, problems) if problems else _build(raw, folder, overridden, has_functions=path is not None)
     yield from (checks.failure_of("config", problem) for problem in problems)
     if config is None or (path is None and procs is None):
         return
@@ -49,27 +49,31 @@ def examine(
         yield from trials.try_config(config, machine, on_progress, has_procs=procs is not None)
 
 
-def _read(path: Path | None, overrides: Sequence[str], procs: str | None) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a config file and of the command line, and the problems with them; does not import torch."""
+def _read(
+    path: Path | None, overrides: Sequence[str], procs: str | None
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The settings of a config file and of the command line, the keys of the latter, and problems; without torch."""
     raw: dict[str, Any] = {}
     try:
         raw = configs.read_yaml(path) if path is not None else {}
-        configs.override(raw, overrides)
+        overridden = configs.override(raw, overrides)
     except ConfigError as error:
-        return raw, error.problems
-    return (raw if procs is None else {**raw, "procs": procs}), []
+        return raw, [], error.problems
+    return (raw if procs is None else {**raw, "procs": procs}), overridden, []
 
 
-def _build(raw: dict[str, Any], folder: Path, *, has_functions: bool) -> tuple[Config | None, list[str]]:
+def _build(
+    raw: dict[str, Any], folder: Path, overridden: Sequence[str], *, has_functions: bool
+) -> tuple[Config | None, list[str]]:
     """The config, and the problems with it."""
     from paceline.observe.sinks import registry
     from paceline.trainer import build_config
 
     try:
-        config = build_config(raw, folder) if has_functions else Config(**raw)
+        config = build_config(raw, folder, overridden) if has_functions else Config(**raw)
         registry.check(config.log.trackers)
         return config, []
     except ConfigError as error:
         return None, error.problems
     except ValidationError as error:
-        return None, configs.problems_of(error)
+        return None, configs.problems_of(error, raw)
