@@ -300,9 +300,9 @@ def test_the_rates_of_all_groups_are_set() -> None:
         ({"name": "cosine", "patience": 3}, "schedule.patience=3 belongs to plateau; schedule.name=cosine takes "
          "warmup_steps, final"),
         ({"name": "exponential"}, "schedule.name=exponential needs final, the last factor of the learning rate; give "
-         "final: 0.01"),
-        ({"name": "step"}, "schedule.name=step needs one of every_epochs and every_steps; give for example "
-         "every_epochs: 30"),
+         "final, such as 0.01"),
+        ({"name": "step"}, "schedule.name=step needs one of every_epochs and every_steps; give one, "
+         "such as 30 epochs"),
         ({"name": "plateau", "metric": "accuracy"}, "schedule.metric='accuracy' is not measured; use val_loss, "
          "train_loss"),
     ],
