@@ -8,8 +8,8 @@ import itertools
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from paceline.config import Config
 from paceline.errors import ConfigError
+from paceline.system import shared_numbers
+from paceline.system.shared_numbers import SharedNumbers
 
 T = TypeVar("T")
 # Of every process group: our watchdog reports more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
@@ -92,54 +94,86 @@ class World:
         dist.all_gather_object(gathered, thing)
         return gathered
 
-    def exchange(self) -> Exchange:
-        """A new exchange of whole numbers between the ranks."""
-        return Exchange(self)
+    def exchange(self, width: int | None = None) -> Exchange:
+        """A new exchange of up to `width` whole numbers between the ranks."""
+        return Exchange(self, width or EXCHANGED)
 
 
-EXCHANGED = 8  # numbers at most
+EXCHANGED = 8  # numbers at most, unless a caller needs more
 
 
 class Exchange:
     """The maximum over ranks of a few integers, computed while the ranks continue to work.
 
-    It has a process group of its own, on the CPU, so it neither waits for the device nor for other collectives.
+    Ranks of one host read each other's numbers from memory, which costs next to nothing. Those of several hosts have a
+    process group for it, on the CPU, so it neither waits for the device nor for other collectives.
     """
 
-    def __init__(self, world: World) -> None:
-        """All ranks."""
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
+    def __init__(self, world: World, width: int = EXCHANGED) -> None:
+        """For up to `width` numbers. All ranks."""
+        self._width = width
+        self._shared = _shared_numbers(world, width) if world.size > 1 else None
+        uses_group = world.size > 1 and self._shared is None
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if uses_group else None
         self._mine: tuple[int, ...] = ()
-        self._sent = torch.zeros(0, dtype=torch.int64)
-        self._work: dist.Work | None = None
+        self._sent: tuple[torch.Tensor, dist.Work | None] | None = None  # by `begin`, to the group
+        self._largest: list[int] | None = None  # the result for `end`, if it is known already
 
     def begin(self, *numbers: int) -> None:
         """Send this rank's numbers. All ranks."""
-        self._mine = numbers
-        if self._group is not None:
-            self._sent = _padded(numbers)
-            self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def meet(self, *numbers: int) -> list[int]:
-        """The largest of each number that any rank sends, at once; `begin` may be waiting for its `end`. All ranks."""
-        if self._group is None:
-            return list(numbers)
-        sent = _padded(numbers)
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
-        return sent[: len(numbers)].tolist()  # type: ignore[no-any-return]
+        self._mine, self._largest = numbers, None
+        if self._shared is not None:
+            self._shared.post(numbers)
+        elif self._group is not None:
+            sent = torch.tensor([*numbers, *[0] * (self._width - len(numbers))], dtype=torch.int64)
+            self._sent = sent, dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self) -> list[int]:
         """The largest of each number that any rank has sent. All ranks."""
-        if self._work is None:
+        if self._largest is None:
+            self._largest = self._complete()
+        return self._largest[: len(self._mine)]
+
+    def meet(self, *numbers: int) -> list[int]:
+        """The largest of each number that any rank sends, at once; `begin` may be waiting for its `end`. All ranks."""
+        begun = self._mine, self.end() if self._mine else None
+        self.begin(*numbers)
+        largest = self.end()
+        self._mine, self._largest = begun
+        return largest
+
+    def _complete(self) -> list[int]:
+        if self._shared is not None:
+            return [max(each) for each in zip(*self._shared.gather(), strict=True)]
+        if self._sent is None:
             return list(self._mine)
-        self._work.wait()
-        self._work = None
-        return self._sent[: len(self._mine)].tolist()  # type: ignore[no-any-return]
+        (sent, work), self._sent = self._sent, None
+        if work is not None:
+            work.wait()
+        return sent.tolist()  # type: ignore[no-any-return]
 
 
-def _padded(numbers: Sequence[int]) -> torch.Tensor:
-    """The numbers in one width, so that ranks in different places of their code still exchange."""
-    return torch.tensor([*numbers, *[0] * (EXCHANGED - len(numbers))], dtype=torch.int64)
+def _shared_numbers(world: World, width: int) -> SharedNumbers | None:
+    """Memory for the numbers of all ranks, if they are on one host and can share it. All ranks."""
+    path: Path | None = None
+    if world.is_main:
+        with suppress(OSError):
+            path = shared_numbers.create(world.size, width)
+    hosts, paths = zip(*world.gather_objects((socket.gethostname(), path)), strict=True)
+    if len(set(hosts)) > 1 or paths[0] is None:
+        _remove(path)
+        return None
+    opened: SharedNumbers | None = None
+    with suppress(OSError):  # in another container of that host, for example
+        opened = SharedNumbers(paths[0], world.rank, world.size, width)
+    is_shared = all(world.gather_objects(opened is not None))
+    _remove(path)
+    return opened if is_shared else None
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

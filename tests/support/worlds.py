@@ -59,7 +59,7 @@ class FakeWorld(World):
     def gather_objects(self, thing: T) -> list[T]:
         return self.gathered(thing)
 
-    def exchange(self) -> Exchange:
+    def exchange(self, width: int | None = None) -> Exchange:
         return FakeExchange(self.exchanged)
 
 

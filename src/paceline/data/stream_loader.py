@@ -97,7 +97,8 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(self.sharded, batch_size=batch_size, collate_fn=counting, **options)
         self.__dict__["sampler"] = self.sharded  # for loops that call loader.sampler.set_epoch
         self.world, self.on_batch, self.warn = world, on_batch, warn
-        self._exchange, self._digests, self._has_warned = world.exchange(), dict[int, int](), False
+        self._exchange = world.exchange(2 * world.size)
+        self._digests, self._has_warned = dict[int, int](), False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the next epoch. All ranks."""

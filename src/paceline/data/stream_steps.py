@@ -65,7 +65,8 @@ class StreamSteps:
 
     def __iter__(self) -> Iterator[StepInputs]:
         """The inputs of one step after another. All ranks."""
-        exchange, step, (epoch, first_step) = self.world.exchange(), self.step, self.stream_position
+        exchange = self.world.exchange(len(LaneStatus._fields) * self.lanes)
+        step, (epoch, first_step) = self.step, self.stream_position
         if step > first_step:
             self.warn(
                 f"an iterable data set can only be read from its beginning: {step - first_step} steps of epoch "

@@ -1,0 +1,104 @@
+"""Whole numbers that the processes of one machine show each other through memory, without a message.
+
+Owns the file that all of them map, and its format. It does not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+SPINS = 20  # looks at the memory before a process that waits begins to sleep
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 2e-5, 1e-3
+CHECK_EVERY_S = 0.5  # of waiting: whether the other processes still run
+MEMORY_FOLDER = Path("/dev/shm")  # of Linux; elsewhere the file is in the folder of temporary files
+
+
+class SharedNumbers:
+    """One row of numbers for each process, in rounds: a round ends when all processes have posted their row.
+
+    A process has two places and uses them in turn, because the fastest one is at most one round ahead: it ends a round
+    only when all others have posted theirs. Each row has a checksum, since a reader may see a row that is half written.
+    """
+
+    def __init__(self, path: Path, process: int, processes: int, width: int) -> None:
+        """`process` is the index of this one among all `processes`; a row has up to `width` numbers."""
+        self._process, self._processes = process, processes
+        self._format = struct.Struct(f"=Q{width}qQ")  # the round, the numbers, the checksum
+        self._width, self._round = width, 0
+        # Open until the end: locks on a file are released when its process closes it, or ends.
+        self._file = os.open(path, os.O_RDWR)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, process)
+        self._memory = mmap.mmap(self._file, size_of(processes, width))
+
+    def post(self, numbers: Sequence[int]) -> None:
+        """Begin the next round with this process's numbers, which the others can see from now on."""
+        self._round += 1
+        row = self._format.pack(self._round, *numbers, *[0] * (self._width - len(numbers)), 0)
+        row = row[:-8] + struct.pack("=Q", crc32(row[:-8]))
+        self._memory[(start := self._start_of(self._process)) : start + len(row)] = row
+
+    def gather(self) -> list[Sequence[int]]:
+        """The rows of this round, in the order of the processes; waits until all have posted theirs.
+
+        Raises a RuntimeError if another process has ended before it did.
+        """
+        return [self._wait_for(process) for process in range(self._processes)]
+
+    def _wait_for(self, process: int) -> Sequence[int]:
+        for _ in range(SPINS):
+            if (row := self._read(process)) is not None:
+                return row
+            time.sleep(0)  # another process may need this core
+        sleep_s, check_at = SHORTEST_SLEEP_S, time.monotonic() + CHECK_EVERY_S
+        while (row := self._read(process)) is None:
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+            if time.monotonic() > check_at:
+                has_ended = self._has_ended(process)
+                if has_ended and self._read(process) is None:  # it may have posted its row just before
+                    raise RuntimeError(f"Connection closed by peer: process {process} of this machine has ended")
+                check_at = time.monotonic() + CHECK_EVERY_S
+        return row
+
+    def _read(self, process: int) -> Sequence[int] | None:
+        """The row of a process in this round; None if it is not there yet."""
+        start = self._start_of(process)
+        row = self._memory[start : start + self._format.size]
+        number, *numbers, checksum = self._format.unpack(row)
+        return numbers if number == self._round and checksum == crc32(row[:-8]) else None
+
+    def _start_of(self, process: int) -> int:
+        return (2 * process + self._round % 2) * self._format.size
+
+    def _has_ended(self, process: int) -> bool:
+        """Whether a process no longer holds the lock that it has taken at its start."""
+        if process == self._process:
+            return False
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, process)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, process)
+        return True
+
+
+def size_of(processes: int, width: int) -> int:
+    """The bytes of the file."""
+    return 2 * processes * struct.calcsize(f"=Q{width}qQ")
+
+
+def create(processes: int, width: int) -> Path:
+    """A new file in memory, which the caller removes once all processes have opened it."""
+    folder = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
+    file, name = tempfile.mkstemp(prefix="paceline-", dir=folder)
+    with os.fdopen(file, "wb") as opened:
+        opened.write(bytes(size_of(processes, width)))  # now, while a lack of memory is an error and no signal
+    return Path(name)
