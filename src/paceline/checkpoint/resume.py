@@ -16,7 +16,7 @@ import yaml
 
 from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, read_manifest
 from paceline.config import Config, to_plain
-from paceline.config.schema import EXECUTION_KEYS
+from paceline.config.keys import EXECUTION_KEYS
 from paceline.data.trees import leaves_in
 from paceline.engine.precision import resolve_precision
 from paceline.errors import ConfigError

@@ -5,19 +5,11 @@ Reports all mistakes of a config at once. Must not know torch, devices, processe
 
 from paceline.config.answers import answers_to
 from paceline.config.build import build, override, resolve_tables
+from paceline.config.keys import EXECUTION_KEYS, FUNCTION_KEYS
 from paceline.config.messages import problems_of
 from paceline.config.resolved import Settings
-from paceline.config.schema import (
-    EXECUTION_KEYS,
-    FUNCTION_KEYS,
-    Augmentation,
-    Best,
-    Checkpoint,
-    Config,
-    Log,
-    Pacing,
-    Schedule,
-)
+from paceline.config.schema import Config
+from paceline.config.sections import Augmentation, Best, Checkpoint, Log, Pacing, Schedule
 from paceline.config.written import Origin, in_one_line
 from paceline.config.yaml import dotted_items, dump_yaml, read_yaml, to_plain
 

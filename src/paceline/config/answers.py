@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from paceline.config.keys import NAMED_SECTIONS
 from paceline.config.other_names import REMOVE, TABLE, VALUES, Row
-from paceline.config.schema import NAMED_SECTIONS
 from paceline.config.written import COMMAND_LINE, OPEN, Origin, leaves, written
 from paceline.config.yaml import parse
 

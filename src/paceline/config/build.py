@@ -13,9 +13,10 @@ from paceline.callbacks import Callback
 from paceline.config.answers import advice_on_value
 from paceline.config.checks import Check, conflicts, train_fn_problems
 from paceline.config.functions import FunctionNotFound, full_name, home_of, is_model_loss, is_object, resolve
+from paceline.config.keys import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS
 from paceline.config.messages import problems_of
 from paceline.config.phases import functions_in, map_functions
-from paceline.config.schema import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS, Config
+from paceline.config.schema import Config
 from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_calls, wrong_methods
 from paceline.config.written import FILE, PYTHON, Origin
 from paceline.config.yaml import parse

@@ -9,7 +9,9 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from paceline.config.functions import is_model_loss, name_of
-from paceline.config.schema import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS, SCHEDULES, Config, Schedule
+from paceline.config.keys import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS
+from paceline.config.schema import Config
+from paceline.config.sections import SCHEDULES, Schedule
 from paceline.config.written import written
 
 Check = Callable[[Config], Iterable[str]]

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config.answers import advice_on_value, answers_to, shortened
-from paceline.config.schema import FUNCTION_KEYS, Config
+from paceline.config.keys import FUNCTION_KEYS
+from paceline.config.schema import Config
 from paceline.config.written import OPEN, Origin, written
 
 _MADE_BY = {  # how to give an object where a section of settings is expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paceline.config.schema import SCHEDULES
+from paceline.config.sections import SCHEDULES
 
 REMOVE = "remove it"
 BY_DEFAULT = "remove it, this is the default"

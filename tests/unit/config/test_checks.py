@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.config import build
-from paceline.config.schema import OWN_LOOP_KEYS
+from paceline.config.keys import OWN_LOOP_KEYS
 from paceline.errors import ConfigError
 from support.configs import MANAGED, OWN, dataset, loss, model, problems
 

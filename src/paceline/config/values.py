@@ -1,0 +1,138 @@
+"""Values as users write them, such as a name alone, `1h30m` or `1:4`: how each is read, and what JSON schema has it.
+
+A reader takes the value that was given and returns the one that the config has, or raises a ValueError whose text
+follows the key and the value in a message.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+from paceline.system.paths import problem_with
+
+FunctionName = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[^:]+:.+$"})]  # "module:name"
+Function = Callable[..., Any] | FunctionName
+Mode = Literal["min", "max"]  # whether lower or higher values of a metric are better
+DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """For the documentation: what applies where a key is not given, if its default does not show it."""
+
+    text: str
+
+
+def listed(value: Any) -> Any:
+    """A single name, as a list with this name."""
+    return [value] if isinstance(value, str) else value
+
+
+def named(value: Any) -> Any:
+    """A single name, as a section with this name and defaults for the rest."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def false_as(word: str) -> BeforeValidator:
+    """Replaces False by a word: YAML reads `off` and `no` as False."""
+    return BeforeValidator(lambda value: word if value is False else value)
+
+
+def named_metrics(value: Any) -> Any:
+    """Metrics as a list of names or a dict of functions; a ValueError says what else they are."""
+    if isinstance(value, dict):
+        for name, metric in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"has the name {name!r}, which is not a text; give {{name: function(output, target)}}")
+            if isinstance(metric, type):
+                raise ValueError(f"has the class {metric.__name__} as {name}; give an object of it, or a function")
+            if not (callable(metric) or isinstance(metric, str) or hasattr(metric, "compute")):
+                raise ValueError(f"has {name}={metric!r}, which is not a function; give a function(output, target)")
+        return value
+    names = listed(value)
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError("is not a list of names; for functions of your own, give {name: function(output, target)}")
+    return list(names)
+
+
+def with_mode(value: Any) -> Any:
+    """Refuses a metric without a mode, unless it is a loss."""
+    metric = value.get("metric") if isinstance(value, dict) and value.get("mode") is None else None
+    if isinstance(value, str) or (isinstance(metric, str) and not metric.endswith("loss")):
+        forms = " or ".join(f"{{metric: {metric or value}, mode: {mode}}}" for mode in ("max", "min"))
+        raise ValueError(f"needs a mode: whether higher or lower is better; give {forms}")
+    return value
+
+
+def seconds(value: Any) -> Any:
+    """The seconds of a duration such as 90, "1h30m" or "1:30:00"."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    match = CLOCK.fullmatch(text) or DURATION.fullmatch(text)
+    if not text or match is None:
+        raise ValueError("must be a number of seconds, or a duration such as 1h30m or 1:30:00")
+    hours, minutes, rest = (float(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + rest
+
+
+def number_or_range(what: str) -> Callable[[Any], Any]:
+    """A reader of a positive number, or of a range "least:most"; `what` is counted, for the message."""
+
+    def read(value: Any) -> Any:
+        if value is None:
+            return None
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ValueError(f"must be a number of {what}, or least:most such as 1:4")
+        return match[0] if match[2] else int(match[1])
+
+    return read
+
+
+def ends(value: int | str | None) -> tuple[int, int] | None:
+    """The lowest and highest number of a range."""
+    if value is None:
+        return None
+    least, _, most = str(value).partition(":")
+    return int(least), int(most or least)
+
+
+def address(value: Any) -> Any:
+    """Refuses what is not HOST:PORT."""
+    match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
+    if value is not None and (match is None or not 1 <= int(match[1]) <= 65_535):
+        raise ValueError("must be a host and a port, such as n1:29400")
+    return value
+
+
+def packed(value: Any) -> Any:
+    """A list of numbers as an array: config.yaml would list them all."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        return array("d", value)
+    except TypeError:
+        raise ValueError("must be numbers, one for each sample") from None
+
+
+def local(value: Any) -> Any:
+    """Refuses what cannot be a path on this machine, such as a URL."""
+    if isinstance(value, (str, Path)) and (problem := problem_with(value)):
+        raise ValueError(problem)
+    return value
+
+
+def path_as_text(value: Any) -> Any:
+    """A path as text."""
+    return str(value) if isinstance(value, Path) else value
