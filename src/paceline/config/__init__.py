@@ -5,6 +5,7 @@ Reports all mistakes of a config at once. Must not know torch, devices, processe
 
 from paceline.config.answers import answers_to
 from paceline.config.build import build, override, resolve_tables
+from paceline.config.json_schema import json_schema
 from paceline.config.keys import EXECUTION_KEYS, FUNCTION_KEYS
 from paceline.config.messages import problems_of
 from paceline.config.resolved import Settings
@@ -30,6 +31,7 @@ __all__ = [
     "dotted_items",
     "dump_yaml",
     "in_one_line",
+    "json_schema",
     "override",
     "problems_of",
     "read_yaml",

@@ -12,7 +12,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from paceline.config.sections import Checkpoint, Log, Section
 from paceline.config.values import Otherwise, address, false_as, local, number_or_range, path_as_text, seconds
 
-NumberOrRange = int | Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^\s*\d+(:\d+)?\s*$"})]
+NumberOrRange = (
+    Annotated[int, Field(ge=1)] | Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^\s*\d+(:\d+)?\s*$"})]
+)
 
 
 class SizeAndSpeed(Section):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config.answers import advice_on_value, answers_to, shortened
+from paceline.config.descriptions import section_of
 from paceline.config.keys import FUNCTION_KEYS
 from paceline.config.schema import Config
+from paceline.config.sections import Section
 from paceline.config.written import OPEN, Origin, written
 
 _MADE_BY = {  # how to give an object where a section of settings is expected
@@ -68,11 +70,7 @@ def _hint(path: list[str]) -> str:
 
 def _known_keys(sections: list[str]) -> list[str]:
     """The keys of a section, given by the names that lead to it; empty if it is not a section."""
-    model: type[BaseModel] = Config
-    for section in sections:
-        annotation = model.model_fields[section].annotation
-        annotation = next((part for part in get_args(annotation) if part is not type(None)), annotation)
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return [field.alias or name for name, field in model.model_fields.items()]
+    model: type[Section] | None = Config
+    for name in sections:
+        model = section_of(model.model_fields[name]) if model is not None else None
+    return [] if model is None else [field.alias or name for name, field in model.model_fields.items()]

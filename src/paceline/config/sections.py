@@ -73,10 +73,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Schedule(Section):
-    """The learning rate over the run, as a fraction of the optimizer's; None is the default of SCHEDULES."""
+ScheduleName = Literal["constant", "linear", "cosine", "exponential", "onecycle", "wsd", "step", "plateau"]
 
-    name: Literal["constant", "linear", "cosine", "exponential", "onecycle", "wsd", "step", "plateau"] = "constant"
+
+class Schedule(Section):
+    """The learning rate over the run, as a fraction of the optimizer's."""
+
+    name: ScheduleName = "constant"
     """The shape of the learning rate over the run ([each of them](#the-learning-rate))."""
 
     warmup_steps: int = Field(0, ge=0)
@@ -116,7 +119,7 @@ class Schedule(Section):
     """With `plateau`: a smaller change is no improvement."""
 
     def option(self, key: str) -> Any:
-        """The value of an option of this schedule, or its default."""
+        """The value of an option of this schedule; where it is None, the default of SCHEDULES."""
         value = getattr(self, key)
         return SCHEDULES[self.name][key] if value is None else value
 

@@ -12,8 +12,27 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from paceline.config.phases import with_every
-from paceline.config.sections import Augmentation, EarlyStop, Evaluate, Optimizer, Pacing, Schedule, Section
-from paceline.config.values import Function, FunctionName, Otherwise, listed, local, named, named_metrics, packed
+from paceline.config.sections import (
+    Augmentation,
+    EarlyStop,
+    Evaluate,
+    Optimizer,
+    Pacing,
+    Schedule,
+    ScheduleName,
+    Section,
+)
+from paceline.config.values import (
+    REQUIRED,
+    Function,
+    FunctionName,
+    Otherwise,
+    listed,
+    local,
+    named,
+    named_metrics,
+    packed,
+)
 
 Table = Annotated[Any, WithJsonSchema({"type": "string"})]  # a DataFrame, or the path of a file
 Folder = Annotated[Path | None, BeforeValidator(local)]
@@ -51,7 +70,7 @@ class TheRun(Section):
 class WhatToTrain(Section):
     """What to train."""
 
-    model_fn: Annotated[Function | None, Otherwise("required")] = None
+    model_fn: Annotated[Function | None, Otherwise(REQUIRED)] = None
     """`model_fn(**model_args)` returns the model.
 
     The managed loop puts the whole model into training mode, because pretrained models are loaded in evaluation mode.
@@ -61,7 +80,7 @@ class WhatToTrain(Section):
     model_args: dict[str, Any] = Field(default_factory=dict)
     """The arguments of `model_fn`."""
 
-    dataset_fn: Annotated[Function | None, Otherwise("required")] = None
+    dataset_fn: Annotated[Function | None, Otherwise(REQUIRED)] = None
     """`dataset_fn(df, **dataset_args)`, or without `df` if there is none, returns the data set.
 
     That is a map-style data set, or an iterable one that selects its share with `paceline.shard`. If the data set has a
@@ -170,7 +189,7 @@ class TheManagedLoop(Section):
     in `scheduler_fn` and is refused here ([more](#the-optimizer)).
     """
 
-    schedule: Annotated[Schedule, BeforeValidator(named, json_schema_input_type=str | Schedule)] = Schedule()
+    schedule: Annotated[Schedule, BeforeValidator(named, json_schema_input_type=ScheduleName | Schedule)] = Schedule()
     """The learning rate over the run: the name of a schedule, or a name with [options](#the-learning-rate)."""
 
     schedule_fn: Function | None = None

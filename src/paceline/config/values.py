@@ -24,6 +24,9 @@ DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
 
 
+REQUIRED = "required"
+
+
 @dataclass(frozen=True)
 class Otherwise:
     """For the documentation: what applies where a key is not given, if its default does not show it."""
