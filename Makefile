@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types bench clean
+.PHONY: setup train test fast chaos cluster lint types reference bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# Writes the tables of keys in docs/configuration.md and the docstring of Trainer.
+reference: setup
+	$(BIN)/python scripts/reference.py
 
 bench: setup
 	$(BIN)/python benchmarks/reduction.py

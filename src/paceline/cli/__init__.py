@@ -44,6 +44,7 @@ COMMANDS: dict[str, Command] = {
     "report": views.report,
     "doctor": doctor.doctor,
     "init": project.init,
+    "schema": project.schema,
     "data get": project.get_data,
     "model get": project.get_model,
 }

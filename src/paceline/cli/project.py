@@ -1,7 +1,8 @@
-"""`paceline init`, `data get` and `model get`: a new project, its data and its pretrained model."""
+"""`paceline init`, `schema`, `data get` and `model get`: a new project, help for its editor, its data and its model."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from paceline.cli.arguments import PACKAGE, RECIPE_CONFIGS, hint
 from paceline.errors import ConfigError
 
 TEMPLATES = PACKAGE / "templates"
+SCHEMA = "config.schema.json"  # beside a new project's config.yaml
 OWN_LOOP = [TEMPLATES / "project", TEMPLATES / "own_loop"]
 MANAGED = [TEMPLATES / "project", TEMPLATES / "managed"]
 
@@ -25,7 +27,8 @@ def init(
 ) -> None:
     """Create a project folder that runs as it is.
 
-    Writes model_fn.py, dataset_fn.py, train.py (your loop), main.py, config.yaml, train.slurm and a little data.
+    Writes model_fn.py, dataset_fn.py, train.py (your loop), main.py, config.yaml with a schema for editors, train.slurm
+    and a little data.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
@@ -39,6 +42,7 @@ def init(
     else:
         _copy(MANAGED if managed else OWN_LOOP, folder)
         _rename(folder)
+    _add_schema(folder)
     typer.echo(f"{folder} is ready. Try next:")
     for line in _commands(folder, recipe):
         typer.echo(f"  {line}")
@@ -61,6 +65,28 @@ def _rename(folder: Path) -> None:
     ):
         path = folder / file
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+
+
+def _add_schema(folder: Path) -> None:
+    """Write the JSON schema of config.yaml beside it, and the line by which editors find it."""
+    (folder / SCHEMA).write_text(_schema_text(), encoding="utf-8")
+    config = folder / "config.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(f"# yaml-language-server: $schema={SCHEMA}\n{text}", encoding="utf-8")
+
+
+def schema() -> None:
+    """Print the JSON schema of config.yaml.
+
+    Editors complete and check keys with it. Example: paceline schema > config.schema.json
+    """
+    typer.echo(_schema_text(), nl=False)
+
+
+def _schema_text() -> str:
+    from paceline.config import json_schema
+
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _commands(folder: Path, recipe: str | None) -> list[str]:

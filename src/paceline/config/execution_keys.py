@@ -140,10 +140,7 @@ class NeverLoseARun(Section):
     """Saves and stops after this time: seconds, `1h30m` or `1:30:00`."""
 
     nan: Annotated[Literal["skip", "stop", "off"], false_as("off")] = "skip"
-    """What to do with a step whose loss or gradients are not finite.
-
-    `skip` leaves the step out, `stop` stops the run, `off` does not check.
-    """
+    """`skip` leaves out a step whose loss or gradients are not finite; `stop` stops the run; `off` does not check."""
 
     nan_limit: int = Field(20, ge=1)
     """Stops the run after this number of consecutive skipped steps."""

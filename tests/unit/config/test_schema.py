@@ -152,8 +152,3 @@ def test_the_written_config_names_the_folder_of_its_functions(tmp_path: Path) ->
     assert config.folder == tmp_path / "pl_lab_code"
     assert build(yaml(config.to_yaml(), tmp_path)) == config
     assert build({**MANAGED}).folder == Path(__file__).parents[2]  # of the module unit.config.examples
-
-
-def test_every_key_is_in_the_documentation() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert [key for key in Config.model_fields if f"`{key}`" not in text] == []

@@ -106,8 +106,9 @@ def _train(setup: LoopSetup, dataset_fn: Callable[[], Dataset[Any]], **options: 
     result = Trainer(
         model_fn=setup.workload.model_fn, dataset_fn=dataset_fn, loss_fn=cross_entropy, val_fraction=0.0,
         optimizer={"name": "adam", "lr": setup.workload.lr}, batch_size=setup.workload.batch_size,
-        max_steps=timer.steps, num_epochs=timer.steps, procs=setup.procs, device=setup.device.type,
-        workers=setup.workers, launcher="local", log={"every_steps": timer.window}, **options,
+        max_steps=timer.steps, num_epochs=timer.steps, procs=setup.procs,
+        device="cuda" if setup.device.type == "cuda" else "cpu", workers=setup.workers, launcher="local",
+        log={"every_steps": timer.window}, **options,
     ).start()  # fmt: skip
     samples = timer.window * setup.workload.batch_size * setup.procs
     timer.seconds = [samples / speed for speed in window_speeds(result.run_dir / "events.jsonl", timer.window)]
