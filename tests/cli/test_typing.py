@@ -15,10 +15,8 @@ SETTINGS = {"typeCheckingMode": "strict", "pythonVersion": "3.10", "include": ["
 def test_a_script_passes_strict_checks_and_mistakes_are_marked(tmp_path: Path) -> None:
     shutil.copytree(PROJECT, tmp_path, dirs_exist_ok=True)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(SETTINGS))
-    options = ["--pythonpath", sys.executable, "--outputjson", "--project", str(tmp_path)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "basedpyright", *options], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
+    ended = subprocess.run([*command, "--project", str(tmp_path)], capture_output=True, text=True, check=False)
     marked = json.loads(ended.stdout)["generalDiagnostics"]
     assert [found for found in marked if not found["file"].endswith("mistakes.py")] == []
     lines = (PROJECT / "mistakes.py").read_text(encoding="utf-8").splitlines()
