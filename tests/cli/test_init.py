@@ -158,7 +158,7 @@ def test_ranks_started_by_hand_join_at_the_address_in_the_dotenv_file(project: P
 def test_a_recipe_is_copied_to_a_new_folder(run, tmp_path: Path) -> None:
     assert run("paceline", "init", "mine", "--recipe", "cifar10-fast").returncode == 0
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
-        "config.yaml", "cifar10.py", "cifar10_fast.py", "halve.py",
+        "config.yaml", "config.schema.json", "cifar10.py", "cifar10_fast.py", "halve.py",
     }  # fmt: skip
     assert "name: cifar10-fast" in (tmp_path / "mine" / "config.yaml").read_text()
     ended = run("paceline", "init", "other", "--recipe", "digit")

@@ -112,6 +112,11 @@ def count(model: Net, loader: Iterable[Batch]) -> Tensor:
     return torch.stack([(model(points).argmax(dim=1) == sides).sum() for points, sides in loader]).sum()
 
 
+def sides_of(result: Result, table: pd.DataFrame) -> Tensor:
+    print(result.evaluate(df=table)["accuracy"])
+    return result.predict(table).argmax(dim=1)
+
+
 def batch_of(samples: list[Batch]) -> Batch:
     points, sides = zip(*samples, strict=True)
     return torch.stack(points), torch.stack(sides)
@@ -161,7 +166,7 @@ others = [
 print([trainer.config.seed for trainer in others])
 
 loaded = load("managed", checkpoint="best")
-print(loaded.evaluate(df=table)["accuracy"], loaded.predict(table).shape, loaded.model(torch.zeros(1, 2)).shape)
+print(loaded.metrics["accuracy"], loaded.model(torch.zeros(1, 2)).shape)
 try:
     Trainer(Net, Points, table, loss_fn="cross_entropi")
 except paceline.errors.ConfigError as error:
