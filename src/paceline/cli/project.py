@@ -96,22 +96,24 @@ def _commands(folder: Path, recipe: str | None) -> list[str]:
         return [f"{there}python main.py", f"{there}paceline train config.yaml num_epochs=5"]
     about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # ends with the shell commands
     *before, train = re.findall(r"`(paceline [^`]+)`", about)
-    comment = "     # your table; config.yaml lists the keys that must match it" if " df=" in train else ""
     train = train.replace(f"train {recipe}", "train config.yaml", 1)
-    return [*before, f"{there}{train} num_epochs=5{comment}"]
+    return [*before, f"{there}{train} num_epochs=5"]
 
 
 def get_data(
-    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or tinyshakespeare.")],
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10, covtype, sst2 or tinyshakespeare.")],
     to: Annotated[Path | None, typer.Option(help="The folder; by default $PACELINE_HOME/datasets/NAME.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="FOLDER|URL", help="A folder with the files, or another mirror.")
+    ] = None,
 ) -> None:
-    """Download a data set, or resume its download.
+    """Download a data set, or copy it from a folder.
 
-    Complete files are kept.
+    Complete files are kept, an interrupted download is resumed, and checksums are verified.
     """
     from paceline.hub import download
 
-    folder = download.get(name, to, log=typer.echo)
+    folder = download.get(name, to, log=typer.echo, source=source)
     typer.echo(f"{name} is complete in {folder.resolve()}")
 
 

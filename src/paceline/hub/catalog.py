@@ -17,15 +17,22 @@ from paceline.system.home import in_home
 
 @dataclass(frozen=True)
 class UnpackedFile:
-    """A file inside a compressed one; readers also accept it unpacked."""
+    """A file inside a compressed one; readers also accept it unpacked, or as .gz."""
 
     path: str
     size: int
+    sha256: str = ""  # empty if it is not known: `--from` then takes the compressed file only
+    others: tuple[UnpackedFile, ...] = ()  # the same samples as other tools write them, used in place of this file
+
+    @property
+    def forms(self) -> tuple[UnpackedFile, ...]:
+        """This file, and the others that are used in its place."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is downloaded, and the files inside it."""
+    """A file that is downloaded, and the files inside it that are read."""
 
     name: str
     size: int
@@ -38,7 +45,7 @@ class KnownDataset:
     """A data set: its files, and the base URLs of its mirrors in the order of preference."""
 
     name: str
-    layout: Literal["idx", "cifar", "text"]
+    layout: Literal["idx", "cifar", "text", "covtype", "sst2"]
     files: tuple[RemoteFile, ...]
     mirrors: tuple[str, ...]
 
@@ -116,13 +123,71 @@ TINY_SHAKESPEARE = KnownDataset(
             "input.txt",
             1_115_394,
             "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-            (UnpackedFile("input.txt", 1_115_394),),
+            (UnpackedFile("input.txt", 1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
         ),
     ),
     mirrors=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",),
 )
 
-ALL = {dataset.name: dataset for dataset in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE)}
+# J. A. Blackard, 1998. The file of the UCI repository has no header; many copies of it do.
+COVTYPE = KnownDataset(
+    name="covtype",
+    layout="covtype",
+    files=(
+        RemoteFile(
+            "covtype.data.gz",
+            11_240_707,
+            "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771",
+            (
+                UnpackedFile(
+                    "covtype.data",
+                    75_169_317,
+                    "0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945",
+                    (
+                        UnpackedFile(
+                            "covtype.csv",
+                            75_170_064,
+                            "ea35ca6820fcbe0bdc6707e9ed31e11a9de84f07d88da73b511c737383c271a6",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+    mirrors=("https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/",),
+)
+
+# R. Socher et al., 2013, as GLUE has it. Many copies were written by a program that reads tables: the sentence
+# `10,000 ` has become `10000` there, and four other sentences that are numbers have lost the space at their end.
+SST2 = KnownDataset(
+    name="sst2",
+    layout="sst2",
+    files=(
+        RemoteFile(
+            "SST-2.zip",
+            7_439_277,
+            "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa",
+            (
+                UnpackedFile(
+                    "train.tsv",
+                    3_806_081,
+                    "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
+                    (
+                        UnpackedFile(
+                            "train.tsv",
+                            3_806_075,
+                            "5c47819a1d04cfabc7afcc79a919c97b0b367101ad42d3ff148d67bf501384c2",
+                        ),
+                    ),
+                ),
+                UnpackedFile("dev.tsv", 94_931, "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0"),
+            ),
+        ),
+    ),
+    mirrors=("https://dl.fbaipublicfiles.com/glue/data/",),
+)
+
+ALL = {dataset.name: dataset for dataset in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE, COVTYPE, SST2)}
 
 
 def find(name: str) -> KnownDataset:

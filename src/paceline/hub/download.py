@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from paceline import __version__
 from paceline.errors import DataError
-from paceline.hub import catalog
+from paceline.hub import catalog, copies
 from paceline.hub.catalog import RemoteFile
 
 TIMEOUT_S = 20.0
@@ -34,10 +34,14 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
 OnProgress = Callable[[int], None]  # called with the number of bytes that are in the file
 
 
-def get(name: str, to: Path | None = None, log: Callable[[str], None] = print) -> Path:
-    """Download a data set's missing files into `to`, by default $PACELINE_HOME/datasets/NAME; return the folder."""
+def get(name: str, to: Path | None = None, log: Callable[[str], None] = print, source: str | None = None) -> Path:
+    """Bring a data set's missing files into `to`, by default $PACELINE_HOME/datasets/NAME; return the folder.
+
+    They come from the known mirrors, or from `source`: a folder, or the address of another mirror.
+    """
     dataset = catalog.find(name)
     folder = to or catalog.folder_of(name)
+    places = copies.places_in(source, name) if source is not None else dataset.mirrors
     missing = []
     for file in dataset.files:
         if is_present(folder, file):
@@ -45,27 +49,40 @@ def get(name: str, to: Path | None = None, log: Callable[[str], None] = print) -
         else:
             missing.append(file)
     for number, file in enumerate(missing):
-        urls = [mirror + file.name for mirror in dataset.mirrors]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _progress_bar(file) as on_progress:
-                fetch(urls, file, folder / file.name, on_progress)
+            if source is not None and not copies.is_url(source):
+                names = copies.take(places, file, folder)
+            else:
+                names = _download(places, file, folder, takes_contents=source is not None)
         except OSError as error:
             raise DataError(f"{folder.resolve()} cannot be written to: {error.strerror}; use --to DIR") from None
         except _AllMirrorsFailed as reasons:
-            names = ", ".join(file.name for file in missing[number:])
+            names = [file.name for file in missing[number:]]
             raise DataError(
-                f"{file.name} could not be downloaded ({reasons}); put {names} into {folder.resolve()} by hand, "
-                "or run this again with a network"
+                f"{file.name} could not be downloaded ({reasons}); put {', '.join(names)} into {folder.resolve()} by "
+                "hand, or run this again with a network or with --from FOLDER"
             ) from None
-        log(f"{file.name} downloaded, checksum correct")
+        log(f"{', '.join(names)} {'downloaded' if source is None else f'taken from {source}'}, checksum correct")
     return folder
+
+
+def _download(places: Sequence[str], file: RemoteFile, folder: Path, *, takes_contents: bool) -> list[str]:
+    """Download a file, or else what is inside it if that is allowed; return the names of the new files."""
+    try:
+        with _progress_bar(file) as on_progress:
+            fetch([place + file.name for place in places], file, folder / file.name, on_progress)
+    except _AllMirrorsFailed:
+        if takes_contents and (names := copies.take_contents(places, file, folder)):
+            return names
+        raise
+    return [file.name]
 
 
 def is_present(folder: Path, file: RemoteFile) -> bool:
     """Whether a folder has a usable copy of a file, compressed or unpacked."""
     path = folder / file.name
-    if all(_has_size(folder / content.path, content.size) for content in file.contents):
+    if all(any(_has_size(folder / form.path, form.size) for form in content.forms) for content in file.contents):
         return True
     if _has_size(path, file.size) and _sha256(path) == file.sha256:
         return True
@@ -95,7 +112,7 @@ def fetch(urls: Sequence[str], file: RemoteFile, path: Path, on_progress: OnProg
             reasons.append(f"{urllib.parse.urlsplit(url).netloc}: {reason}")
         if not part.stat().st_size:
             part.unlink()
-    raise _AllMirrorsFailed("; ".join(reasons))
+    raise _AllMirrorsFailed("; ".join(dict.fromkeys(reasons)))
 
 
 def _try_mirror(url: str, file: RemoteFile, stream: BinaryIO, part: Path, on_progress: OnProgress) -> str | None:
@@ -116,9 +133,11 @@ def _try_mirror(url: str, file: RemoteFile, stream: BinaryIO, part: Path, on_pro
             if part.stat().st_size > before:
                 continue  # resume after the new bytes
             return reason
-        if part.stat().st_size == file.size and _sha256(part) == file.sha256:
+        found = _sha256(part)
+        if found == file.sha256:
             return None
-        reason = "the checksum is wrong"
+        is_longer = part.stat().st_size > file.size
+        reason = f"{'its beginning' if is_longer else 'it'} has the SHA-256 {found}, not {file.sha256}"
         stream.truncate(0)
         if not before:  # all bytes came from this mirror; otherwise the older ones may have been wrong
             return reason

@@ -1,4 +1,4 @@
-"""Reads data sets as tensors: MNIST's idx files and CIFAR-10's records, compressed or not. Nothing is unpickled."""
+"""Reads data sets by name: MNIST's idx files, CIFAR-10's records, and tables. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import gzip
 import math
 import os
 import tarfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
-from paceline.errors import ConfigError, DataError
-from paceline.hub import catalog
-from paceline.hub.catalog import KnownDataset, RemoteFile, UnpackedFile
+from paceline.errors import ConfigError
+from paceline.hub import tables
+from paceline.hub.catalog import RemoteFile, UnpackedFile
+from paceline.hub.folder import DatasetFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,60 +24,52 @@ RECORD_BYTES = 1 + 3 * 32 * 32  # of CIFAR-10: the class, then red, green and bl
 CLASSES = 10
 
 
-def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = None) -> TensorDataset:
-    """Return the training or test images as uint8, [N, channels, rows, columns], and their classes as int64.
+@overload
+def read(  # type: ignore[overload-overlap]
+    name: Literal["sst2"], train: bool = True, root: str | os.PathLike[str] | None = None
+) -> Texts: ...
+@overload
+def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = None) -> TensorDataset: ...
+def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = None) -> TensorDataset | Texts:
+    """Return the training or test samples of a data set and their classes as int64, from 0.
 
-    The files are in `root`, by default $PACELINE_HOME/datasets/NAME.
+    Images are uint8, [N, channels, rows, columns]; the columns of covtype are float32, [N, 54]; sst2 has pairs of a
+    sentence and a class. The files are in `root`, by default $PACELINE_HOME/datasets/NAME.
     """
+    import torch
     from torch.utils.data import TensorDataset
 
-    source = _DatasetFolder(catalog.find(name), Path(root) if root else catalog.folder_of(name))
-    if source.dataset.layout == "text":
-        raise ConfigError(f"{name} is a text, not images; read {source.path / source.dataset.files[0].name} as text")
-    images, classes = (_read_idx if source.dataset.layout == "idx" else _read_cifar)(source, train)
-    return TensorDataset(images, classes)
+    source = DatasetFolder.of(name, root)
+    layout = source.dataset.layout
+    if layout == "text":
+        raise ConfigError(f"{name} is one text; read {source.path / source.dataset.files[0].name} as text")
+    if layout in ("idx", "cifar"):
+        return TensorDataset(*(_read_idx if layout == "idx" else _read_cifar)(source, train))
+    rows = tables.table(name, train, root)
+    if layout == "sst2":
+        return Texts(list(rows["sentence"]), torch.tensor(rows["label"].to_numpy("int64")))
+    columns = torch.tensor(rows[list(tables.FEATURES)].to_numpy("float32"))
+    return TensorDataset(columns, torch.tensor(rows[tables.TARGET].to_numpy("int64")) - 1)
 
 
 @dataclass(frozen=True)
-class _DatasetFolder:
-    """A data set and the folder that it is read from; errors name the file and the command that downloads it."""
+class Texts:
+    """A map-style data set of texts with their classes."""
 
-    dataset: KnownDataset
-    path: Path
+    texts: list[str]
+    classes: Tensor  # int64, [N]
 
-    def find(self, *names: str) -> Path:
-        """Return the first of several files that exists."""
-        for name in names:
-            if (self.path / name).is_file():
-                return self.path / name
-        raise DataError(f"{(self.path / names[0]).resolve()} does not exist; {self._command()}")
+    def __len__(self) -> int:
+        return len(self.texts)
 
-    def damaged(self, path: Path, what: str) -> DataError:
-        """Return the error for a damaged file."""
-        return DataError(f"{path} {what}; remove that file, then {self._command()}")
-
-    @contextmanager
-    def unpacking(self, path: Path, file: RemoteFile) -> Iterator[None]:
-        """Turn errors of gzip and tar into a DataError that names the file."""
-        try:
-            yield
-        except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
-            size = path.stat().st_size
-            raise self.damaged(
-                path, f"is damaged: {error} ({size:,} bytes, the official file has {file.size:,})"
-            ) from None
-
-    def _command(self) -> str:
-        """Return the command that downloads the files."""
-        is_default = self.path.resolve() == catalog.folder_of(self.dataset.name).resolve()
-        command = f"paceline data get {self.dataset.name}" + ("" if is_default else f" --to {self.path}")
-        return f"run: {command} (or set another folder: PACELINE_HOME, dataset_args.root)"
+    def __getitem__(self, index: int) -> tuple[str, Tensor]:
+        return self.texts[index], self.classes[index]
 
 
 # --- idx: a header of big-endian numbers (the type, then each dimension), then bytes ------------------------------
 
 
-def _read_idx(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
+def _read_idx(source: DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
     image_file, class_file = source.dataset.files[:2] if train else source.dataset.files[2:]
     _, images = _idx_values(source, image_file, (SIDE, SIDE))
     path, classes = _idx_values(source, class_file, ())
@@ -88,7 +78,7 @@ def _read_idx(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
     return images.unsqueeze(1), _checked_classes(source, path, classes)
 
 
-def _idx_values(source: _DatasetFolder, file: RemoteFile, sample: tuple[int, ...]) -> tuple[Path, Tensor]:
+def _idx_values(source: DatasetFolder, file: RemoteFile, sample: tuple[int, ...]) -> tuple[Path, Tensor]:
     """Return the path that was read, compressed or not, and its values, [N, *sample]."""
     path = source.find(file.name, file.contents[0].path)
     with source.unpacking(path, file), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -106,7 +96,7 @@ def _idx_values(source: _DatasetFolder, file: RemoteFile, sample: tuple[int, ...
 # --- CIFAR-10: files of equal records -----------------------------------------------------------------------------
 
 
-def _read_cifar(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
+def _read_cifar(source: DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
     import torch
 
     [archive] = source.dataset.files
@@ -122,7 +112,7 @@ def _read_cifar(source: _DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def _cifar_files(
-    source: _DatasetFolder, archive: RemoteFile, contents: tuple[UnpackedFile, ...]
+    source: DatasetFolder, archive: RemoteFile, contents: tuple[UnpackedFile, ...]
 ) -> list[tuple[Path, bytes]]:
     """Return path and bytes of each file: from the unpacked archive's folder, from `root`, or from the archive."""
     names = [content.path for content in contents]
@@ -134,7 +124,7 @@ def _cifar_files(
     return [(path, path.read_bytes()) for path in paths]
 
 
-def _from_archive(source: _DatasetFolder, path: Path, archive: RemoteFile, names: list[str]) -> dict[str, bytes]:
+def _from_archive(source: DatasetFolder, path: Path, archive: RemoteFile, names: list[str]) -> dict[str, bytes]:
     """Return files of the archive by name. It is read once, and nothing is written to the disk."""
     found = {}
     with source.unpacking(path, archive), tarfile.open(path, "r|gz") as tar:
@@ -157,7 +147,7 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, because bytes are read-only
 
 
-def _checked_classes(source: _DatasetFolder, path: Path, classes: Tensor) -> Tensor:
+def _checked_classes(source: DatasetFolder, path: Path, classes: Tensor) -> Tensor:
     """Return classes as int64 after a range check. Otherwise the loss would fail later, on a GPU without a location."""
     if len(classes) and int(classes.max()) >= CLASSES:
         raise source.damaged(path, f"has class {int(classes.max())}, but there are only 0 to {CLASSES - 1}")

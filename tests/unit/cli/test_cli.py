@@ -55,10 +55,9 @@ def test_the_copy_of_a_recipe_is_trained_as_the_recipe_is(recipe: str, capsys: p
     cli.app(["init", "my lab", "--recipe", recipe], standalone_mode=False)
     _, *lines = capsys.readouterr().out.splitlines()
     commands = [words(line) for line in lines]
-    table = ["df=covtype.csv"] if recipe == "tabular" else []
-    assert commands[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", *table, "num_epochs=5"]
-    brings = {"lm": "data", "mnist": "data", "text": "model"}
-    assert [command[1:3] for command in commands[:-1]] == ([[brings[recipe], "get"]] if recipe in brings else [])
+    assert commands[-1] == ["cd", "my lab", "&&", "paceline", "train", "config.yaml", "num_epochs=5"]
+    brings = {"lm": ["data"], "mnist": ["data"], "tabular": ["data"], "text": ["data", "model"]}
+    assert [command[1:3] for command in commands[:-1]] == [[what, "get"] for what in brings.get(recipe, [])]
 
 
 HOSTILE, SHOWN = "\x1b]0;owned\x07\x1b[2J", "\\x1b]0;owned\\x07\\x1b[2J"

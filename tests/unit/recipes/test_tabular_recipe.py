@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.cli.arguments import find_config
 from paceline.config import Config, build, read_yaml
 from paceline.engine.replica import run_model
 from paceline.errors import DataError
+from paceline.hub.tables import FEATURES
 
 pandas = pytest.importorskip("pandas")
 
@@ -68,9 +70,18 @@ def test_a_class_that_is_not_in_the_list_is_refused(config: Config, column: list
     assert "list all classes" in str(caught.value)
 
 
+def test_without_a_table_covertype_is_read(config: Config, tmp_path: Path, monkeypatch) -> None:
+    make = config.function("dataset_fn")
+    with pytest.raises(DataError, match=r"covtype\.data\.gz does not exist; run: paceline data get covtype"):
+        make(root=tmp_path)
+    rows = pandas.DataFrame([[*range(54), 7], [*range(54), 1]], columns=[*FEATURES, "Cover_Type"])
+    monkeypatch.setattr("paceline.datasets.table", lambda name, root: rows)
+    assert make(**config.dataset_args).tensors[1].tolist() == [6, 0]
+
+
 def test_a_missing_table_is_reported(config: Config) -> None:
-    with pytest.raises(DataError, match="there is no table; give one: paceline train tabular df="):
-        config.function("dataset_fn")()
+    with pytest.raises(DataError, match="there is no table; give one: df=FILE"):
+        config.function("dataset_fn")(target="kind")
 
 
 def test_a_table_without_classes_is_for_predictions(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

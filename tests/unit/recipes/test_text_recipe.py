@@ -108,7 +108,7 @@ def test_a_table_is_not_validated_on_the_sentences_of_sst2(make, config: Config)
 
 
 def test_missing_files_and_models_are_named(make, config: Config, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}/train.tsv does not exist; put train.tsv and dev.tsv of GLUE's"):
+    with pytest.raises(DataError, match=f"{tmp_path}/train.tsv does not exist; run: paceline data get sst2 --to"):
         make(root=tmp_path)
     with pytest.raises(DataError, match=r"^lab/gone cannot be loaded \(.*\); run: paceline model get lab/gone$"):
         make(model="lab/gone")

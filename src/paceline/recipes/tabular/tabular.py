@@ -3,7 +3,8 @@
 The defaults are for Covertype (J. A. Blackard, 1998): 581,012 patches of forest, 54 columns, seven kinds of trees. Any
 CSV or Parquet file with numbers and a column of classes can be used:
 
-    paceline train tabular df=covtype.csv --procs 2
+    paceline data get covtype
+    paceline train tabular --procs 2
     paceline train tabular df=mine.parquet dataset_args.target=kind dataset_args.classes=[ash,elm,oak] \\
         model_args.features=12 model_args.classes=3
 """
@@ -12,17 +13,18 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import StandardScaler, errors
+from paceline import StandardScaler, datasets, errors
 
 
-def get_dataset(df=None, target="Cover_Type", classes=()):
-    """Return all columns but the target as numbers, and the classes.
+def get_dataset(df=None, target="Cover_Type", classes=(), root=None):
+    """Return all columns but the target as numbers, and the classes; without a table, those of Covertype.
 
     Columns are sorted by name, so that their order in a table does not matter. A class is its index in `classes`,
     also if a table does not contain all of them.
     """
-    if df is None:
-        raise errors.DataError("there is no table; give one: paceline train tabular df=covtype.csv")
+    if df is None and target != "Cover_Type":
+        raise errors.DataError("there is no table; give one: df=FILE")
+    df = datasets.table("covtype", root=root) if df is None else df
     columns = sorted((column for column in df.columns if column != target), key=str)
     numbers = torch.tensor(df[columns].to_numpy("float32"))
     if target not in df:

@@ -1,10 +1,10 @@
 """Classification of sentences: a pretrained encoder from the Hugging Face hub, fine-tuned.
 
 Data: R. Socher et al., "Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013, as
-GLUE's SST-2: `train.tsv` and `dev.tsv` in `$PACELINE_HOME/datasets/sst2`. Or a table with a column of texts and one of
-classes, by name or number.
+GLUE's SST-2. Or a table with a column of texts and one of classes, by name or number.
 
     pip install 'paceline[hf]'
+    paceline data get sst2
     paceline model get sentence-transformers/all-MiniLM-L6-v2
     paceline train text --procs 2
     paceline train text dataset_args.model=NAME model_args.model=NAME
@@ -12,7 +12,6 @@ classes, by name or number.
         dataset_args.classes=[ham,spam] model_args.classes=[ham,spam]
 """
 
-import csv
 import tempfile
 import time
 from pathlib import Path
@@ -35,7 +34,7 @@ def get_dataset(df=None, **options):
     """Return the training sentences, or those of a table."""
     global source, has_table
     source, has_table = options, df is not None
-    return Sentences(df, file="train.tsv", **options)
+    return Sentences(df, **options)
 
 
 def get_dev_dataset(df=None):
@@ -44,15 +43,15 @@ def get_dev_dataset(df=None):
         raise errors.DataError(
             "df is given without validation data; give val_df, or val_dataset_fn=null to hold out some rows"
         )
-    return Sentences(df, file="dev.tsv", **source)
+    return Sentences(df, train=False, **source)
 
 
 class Sentences(Dataset):
     """Sentences as tokens; a batch is padded to about the length of its longest sentence."""
 
-    def __init__(self, df=None, file="train.tsv", root=None, model=MODEL, classes=CLASSES, max_length=128, **columns):
+    def __init__(self, df=None, train=True, root=None, model=MODEL, classes=CLASSES, max_length=128, **columns):
         self.classes, self.tokenizer, self.max_length = list(map(str, classes)), load_tokenizer(model), max_length
-        table = read_tsv(Path(root or datasets.folder_of("sst2"), file)) if df is None else df
+        table = datasets.table("sst2", train=train, root=root) if df is None else df
         texts, labels = columns_of(table, **columns)
         self.labels = None if labels is None else torch.tensor([self.number_of(label) for label in labels])
         self.tokens, self.ends = tokenized(texts, self.tokenizer, max_length - 1)
@@ -142,18 +141,6 @@ def check_matches_data(**given):
 
 
 # --- texts and tokens ---------------------------------------------------------------------------------------------
-
-
-def read_tsv(path):
-    """Return the columns of a TSV file by name."""
-    if not path.is_file():
-        raise errors.DataError(
-            f"{path.resolve()} does not exist; put train.tsv and dev.tsv of GLUE's SST-2 there, give another "
-            "folder (dataset_args.root), or give a table (df=FILE)"
-        )
-    with path.open(encoding="utf-8", newline="") as file:
-        head, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-    return dict(zip(head, zip(*rows, strict=True), strict=True))
 
 
 def columns_of(table, text="sentence", label="label"):
