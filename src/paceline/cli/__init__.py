@@ -18,6 +18,7 @@ import typer
 from paceline import __version__
 from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
 from paceline.cli.extensions import ExtensibleGroup
+from paceline.cli.options import ConfigCommand
 from paceline.cli.output import print_error
 from paceline.errors import ConfigError, Interrupted, PacelineError
 from paceline.system.paths import problem_with
@@ -108,7 +109,7 @@ def _app() -> typer.Typer:
         app.add_typer(apps[group], name=group)
     for words, command in COMMANDS.items():
         group, _, name = words.rpartition(" ")
-        apps[group].command(name)(_interruptible(command))
+        apps[group].command(name, cls=ConfigCommand)(_interruptible(command))
     return app
 
 

@@ -75,14 +75,57 @@ def advice_on_value(key: str, value: Any, given: Mapping[str, Any], origin: Orig
     return f"is not a value here; {_advice([answer], kept, origin.of(key))}"
 
 
+def advice_on_key(name: str, value: Any, given: Mapping[str, Any]) -> str | None:
+    """The rest of a sentence about a name and a value on the command line; None if the table does not have the name."""
+    if (answer := _answer_to((name,), value)) is None:
+        return None
+    kept = dict(_flat(given))
+    return _what([answer]) + "; " + _advice([_multiplied(answer, kept)], kept, COMMAND_LINE)
+
+
+def setting_of(name: str, value: Any, given: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """The key that a name of another library means without a condition, its value here, and a note; else None.
+
+    None also if the name means several settings, or if the user's value is lost or not enough.
+    """
+    known = dict(_flat(given))
+    found = [_one_setting(row, name, value, known) for row in rows_of(name)]
+    return found[0] if found and all(each == found[0] for each in found) else None
+
+
+def _one_setting(row: Row, name: str, value: Any, known: Mapping[Path, Any]) -> tuple[str, Any, str] | None:
+    write, _ = template(row, value)
+    answer = _multiplied(_answer_by(row, (name,), value), known)
+    is_condition = answer.note.startswith("if ") and (not row.unless or (row.unless,) in known)
+    if is_condition or (row.times and answer.times):  # the number by which the value is multiplied is not known
+        return None
+    words = [(path, word) for path, word in answer.words.items() if path not in answer.usual or path not in known]
+    patterns = dict(leaves(settings(write))) if write else {}
+    if len(words) != 1 or OPEN in str(words[0][1]):
+        return None
+    [(path, word)] = words
+    is_used = patterns[path] == VALUE if VALUE in str(write) else write != row.write or value is True
+    note = "" if answer.note.startswith("if ") else answer.note
+    return (".".join(path), word, note) if is_used else None
+
+
+def is_switch(name: str) -> bool:
+    """Whether a name of another library is given without a value, as `--fp16` is."""
+    rows = rows_of(name)
+    return bool(rows) and not any(VALUE in row.write for row in rows)
+
+
 def _answer_to(path: Path, value: Any) -> Answer | None:
     """The answer to an unknown key; None if the table does not have it."""
     *sections, name = path
     rows = [row for row in rows_of(name) if key_of(row.write) != ".".join(path)]
     rows.sort(key=lambda row: not key_of(row.write).startswith(".".join((*sections, ""))))  # of the same section first
-    if not rows:
-        return None
-    row, section = rows[0], key_of(rows[0].write).partition(".")[0]
+    return _answer_by(rows[0], path, value) if rows else None
+
+
+def _answer_by(row: Row, path: Path, value: Any) -> Answer:
+    """The answer of one row of the table."""
+    section = key_of(row.write).partition(".")[0]
     if isinstance(value, Mapping) and section != key_of(row.write):
         return Answer(path, value, section, dict(_renamed(section, value)))
     write, note = template(row, value)
@@ -114,15 +157,19 @@ def _multiplied(answer: Answer, known: Mapping[Path, Any]) -> Answer:
     if not number.isdigit() or ("nodes",) in known or not isinstance(answer.value, int):
         return answer
     words = {path: value * int(number) for path, value in answer.words.items()}
-    return replace(answer, words=words, note=f"{answer.value} for each of the {number} processes")
+    return replace(answer, words=words, note=f"{answer.value} for each of the {number} processes", times="")
 
 
 def _sentence(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
     names = [f"{'.'.join(answer.path)}={shortened(answer.value)}" for answer in answers]
+    return f"{', '.join(names)} {_what(answers)}; {_advice(answers, kept, place)}"
+
+
+def _what(answers: list[Answer]) -> str:
+    """What all these are here."""
     keys = list(dict.fromkeys(answer.key for answer in answers if answer.key))
-    verb = "is" if len(names) == 1 else "are"
-    what = f"{verb} called {', '.join(keys)} here" if keys else f"{verb} not a key here"
-    return f"{', '.join(names)} {what}; {_advice(answers, kept, place)}"
+    verb = "is" if len(answers) == 1 else "are"
+    return f"{verb} called {', '.join(keys)} here" if keys else f"{verb} not a key here"
 
 
 def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
@@ -134,6 +181,8 @@ def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
     values = {} if place == COMMAND_LINE else dict(same)
     for answer in answers:
         values |= {at: value for at, value in answer.words.items() if at not in answer.usual or at not in same}
+    if place == COMMAND_LINE and not values | chosen:  # all of them are given already
+        values = answers[0].words
     tree = _tree((values | chosen).items())
     if isinstance(metrics := kept.get(("metrics",)), (str, list, tuple)) and isinstance(tree.get("metrics"), str):
         names = [metrics] if isinstance(metrics, str) else list(metrics)

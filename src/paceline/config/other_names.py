@@ -24,6 +24,7 @@ class Row(NamedTuple):
     transformers: str = ""
     accelerate: str = ""
     times: str = ""  # the key of a number by which the user's value is multiplied
+    unless: str = ""  # the key of a number with which the names have the other meaning that the note describes
     others: str = ""  # torchrun, and what people call it in their own scripts
 
     @property
@@ -321,8 +322,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "write procs: …; the number of processes, CUDA_VISIBLE_DEVICES selects their GPUs")}, lightning="devices",
             others="nproc_per_node gpus num_gpus n_gpus nproc "
             "gpus_per_node num_procs"),
-        Row("procs: VALUE", "if all are on one host; else procs is " + _ALL_ON_ONE_HOST, accelerate="num_processes",
-            others="world_size"),
+        Row("procs: VALUE", "if all are on one host; else procs is " + _ALL_ON_ONE_HOST, unless="nodes",
+            accelerate="num_processes", others="world_size"),
         Row("nodes: VALUE, rendezvous: HOST:29400", values={"1": REMOVE}, lightning="num_nodes",
             accelerate="num_machines", others="nnodes n_nodes"),
         Row("rendezvous: VALUE, nodes: …", _HOSTS, others="rdzv_endpoint"),

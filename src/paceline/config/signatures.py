@@ -109,7 +109,7 @@ def unknown_arguments(config: Config) -> list[str]:
     """Names in `model_args` and `dataset_args` that the function certainly does not take."""
     problems = []
     for key, function in (("model_args", config.model_fn), ("dataset_args", config.dataset_fn)):
-        if not callable(function) or (taken := _arguments_of(function)) is None:
+        if not callable(function) or (taken := arguments_of(function)) is None:
             continue
         for name in [name for name in getattr(config, key) if name not in taken]:
             near = difflib.get_close_matches(str(name), taken, n=1, cutoff=0.5)
@@ -118,7 +118,7 @@ def unknown_arguments(config: Config) -> list[str]:
     return problems
 
 
-def _arguments_of(function: Callable[..., Any]) -> list[str] | None:
+def arguments_of(function: Callable[..., Any]) -> list[str] | None:
     """The names of arguments that a function takes; None if it takes any, or has no signature."""
     try:  # of a decorated function the outer signature counts, because the decorator is called
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()

@@ -54,12 +54,13 @@ def _read_covtype(source: DatasetFolder) -> DataFrame:
     columns = [*FEATURES, TARGET]
     has_header = data.startswith(FEATURES[0].encode())
     try:
-        rows = pandas.read_csv(
+        rows: DataFrame = pandas.read_csv(
             io.BytesIO(data), header=0 if has_header else None, names=None if has_header else columns, dtype="int32"
         )
-        return rows[columns]
+        rows = rows[columns]
     except (ValueError, KeyError) as error:  # KeyError: a header with other names
         raise source.damaged(path, f"is not the table of Covertype ({' '.join(str(error).split())})") from None
+    return rows
 
 
 def _read_sst2(source: DatasetFolder, name: str) -> DataFrame:
@@ -73,8 +74,8 @@ def _read_sst2(source: DatasetFolder, name: str) -> DataFrame:
         with source.unpacking(path, file), zipfile.ZipFile(path) as archive:
             data = archive.read(f"{Path(file.name).stem}/{name}")
     try:
-        rows = pandas.read_csv(
-            io.BytesIO(data), sep="\t", quoting=csv.QUOTE_NONE, dtype={"sentence": str, "label": "int64"},
+        rows: DataFrame = pandas.read_csv(
+            io.BytesIO(data), sep="\t", quoting=csv.QUOTE_NONE, dtype={"sentence": "str", "label": "int64"},
             na_filter=False,
         )  # fmt: skip
     except ValueError as error:
