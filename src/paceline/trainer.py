@@ -50,7 +50,20 @@ def build_config(raw: Mapping[str, Any], folder: Path | None = None, overridden:
 
     `overridden` are the keys of the command line, for the words in messages.
     """
-    return build(raw, folder=folder, overridden=overridden, checks=CHECKS)
+    return build(_with_rendezvous(raw, folder), folder=folder, overridden=overridden, checks=CHECKS)
+
+
+def _with_rendezvous(raw: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """The keys with the rendezvous of MASTER_ADDR and MASTER_PORT, if there are several hosts and it is not given."""
+    if raw.get("nodes") is None or raw.get("rendezvous") is not None:
+        return raw
+    from paceline.launch.environment import load_dotenv, rendezvous_in_environment
+
+    load_dotenv(folder or Path())
+    if (rendezvous := rendezvous_in_environment()) is None:
+        return raw
+    print(f"rendezvous={rendezvous}, from MASTER_ADDR and MASTER_PORT", file=sys.stderr, flush=True)
+    return {**raw, "rendezvous": rendezvous}
 
 
 def _unknown_launcher(config: Config) -> Iterator[str]:

@@ -126,6 +126,13 @@ def test_a_recipe_has_its_own_loop(run) -> None:
     assert "--managed and --recipe digits are both given; keep one of them" in ended.stderr
 
 
+@pytest.mark.usefixtures("project")
+def test_options_of_the_script_are_answered_with_the_command_that_takes_them(run) -> None:
+    ended = run("python", "mylab/main.py", "--epochs", "5")
+    command = "paceline train config.yaml --epochs 5"
+    assert (ended.returncode, ended.stderr) == (1, f"main.py has no options; change its keywords, or run: {command}\n")
+
+
 def test_a_folder_in_use_is_not_written_over(project: Path, run) -> None:
     (project / "main.py").write_text("mine\n")
     ended = run("paceline", "init", "mylab")

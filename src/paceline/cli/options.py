@@ -155,6 +155,7 @@ class Context:
 
     def __init__(self, own: Mapping[str, bool], words: Sequence[str], chosen: Mapping[str, str]) -> None:
         from paceline import config
+        from paceline.launch.environment import load_dotenv, rendezvous_in_environment
 
         self.own, self.given, self.folder = own, dict[str, Any](), Path()
         assignments = [word for word in words if ASSIGNMENT.match(word)]
@@ -164,10 +165,13 @@ class Context:
                 path = find_config(target)
                 self.given = config.read_yaml(path)
                 self.folder = path.parent.resolve() / str(self.given.get("folder") or "")
+                load_dotenv(path.parent)  # the user's modules may read it
             config.override(self.given, assignments)
         except ConfigError:  # the command itself reports it
             pass
         self.given |= {name: text for name, text in chosen.items() if name in config.Config.model_fields}
+        if rendezvous := rendezvous_in_environment():
+            self.given.setdefault("rendezvous", rendezvous)
 
     def meaning_of(self, option: Typed) -> tuple[str, str, str]:
         """The key that an option sets, the word to use instead, and the line to print; else a ConfigError."""
@@ -221,13 +225,11 @@ class Context:
         """The names of the arguments of a function of the config; none if it cannot be imported."""
         from paceline.config.functions import FunctionNotFound, resolve
         from paceline.config.signatures import arguments_of
-        from paceline.launch.environment import load_dotenv
 
         name = self.given.get(key)
         if not isinstance(name, str):
             return []
         try:
-            load_dotenv(self.folder)  # the user's modules may read it
             return arguments_of(resolve(name, self.folder)) or []
         except (ConfigError, FunctionNotFound):  # the command itself reports it
             return []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import Config
 from paceline.errors import ConfigError, Interrupted, MissingExtra, PacelineError, Stopped
 from paceline.launch import processes
-from paceline.launch.environment import load_dotenv, pick_launcher, shares_cores
+from paceline.launch.environment import load_dotenv, pick_launcher, report_unused, shares_cores
 from paceline.system.signals import requests_deferred
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def prepare(raw: Mapping[str, Any], folder: Path) -> None:
     """
     if raw.get("nodes") is not None:  # the coordinator serves a store, which logs errors for clients without a name
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    load_dotenv(folder)
     if pick_launcher(raw.get("launcher", "auto"), has_rendezvous=raw.get("rendezvous") is not None) == "local":
-        load_dotenv(folder)
         is_passive = shares_cores(raw.get("ddp", True), raw.get("procs")) or raw.get("nodes") is not None
         processes.prepare(is_passive=is_passive)
 
@@ -73,8 +73,10 @@ def start(config: Config, task: Task, folder: Path) -> Outcome:
 
     if is_joined():
         raise PacelineError("start() was called inside a rank; call it in the script that starts the run")
-    name = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
     load_dotenv(folder)
+    name = pick_launcher(config.launcher, has_rendezvous=config.rendezvous is not None)
+    if name == "local" and config.rendezvous is None:
+        report_unused(folder)
     if problems := list(unknown_launcher(config)):
         raise ConfigError(problems)
     with requests_deferred():

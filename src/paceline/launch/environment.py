@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,46 @@ from paceline.errors import ConfigError
 from paceline.launch.network import variables_towards
 from paceline.launch.slurm import is_step, world_of
 
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by what starts a rank
+
 
 def load_dotenv(folder: Path) -> None:
-    """Set variables from a `.env` file beside the config, such as MASTER_ADDR; those that are set already stay."""
+    """Set variables from a `.env` file beside the config, such as MASTER_ADDR; those that are set already stay.
+
+    RANK and the like make a process a rank. In a `.env` file, which all processes share, they count for ranks only.
+    """
+    is_rank = "RANK" in os.environ
+    for name, value in _dotenv(folder).items():
+        if is_rank or name not in PLACE:
+            os.environ.setdefault(name, value)
+
+
+def rendezvous_in_environment() -> str | None:
+    """HOST:PORT of MASTER_ADDR and MASTER_PORT; None in a rank, whose address belongs to what has started it."""
+    parts = [os.environ.get(name) for name in ADDRESS]
+    return ":".join(map(str, parts)) if all(parts) and "RANK" not in os.environ else None
+
+
+@cache
+def report_unused(folder: Path) -> None:
+    """Print which variables of a `.env` file a run on one host does not use; once in a process for each folder."""
+    names = [name for name in _dotenv(folder) if name in (*ADDRESS, *PLACE)]
+    if names:
+        print(
+            f"{folder / '.env'}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not used; a run on one host "
+            "needs no network address, and procs is the number of its processes",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _dotenv(folder: Path) -> dict[str, str]:
+    """The variables in a `.env` file that have a value; empty if there is no such file."""
     path = folder / ".env"
     try:
-        values = dotenv_values(path)
+        return {name: value for name, value in dotenv_values(path).items() if value is not None}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); write NAME=VALUE lines in UTF-8, or remove it") from None
-    for name, value in values.items():
-        if value is not None:
-            os.environ.setdefault(name, value)
 
 
 def pick_launcher(name: str, *, has_rendezvous: bool = False) -> str:

@@ -28,6 +28,7 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config `own.yaml` in the working folder, with functions that take arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     Path("options_of_own.py").write_text(FUNCTIONS)
     Path("own.yaml").write_text("model_fn: 'options_of_own:get_model'\ndataset_fn: 'options_of_own:get_data'\n")
 
@@ -104,6 +105,15 @@ def test_options_with_one_meaning_are_accepted(
 def test_other_options_are_answered_with_the_words_to_type(typed: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         translated(shlex.split(typed), OWN)
+
+
+@pytest.mark.usefixtures("own_config")
+def test_hosts_need_no_rendezvous_if_the_dotenv_file_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    Path(".env").write_text("MASTER_ADDR=n1\nMASTER_PORT=29500\n")
+    assert translated(["own.yaml", "--nnodes", "2"], OWN) == ["--nodes=2", "own.yaml"]
 
 
 def test_gpus_of_a_job_are_not_guessed() -> None:

@@ -13,13 +13,15 @@ import pytest
 from paceline import Trainer, launch
 from paceline.config import Config, build
 from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
-from paceline.launch import stopped_error
+from paceline.launch import environment, stopped_error
 from paceline.launch.environment import load_dotenv
 from paceline.launch.setup import TRAIN, failure_reported
 from paceline.observe.events import read
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome
+from paceline.trainer import build_config
+from support.configs import MANAGED
 
 
 def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
@@ -31,6 +33,53 @@ def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
     (tmp_path / ".env").write_text("THERE=after\nNEW=here\nBARE\n")
     load_dotenv(tmp_path)
     assert [os.environ.get(name) for name in ("THERE", "NEW", "BARE")] == ["before", "here", None]
+
+
+def test_a_dotenv_file_makes_no_process_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*environment.PLACE, *environment.ADDRESS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    (tmp_path / ".env").write_text("RANK=0\nWORLD_SIZE=2\nMASTER_ADDR=n1\nMASTER_PORT=29500\n")
+    load_dotenv(tmp_path)
+    assert environment.pick_launcher("auto") == "local"
+    assert os.environ["MASTER_ADDR"] == "n1"
+    monkeypatch.setenv("RANK", "1")  # a rank that was started by hand
+    load_dotenv(tmp_path)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    assert environment.pick_launcher("auto") == "torchrun"
+
+
+def test_several_hosts_meet_at_the_address_in_the_dotenv_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", *environment.ADDRESS):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    (tmp_path / ".env").write_text("MASTER_ADDR=n1\nMASTER_PORT=29500\n")
+    assert build_config({**MANAGED, "nodes": 2}, tmp_path).rendezvous == "n1:29500"
+    assert capsys.readouterr().err == "rendezvous=n1:29500, from MASTER_ADDR and MASTER_PORT\n"
+    assert build_config({**MANAGED, "nodes": 2, "rendezvous": "n2:1"}, tmp_path).rendezvous == "n2:1"
+    assert build_config(MANAGED, tmp_path).rendezvous is None
+    monkeypatch.setenv("MASTER_ADDR", "n3")  # the environment precedes the file
+    assert build_config({**MANAGED, "nodes": 2}, tmp_path).rendezvous == "n3:29500"
+    capsys.readouterr()
+    monkeypatch.setenv("RANK", "0")  # what has started the ranks chooses the address
+    with pytest.raises(ConfigError, match="nodes and rendezvous belong together"):
+        build_config({**MANAGED, "nodes": 2}, tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_address_that_a_run_on_one_host_does_not_use_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.report_unused(tmp_path / "other")
+    (tmp_path / ".env").write_text("MASTER_ADDR=n1\nWORLD_SIZE=2\nOTHER=3\n")
+    environment.report_unused(tmp_path)
+    environment.report_unused(tmp_path)
+    assert capsys.readouterr().err == (
+        f"{tmp_path / '.env'}: MASTER_ADDR, WORLD_SIZE are not used; a run on one host needs no network address, and "
+        "procs is the number of its processes\n"
+    )
 
 
 def test_a_dotenv_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

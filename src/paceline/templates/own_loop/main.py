@@ -1,3 +1,5 @@
+import shlex
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -6,6 +8,11 @@ from paceline import Trainer
 from dataset_fn import YourDataset
 from model_fn import get_model
 from train import train
+
+if sys.argv[1:]:  # such as --epochs 5
+    sys.exit(
+        f"main.py has no options; change its keywords, or run: paceline train config.yaml {shlex.join(sys.argv[1:])}"
+    )
 
 df = pd.read_csv(Path(__file__).with_name("data.csv"))
 
