@@ -45,14 +45,15 @@ def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, la
 
 
 def lanes_of(rank: int, world_size: int, lanes: int) -> range:
-    """The lanes that a rank processes."""
-    if lanes % world_size:
-        fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
-        words = ", ".join(map(str, fitting[:-1])) + f" or {fitting[-1]}" if len(fitting) > 1 else "1"
+    """The lanes that a rank processes; where they do not divide evenly, the first ranks have one more."""
+    if lanes < world_size:
         raise ConfigError(
-            f"lanes={lanes} cannot be split over {world_size} ranks; use a multiple of {world_size}, or --procs {words}"
+            f"lanes={lanes} cannot be split over {world_size} ranks, which need a lane each; use at most "
+            f"--procs {lanes}, or more lanes"
         )
-    return even_part(lanes, world_size, rank)
+    each, more = divmod(lanes, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
 
 
 # --- the user's own loop: every rank has the same number of batches ------------------------------------------------

@@ -8,6 +8,7 @@ from itertools import groupby, tee
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 from paceline.data import batches
@@ -31,6 +32,33 @@ class Lane(NamedTuple):
         return "data", self.step, self.lane
 
 
+class RankLanes(NamedTuple):
+    """How the lanes of a step are divided among the ranks, and which are those of this rank."""
+
+    lanes: int
+    world_size: int
+    rank: int
+
+    @property
+    def mine(self) -> range:
+        """The lanes of this rank."""
+        return batches.lanes_of(self.rank, self.world_size, self.lanes)
+
+    @property
+    def most(self) -> int:
+        """The largest number of lanes of any rank: that of rank 0."""
+        return len(batches.lanes_of(0, self.world_size, self.lanes))
+
+    def place_of(self, lane: int) -> int:
+        """The place of a lane among those of this rank."""
+        return lane - self.mine[0]
+
+    def in_order(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The rows of all lanes in their order, from `most` rows of each rank, some of which may have no lane."""
+        sizes = [len(batches.lanes_of(rank, self.world_size, self.lanes)) for rank in range(self.world_size)]
+        return torch.cat([rows.narrow(dim, rank * self.most, size) for rank, size in enumerate(sizes)], dim)
+
+
 class StepInputs(NamedTuple):
     """The inputs of one step: the lanes of this rank."""
 
@@ -52,9 +80,8 @@ class LaneSampler(Sampler[Lane]):
         seed: int,
         size: int,
         batch_size: int,
-        lanes: int,
+        rank_lanes: RankLanes,
         steps: range,
-        rank_lanes: range,
         order: Order | None = None,
         convert: Callable[[Indices], Any] = np.ndarray.tolist,
         is_padded: bool = False,
@@ -64,7 +91,7 @@ class LaneSampler(Sampler[Lane]):
         `convert` makes the indices of many lanes into the list or tensor that each lane's are slices of. With
         `is_padded`, all ranks have the same number of lanes in each step, some of them empty.
         """
-        self.size, self.batch_size, self.lanes, self.is_padded = size, batch_size, lanes, is_padded
+        self.size, self.batch_size, self.lanes, self.is_padded = size, batch_size, rank_lanes.lanes, is_padded
         self.steps, self.rank_lanes, self.convert = steps, rank_lanes, convert
         self.order = order or shuffled(seed, size)
 
@@ -81,20 +108,21 @@ class LaneSampler(Sampler[Lane]):
 
     def _lanes_of(self, steps: range) -> Iterator[tuple[int, int, int, int, range]]:
         """The lanes of each step: step, lane, samples of the lane and of the step, positions."""
+        mine = self.rank_lanes.mine
         for step in steps:
             step_samples = len(batches.step_positions(step, self.size, self.batch_size, self.lanes))
             needed = self.lanes_in(step) if self.is_padded else 1
-            for lane in self.rank_lanes:
-                if positions := self._positions(step, lane):
+            for index, lane in enumerate(range(mine.start, mine.start + max(len(mine), needed))):
+                if lane in mine and (positions := self._positions(step, lane)):
                     yield step, lane, len(positions), step_samples, positions
-                elif lane - self.rank_lanes[0] < needed:
+                elif index < needed:
                     # The rank must take part in the reduction of the step: its lane borrows the samples of lane 0, with
                     # weight zero.
                     yield step, lane, 0, step_samples, self._positions(step, 0)
 
     def lanes_in(self, step: int) -> int:
         """The largest number of lanes with samples that a rank has in a step of an epoch: that of rank 0."""
-        return sum(1 for lane in range(len(self.rank_lanes)) if self._positions(step, lane))
+        return sum(1 for lane in range(self.rank_lanes.most) if self._positions(step, lane))
 
     def _positions(self, step: int, lane: int) -> range:
         return batches.lane_positions(step, lane, self.size, self.batch_size, self.lanes)

@@ -1,7 +1,6 @@
 """Sums over ranks of the gradients of any parameters, while backward runs; used where the model is not inside DDP.
 
-The gradients of all lanes of a step are summed by the same tree as in `reduce.py`. Where a lane has no gradient for a
-parameter, −0.0 takes its place, which changes no bit of a sum.
+Where a lane has no gradient for a parameter, −0.0 takes its place, which changes no bit of a sum.
 """
 
 from __future__ import annotations
@@ -11,10 +10,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.engine.reduce import Future, Gradients, LaneSum, Reduction, add_flag
+from paceline.engine.flat import slots_in, starts_of
+from paceline.engine.integer_sum import Gradients
+from paceline.engine.reduce import (
+    ALIGNED_ELEMENTS,
+    Future,
+    LaneGradients,
+    Reduction,
+    add_flag,
+    sum_on_one_rank,
+)
 from paceline.errors import ConfigError
-
-ALIGNMENT_BYTES = 64  # at other addresses, kernels that sum may take another order
 
 
 @dataclass
@@ -30,24 +36,19 @@ class Bucket:
     started: Future | None = None
 
     def __post_init__(self) -> None:
-        first = self.parameters[0]
-        unit = max(ALIGNMENT_BYTES // first.element_size(), 1)
-        sizes = [-(-parameter.numel() // unit) * unit for parameter in self.parameters]
-        self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        self.slots = [_slot(self.buffer, p, start) for p, start in zip(self.parameters, starts, strict=True)]
-        self.is_used = self.buffer[sum(sizes) :]
+        first, starts = self.parameters[0], starts_of(self.parameters, ALIGNED_ELEMENTS)
+        self.buffer = torch.zeros(starts[-1] + len(self.parameters), dtype=first.dtype, device=first.device)
+        self.slots = slots_in(self.buffer, self.parameters, starts)
+        self.is_used = self.buffer[starts[-1] :]
 
 
 class GradientSums:
     """The gradients of some parameters in one step: lane by lane over this rank, then in buckets over all ranks."""
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], lanes_per_rank: int, reduction: Reduction, bucket_bytes: float
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, bucket_bytes: float) -> None:
         """All ranks, with the same parameters."""
-        self.parameters, self.lanes_per_rank, self.reduction = list(parameters), lanes_per_rank, reduction
-        self._lane_sum = LaneSum(lanes_per_rank)
+        self.parameters, self.reduction, self._bucket_bytes = list(parameters), reduction, bucket_bytes
+        self._finished = LaneGradients(keeps_each=reduction.uses_integers)
         self._buckets = _buckets(self.parameters, bucket_bytes) if reduction.world.size > 1 else []
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.restart()
@@ -55,26 +56,25 @@ class GradientSums:
     def restart(self) -> None:
         """Begin a step."""
         self._wait()  # for buckets of a step that was left
-        self._lane_sum.restart()
+        self._finished.restart()
         self._has_gradient = [False] * len(self.parameters)
-        self._branches: list[Gradients] = []
         self._next = 0  # the first bucket that is not sent
         self._is_early = False
 
-    def add(self, index: int) -> None:
+    def add(self) -> None:
         """Take the gradients of a lane that is not the last one out of the parameters."""
         taken = []
         for number, parameter in enumerate(self.parameters):
             self._has_gradient[number] |= parameter.grad is not None
             taken.append(parameter.grad if parameter.grad is not None else torch.full_like(parameter, -0.0))
             parameter.grad = None
-        self._lane_sum.add(index, taken)
+        self._finished.add(taken)
 
     # --- the last lane -----------------------------------------------------------------------------------------
 
-    def expect(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
+    def expect(self, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """Before the backward pass of the last lane: send each bucket as soon as its gradients are complete."""
-        self._prepare(index, is_empty=is_empty, flag=flag)
+        self._prepare(is_empty=is_empty, flag=flag)
         self._is_early = True
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
@@ -100,15 +100,15 @@ class GradientSums:
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
 
-    def finish(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
+    def finish(self, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         """After the backward pass of the last lane: leave the sums of all lanes in the parameters. All ranks."""
         if self._is_early:
             self.check_complete()
         else:
             self._wait()
-            self._prepare(index, is_empty=is_empty, flag=flag)
+            self._prepare(is_empty=is_empty, flag=flag)
         if not self._buckets:
-            self._add_branches()
+            self._sum_on_one_rank()
             return
         while self._next < len(self._buckets):
             self._send_next()
@@ -120,9 +120,7 @@ class GradientSums:
             for parameter, slot, used in zip(bucket.parameters, bucket.slots, is_used, strict=True):
                 parameter.grad = slot if used else None
 
-    def _prepare(self, index: int, *, is_empty: bool, flag: torch.Tensor | None) -> None:
-        """Collect the sums of the other lanes; an empty lane adds nothing."""
-        self._branches = self._lane_sum.remaining(self.lanes_per_rank if is_empty else index)
+    def _prepare(self, *, is_empty: bool, flag: torch.Tensor | None) -> None:
         self._is_empty, self._flag, self._next, self._is_early = is_empty, flag, 0, False
 
     def _send_next(self) -> None:
@@ -137,16 +135,19 @@ class GradientSums:
         for slot, gradient in zip(bucket.slots, gradients, strict=True):
             if gradient is None:
                 slot.fill_(-0.0)
-        for branch in self._branches:
-            torch._foreach_add_(bucket.slots, [branch[number] for number in bucket.indices])
-        bucket.is_used.fill_(1)
-        for number, index in enumerate(bucket.indices):
-            if not self._has_gradient[index]:
-                bucket.is_used[number] = 0
-        if self._flag is not None and present:  # once, to a gradient that exists: unused ones are dropped
-            add_flag(self._flag, present[0][0])
+        lanes = [[lane[number] for number in bucket.indices] for lane in self._finished.lanes]
+        used = [place for place, number in enumerate(bucket.indices) if self._has_gradient[number]]
+        if self._flag is not None and used and (present or lanes):  # once, to a gradient that exists
+            add_flag(self._flag, [present[0][0]] if present else [lanes[0][used[0]]])
             self._flag = None
-        bucket.started = self.reduction.start(bucket.buffer)
+        # The marks of used parameters are summed like gradients: those of one lane.
+        marks, nothing = torch.ones_like(bucket.is_used), torch.zeros_like(bucket.is_used)
+        for place in {*range(len(bucket.indices))} - {*used}:
+            marks[place] = 0
+        bucket.is_used.copy_(nothing if lanes else marks)
+        with_marks = [[*lane, nothing if index else marks] for index, lane in enumerate(lanes)]
+        sums = [*bucket.slots, bucket.is_used]
+        bucket.started = self.reduction.start(sums, with_marks, bucket.buffer, is_empty=self._is_empty)
         self._next += 1
 
     def _wait(self) -> None:
@@ -155,8 +156,7 @@ class GradientSums:
                 bucket.started.wait()
                 bucket.started = None
 
-    def _add_branches(self) -> None:
-        """Add the other lanes to the last one, on a single rank."""
+    def _sum_on_one_rank(self) -> None:
         for number, parameter in enumerate(self.parameters):
             if self._is_empty:
                 parameter.grad = None
@@ -164,9 +164,9 @@ class GradientSums:
             if parameter.grad is None and self._has_gradient[number]:
                 parameter.grad = torch.full_like(parameter, -0.0)
         used = [number for number, has in enumerate(self._has_gradient) if has]
-        gradients = [gradient for number in used if (gradient := self.parameters[number].grad) is not None]
-        for branch in self._branches:
-            torch._foreach_add_(gradients, [branch[number] for number in used])
+        lanes = [[lane[number] for number in used] for lane in self._finished.lanes]
+        parameters = [self.parameters[number] for number in used]
+        sum_on_one_rank(parameters, lanes, self.reduction, self._bucket_bytes, is_empty=self._is_empty)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: float) -> list[Bucket]:
@@ -182,10 +182,3 @@ def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: float) -> l
         found[-1].append(index)
         size += parameter.nbytes
     return [Bucket([parameters[index] for index in indices], indices) for indices in found]
-
-
-def _slot(buffer: torch.Tensor, parameter: torch.Tensor, start: int) -> torch.Tensor:
-    """A part of the buffer with the shape and strides of a parameter."""
-    is_dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    part = buffer[start : start + parameter.numel()]
-    return part.as_strided(parameter.shape, parameter.stride(), start) if is_dense else part.view(parameter.shape)

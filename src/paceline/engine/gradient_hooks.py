@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 
 from paceline.engine.buckets import GradientSums
-from paceline.engine.reduce import Reduction, reduce_after_backward
+from paceline.engine.reduce import Reduction, sum_after_backward
 
 
 class GradientHooks:
     """The hooks of all parameters of one rank. A single rank sends nothing, and only notices a plain `backward`."""
 
     def __init__(self, reduction: Reduction, bucket_bytes: float) -> None:
-        self._reduction, self._bucket_bytes = reduction, bucket_bytes
+        self._reduction, self._bucket_bytes = reduction, bucket_bytes  # of a plain backward
         self._watched: dict[torch.nn.Parameter, None] = {}  # in one order on all ranks
         self._sums: GradientSums | None = None  # that are sent while backward runs
         self._is_inside = self._is_average_due = False
@@ -77,7 +77,8 @@ class GradientHooks:
         """At the end of a plain `loss.backward()`: average the gradients over the ranks, as DDP does. All ranks."""
         self._is_average_due = False
         watched = list(self._watched)
-        gradients = [parameter.grad for parameter in watched]
-        averaged = reduce_after_backward(gradients, watched, self._reduction, self._bucket_bytes)
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in watched]
+        is_used = [parameter.grad is not None for parameter in watched]
+        averaged = sum_after_backward([mine], is_used, watched, self._reduction, self._bucket_bytes)
         for parameter, gradient in zip(watched, averaged, strict=True):
             parameter.grad = None if gradient is None else gradient.div_(self._reduction.world.size)

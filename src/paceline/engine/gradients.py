@@ -11,9 +11,10 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
-from paceline.data.lanes import Lane
+from paceline.data.lanes import Lane, RankLanes
 from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.engine.forward_state import LOSS_PREFIX, ParameterKey, Snapshot
+from paceline.engine.integer_sum import Gradients
 from paceline.engine.lane_values import LaneValues
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard
@@ -21,11 +22,11 @@ from paceline.engine.objective import Objective, objectives_of, parts_of
 from paceline.engine.precision import HALF_DTYPES, autocast
 from paceline.engine.reduce import (
     BucketHook,
-    Gradients,
-    LaneSum,
+    LaneGradients,
     Reduction,
     add_flag,
-    reduce_after_backward,
+    sum_after_backward,
+    sum_on_one_rank,
 )
 from paceline.engine.replica import PlainModel, Replica
 from paceline.errors import ConfigError, UnusedParameters
@@ -54,7 +55,6 @@ class Backward:
         feed: Feed,
         guard: Guard | None,
         *,
-        lanes_per_rank: int,
         world: World,
         clock: PhaseClock,
         through_ddp: bool,
@@ -73,12 +73,14 @@ class Backward:
         self._dropped = [parameter for parameter in self._all if optimized is not None and parameter not in kept]
         # DDP would wait for the gradients of all parameters, and must know what is unused before the other lanes run.
         self._sums_after_backward = settings.find_unused_parameters or optimized is not None
-        self.lane_sum, self.lanes_per_rank = LaneSum(lanes_per_rank), lanes_per_rank
-        self.values = LaneValues(lanes_per_rank, world, self.objective)
+        self.rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
+        self.values = LaneValues(self.rank_lanes, world, self.objective)
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
         self._has_own_count: bool | None = None  # whether the loss is a sum with its count
         self._is_kind_agreed = world.size == 1
-        self.reduction = Reduction(world, settings.exact, settings.compression)
+        self.reduction = Reduction(world, settings.lanes, exact=settings.exact, compression=settings.compression)
+        self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
+        self._bucket_bytes = settings.bucket_mb * 2**20
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
         self._restores_buffers = False  # whether lanes start from a copy of the buffers
@@ -99,20 +101,20 @@ class Backward:
         """Prepare for the lanes of a step."""
         for parameter in self._all:  # does what zero_grad does, in less time
             parameter.grad = None
-        self.lane_sum.restart()
+        self.finished.restart()
         self._is_used = [False] * len(self.parameters)
         zero = number_on(0, self.world.device)
-        self._lanes, self._totals = lanes, [(zero, zero)] * self.lanes_per_rank
+        self._lanes, self._totals = lanes, [(zero, zero)] * self.rank_lanes.most
         self.values.restart()
         # Every lane starts with the buffers of the step's start, such as BatchNorm's statistics. After the step they
         # are those of a rank's first lane, or unchanged if that is empty. Rank 0's first lane is lane 0, and its
         # buffers are sent to the other ranks.
-        self._keeps_first = lanes[0].samples > 0 and lanes[0].lane % self.lanes_per_rank == 0
+        self._keeps_first = lanes[0].samples > 0 and self.rank_lanes.place_of(lanes[0].lane) == 0
         self._restores_buffers = len(lanes) > 1 or not self._keeps_first
 
     def run_lane(self, lane: Lane, inputs: LaneInputs) -> None:
         """Run forward and backward of the next lane; with the last lane, start the sums over ranks. All ranks."""
-        is_first, is_last, index = lane is self._lanes[0], lane is self._lanes[-1], lane.lane % self.lanes_per_rank
+        is_first, is_last = lane is self._lanes[0], lane is self._lanes[-1]
         if is_first and self.hook is None and self.world.size > 1:
             self.clock.enter(REDUCTION)
             self.replica.share_buffers()
@@ -123,7 +125,7 @@ class Backward:
         versions = self._versions() if is_first else []
         is_reducing = is_last and self.hook is not None
         if is_reducing and self.hook is not None:
-            self.hook.begin(self.lane_sum.remaining(index), is_empty=not lane.samples)
+            self.hook.begin(self.finished.lanes, is_empty=not lane.samples)
         with nullcontext() if is_reducing or self.hook is None else self.replica.no_sync():
             total, count = self._forward_backward(lane, inputs, self.model)
         for name, parameter, version in versions:
@@ -134,10 +136,10 @@ class Backward:
                     "first step did not show; make it a buffer (register_buffer), which may change at any time"
                 )
         if lane.samples:
-            self._totals[index] = total, count
-            self.values.add(index, self._lane_values, len(lane.indices))
+            self._totals[self.rank_lanes.place_of(lane.lane)] = total, count
+            self.values.add(lane.lane, self._lane_values, len(lane.indices))
             if not is_reducing:
-                self._add_to_sum(index, is_last)
+                self._take_gradients(is_last)
         if is_first and self._restores_buffers and self._keeps_first:
             self._after_first.take(self._buffers.tensors())
 
@@ -149,7 +151,7 @@ class Backward:
         if self._restores_buffers:
             (self._after_first if self._keeps_first else self._before).restore(self._buffers.tensors())
         if self._sums_after_backward:
-            self._reduce_after_backward()
+            self._sum_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
         if self.settings.exact and self.world.size > 1 and self.world.device.type == "cuda":
@@ -226,7 +228,7 @@ class Backward:
 
     def _versions(self) -> list[tuple[ParameterKey, torch.Tensor, int]]:
         """The version counter of each frozen parameter that is not copied for each lane."""
-        if self.lanes_per_rank * self.world.size == 1:
+        if self.settings.lanes == 1:
             return []
         return [
             (name, parameter, parameter._version)
@@ -240,42 +242,31 @@ class Backward:
         if self._restores_buffers and not is_begun:
             self._before.take(self._buffers.tensors())
 
-    def _add_to_sum(self, index: int, is_last: bool) -> None:
-        """Add the gradients of the lane that has just run at this index of the tree."""
+    def _take_gradients(self, is_last: bool) -> None:
+        """Keep the gradients of the lane that has just run, or with the last lane of the only rank, sum all of them."""
         missing = [name for name, p in self.named if p.grad is None]
         if missing and not self.settings.find_unused_parameters:
             raise UnusedParameters(missing)
         for parameter in self._dropped:
             parameter.grad = None
-        if is_last and not self._sums_after_backward:  # the other lanes are added to these, in place
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            for branch in self.lane_sum.remaining(index):
-                torch._foreach_add_(gradients, branch)
+        if is_last and not self._sums_after_backward:
+            sum_on_one_rank(self.parameters, self.finished.lanes, self.reduction, self._bucket_bytes)
             return
         taken = []
         for number, parameter in enumerate(self.parameters):
             self._is_used[number] |= parameter.grad is not None
             taken.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
-        self.lane_sum.add(index, taken)
+        self.finished.add(taken)
 
-    def _reduce_after_backward(self) -> None:
-        """Sum gradients over ranks where only some lanes may use a parameter. All ranks."""
+    def _sum_after_backward(self) -> None:
+        """Sum gradients over lanes and ranks where only some lanes may use a parameter. All ranks."""
         self.clock.enter(REDUCTION)
-        total: Gradients | None = None
-        for branch in self.lane_sum.remaining(self.lanes_per_rank):
-            if total is not None:
-                torch._foreach_add_(total, branch)
-            total = total or branch
-        gradients = [
-            total[index] if total is not None and is_used else None for index, is_used in enumerate(self._is_used)
-        ]
-        mine = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-        if self._uses_flag and self.guard is not None and mine:
-            add_flag(self.guard.nan_flag, mine[0])
-        summed = reduce_after_backward(
-            gradients, self.parameters, self.reduction, bucket_bytes=self.settings.bucket_mb * 2**20
-        )
+        lanes = self.finished.lanes
+        if self._uses_flag and self.guard is not None and lanes:
+            used = [gradient for gradient, is_used in zip(lanes[0], self._is_used, strict=True) if is_used]
+            add_flag(self.guard.nan_flag, used)
+        summed = sum_after_backward(lanes, self._is_used, self.parameters, self.reduction, self._bucket_bytes)
         for parameter, gradient in zip(self.parameters, summed, strict=True):
             parameter.grad = gradient
 
@@ -293,7 +284,7 @@ class Backward:
     def _divide_by_count(self, counts: torch.Tensor) -> None:
         """Divide the gradients by the sum of the loss's own counts instead of the number of samples. All ranks."""
         # All lanes in their order, then one sum: it is the same at any number of ranks.
-        total = torch.cat(self.world.gather_equal(counts)).sum()
+        total = self.rank_lanes.in_order(torch.cat(self.world.gather_equal(counts))).sum()
         # If nothing was counted, the gradients are zero.
         factor = torch.where(total == 0, 0.0, self._lanes[0].step_samples / total)
         for parameter in self.parameters:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.data.lanes import RankLanes
 from paceline.engine.losses import number_on, sum_and_count
 from paceline.engine.objective import Objective
 from paceline.errors import ConfigError
@@ -16,8 +17,8 @@ from paceline.world import World
 class LaneValues:
     """The sum and the count of each further value in each lane; the names are those of the first step of an attempt."""
 
-    def __init__(self, lanes_per_rank: int, world: World, objective: Objective) -> None:
-        self._lanes, self._world, self._source = lanes_per_rank, world, objective.key
+    def __init__(self, rank_lanes: RankLanes, world: World, objective: Objective) -> None:
+        self._lanes, self._world, self._source = rank_lanes, world, objective.key
         # A loss_fn has no further values, so its ranks do not have to agree on names.
         self.names: tuple[str, ...] | None = () if objective.key == "loss_fn" else None
         self.restart()
@@ -26,15 +27,17 @@ class LaneValues:
         """Before the lanes of a step."""
         self._of_lanes: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, index: int, values: Mapping[str, Any], samples: int) -> None:
-        """Keep the values of a lane, by its index among this rank's lanes; means are weighted by its samples."""
+    def add(self, lane: int, values: Mapping[str, Any], samples: int) -> None:
+        """Keep the values of a lane, by its number; means are weighted by its samples."""
         unknown = [name for name in values if self.names is not None and name not in self.names]
         if unknown:
             raise ConfigError(
                 f"{self._source} returned {unknown[0]!r}, which it did not return in the first step; return the same "
                 "names each time, paceline.Sum(0, 0) where there is no value"
             )
-        self._of_lanes[index] = {name: self._pair(name, value, samples) for name, value in values.items()}
+        self._of_lanes[self._lanes.place_of(lane)] = {
+            name: self._pair(name, value, samples) for name, value in values.items()
+        }
 
     def _pair(self, name: str, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         device, source = self._world.device, f"{self._source}'s {name}"
@@ -53,7 +56,7 @@ class LaneValues:
             mine = [name for index in sorted(self._of_lanes) for name in self._of_lanes[index]]
             self.names = tuple(dict.fromkeys(name for names in self._world.gather_objects(mine) for name in names))
         zero = number_on(0, self._world.device)
-        lanes = [self._of_lanes.get(index, {}) for index in range(self._lanes)]
+        lanes = [self._of_lanes.get(index, {}) for index in range(self._lanes.most)]
         return [number for name in self.names for lane in lanes for number in lane.get(name, (zero, zero))]
 
 

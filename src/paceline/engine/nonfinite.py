@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.config import Settings
-from paceline.data.lanes import Lane
+from paceline.data.lanes import Lane, RankLanes
 from paceline.engine.digest import INTEGER_TYPES
 from paceline.engine.forward_state import ForwardState, Snapshot
 from paceline.engine.losses import number_on
@@ -95,6 +95,7 @@ class Guard:
         `on_bad` is called with the warning; `original` translates indices into those of the user's data set.
         """
         self.settings, self.world, self.on_bad, self.original = settings, world, on_bad, original
+        self._rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
         self.scaler = LossScale() if settings.precision == "fp16" else None
         self.is_deferred = is_deferred
         self.is_fatal = False  # whether the optimizer has applied a bad step, because it cannot skip one on the device
@@ -230,7 +231,7 @@ class Guard:
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""
         is_finite, means = totals.isfinite().all(dim=1).tolist(), (totals[:, 0] / totals[:, 1]).tolist()
-        by_index = {lane.lane % len(totals): lane for lane in lanes}
+        by_index = {self._rank_lanes.place_of(lane.lane): lane for lane in lanes}
         bad = [(index, lane) for index, lane in by_index.items() if not is_finite[index]]
         return self._gathered((lane.lane, f"loss {means[index]}", lane.indices) for index, lane in bad)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.config import Settings
-from paceline.data.lanes import Lane, StepInputs
+from paceline.data.lanes import Lane, RankLanes, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.engine.buckets import GradientSums
 from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCTION, PhaseClock
@@ -40,8 +40,8 @@ class OwnStep:
     ) -> None:
         """All ranks."""
         self.replica, self.settings, self.guard, self.clock, self.world = replica, settings, guard, clock, world
-        self.lanes_per_rank = settings.lanes // world.size
-        self.reduction = Reduction(world, settings.exact, settings.compression)
+        self.rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
+        self.reduction = Reduction(world, settings.lanes, exact=settings.exact, compression=settings.compression)
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
         self._is_first = True  # whether no update was completed
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
@@ -51,7 +51,8 @@ class OwnStep:
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
         self._lanes: Sequence[Lane] = ()
-        self.hooks = GradientHooks(self.reduction, settings.bucket_mb * 2**20)
+        plain = Reduction(world, settings.lanes, exact=False, compression=settings.compression)
+        self.hooks = GradientHooks(plain, settings.bucket_mb * 2**20)
         self.hooks.watch(replica.module.parameters())
         self.calls = StepCalls(settings.lanes, world.size, self.hooks)
 
@@ -61,7 +62,7 @@ class OwnStep:
         """Prepare for the lanes of a step."""
         self.evaluation.end()  # if the user's code has left it early
         self._lanes = inputs.lanes
-        self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.lanes_per_rank
+        self._totals: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * self.rank_lanes.most
         self._norm: Number = NO_NORM
         self._is_bad: torch.Tensor | None = None
         self._is_updated = self._is_skipped = False
@@ -156,7 +157,7 @@ class OwnStep:
         sent: GradientSums | None = None
         if self._early is not None and lane is self._lanes[-1]:
             if self.calls.count_backward() == len(self._lanes):
-                self._early.expect(self._place(lane), is_empty=not lane.samples, flag=self._flag())
+                self._early.expect(is_empty=not lane.samples, flag=self._flag())
                 sent = self._early
             else:  # a further loss, which was not there in the step before
                 self._early.cancel()
@@ -176,11 +177,11 @@ class OwnStep:
         sums = self._sums_of(optimizer)
         if lane is not self._lanes[-1]:
             if lane.samples:
-                sums.add(self._place(lane))
+                sums.add()
             _clear(sums.parameters)
             return False
         self.clock.enter(REDUCTION)
-        sums.finish(self._place(lane), is_empty=not lane.samples, flag=self._flag())
+        sums.finish(is_empty=not lane.samples, flag=self._flag())
         self.clock.enter(OPTIMIZER)
         if self.calls.has_own_count:
             self._divide_by_count(sums.parameters)
@@ -222,7 +223,7 @@ class OwnStep:
         return self.lane
 
     def _place(self, lane: Lane) -> int:
-        return lane.lane % self.lanes_per_rank
+        return self.rank_lanes.place_of(lane.lane)
 
     def _flag(self) -> torch.Tensor | None:
         """What is added to a gradient so that all ranks see a loss that is not finite; a single rank checks losses."""
@@ -243,7 +244,7 @@ class OwnStep:
         if known is None or len(known.parameters) != len(parameters) or any(map(is_not, known.parameters, parameters)):
             self.hooks.watch(parameters)
             bucket_bytes = self.settings.bucket_mb * 2**20
-            self._sums[optimizer] = GradientSums(parameters, self.lanes_per_rank, self.reduction, bucket_bytes)
+            self._sums[optimizer] = GradientSums(parameters, self.reduction, bucket_bytes)
         return self._sums[optimizer]
 
     def _update(
@@ -283,12 +284,13 @@ class OwnStep:
         """Warn of a step with an update that was left out, because its numbers were not finite. All ranks."""
         totals = torch.stack([torch.stack((total, count.to(total))) for total, count in self._all_totals()])
         guard.skip(self._lanes[0].step, self._lanes, totals, None)
-        self._totals = [None] * self.lanes_per_rank
+        self._totals = [None] * self.rank_lanes.most
 
     def _divide_by_count(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Divide the gradients by the sum of the losses' own counts instead of the number of samples. All ranks."""
         counts = torch.stack([count.double() for _, count in self._all_totals()])
-        total = torch.cat(self.world.gather_equal(counts)).sum()  # in the order of the lanes at any number of ranks
+        # In the order of the lanes at any number of ranks.
+        total = self.rank_lanes.in_order(torch.cat(self.world.gather_equal(counts))).sum()
         factor = torch.where(total == 0, 0.0, self._lanes[0].step_samples / total)
         for parameter in parameters:
             if parameter.grad is not None:

@@ -52,7 +52,6 @@ class Phase:
         feed: Feed,
         *,
         sharding: Sharding | None,
-        lanes_per_rank: int,
         world: World,
         clock: PhaseClock,
         warn: Callable[[str], None],
@@ -66,8 +65,7 @@ class Phase:
         self.guard = self._make_guard(replica, feed)
         groups = optimizer.param_groups if name else ()  # without phases, all parameters have gradients
         self.backward = Backward(
-            replica, settings, feed, self.guard, lanes_per_rank=lanes_per_rank, world=world, clock=clock,
-            through_ddp=through_ddp, objective=objective,
+            replica, settings, feed, self.guard, world=world, clock=clock, through_ddp=through_ddp, objective=objective,
             optimized={parameter for group in groups for parameter in group["params"]} if name else None,
         )  # fmt: skip
 

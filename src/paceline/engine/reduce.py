@@ -1,18 +1,19 @@
-"""Sums of gradients over the lanes of a rank and across ranks, always in the order of one binary tree.
+"""Sums of gradients over the lanes of a rank and over ranks, with the same bits at any number of ranks.
 
-Floating-point sums depend on their order. The tree over the lanes of a step is fixed by their number: halves, halves of
-halves, and so on. A rank sums its own lanes along that tree as they finish. Across ranks, every level adds the sums of
-two ranks, and a + b is b + a to the last bit. So any power-of-two number of ranks gives the same sums.
+Two numbers have the same sum in either order, so steps of one or two lanes are summed by torch's all-reduce. The
+gradients of more lanes are rounded to integers first (`integer_sum.py`).
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
+from paceline.engine.flat import slots_in, starts_of
+from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
 from paceline.world import COLLECTIVE_TIMEOUT, World
 
@@ -20,154 +21,157 @@ from paceline.world import COLLECTIVE_TIMEOUT, World
 
 GLOO_PARTS = 2  # Gloo sums a tensor with one core; two halves are summed by two cores
 MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
+ALIGNED_ELEMENTS = 64  # kernels that sum may take another order at unaligned addresses
 POWERSGD_RANK = 2  # of the matrices that PowerSGD sends
 POWERSGD_START_STEP = 100  # not compressed before: the first gradients change most, and later weights depend on them
 
-Gradients = list[torch.Tensor]
 Future = torch.futures.Future[torch.Tensor]
 
 
-def merges_after(lanes: int) -> list[int]:
-    """The number of sums that each lane of the tree completes: [0, 1, 0, 2] for four lanes (pure)."""
-    if lanes == 1:
-        return [0]
-    left = lanes // 2 if lanes % 2 == 0 else lanes - 1
-    right = merges_after(lanes - left)
-    right[-1] += 1
-    return merges_after(left) + right
+class LaneGradients:
+    """The gradients of the lanes that a rank has finished in a step: of each lane, or only their sum."""
 
-
-class LaneSum:
-    """The sum over the lanes of this rank, kept as the unfinished branches of the tree: about log2(lanes) copies."""
-
-    def __init__(self, lanes: int) -> None:
-        self._merges = merges_after(lanes)
+    def __init__(self, *, keeps_each: bool) -> None:
+        self._keeps_each = keeps_each
         self.restart()
 
     def restart(self) -> None:
         """Start a step."""
-        self._branches: list[Gradients | None] = []
-        self._next = 0
+        self.lanes: list[Gradients] = []
 
-    def add(self, lane: int, gradients: Gradients) -> None:
-        """Add a lane's gradients, by its index among this rank's lanes; lanes that are left out were empty."""
-        while self._next < lane:
-            self._push(None)
-        self._push(gradients)
-
-    def remaining(self, lane: int) -> list[Gradients]:
-        """The branches to be added to `lane`, which is the last lane, in this order."""
-        while self._next < lane:
-            self._push(None)
-        return [branch for branch in reversed(self._branches) if branch is not None]
-
-    def _push(self, branch: Gradients | None) -> None:
-        self._branches.append(branch)
-        for _ in range(self._merges[self._next]):
-            right, left = self._branches.pop(), self._branches.pop()
-            self._branches.append(_merge(left, right))
-        self._next += 1
-
-
-def _merge(left: Gradients | None, right: Gradients | None) -> Gradients | None:
-    if left is None or right is None:
-        return left if right is None else right
-    torch._foreach_add_(left, right)
-    return left
+    def add(self, gradients: Gradients) -> None:
+        """Add those of a lane, which may be changed from then on."""
+        if self.lanes and not self._keeps_each:
+            torch._foreach_add_(self.lanes[0], gradients)
+        else:
+            self.lanes.append(gradients)
 
 
 class Reduction:
-    """Sums tensors across ranks. Every rank must reduce the same tensors in the same order."""
+    """Sums gradients over lanes and ranks. Every rank must sum those of the same parameters in the same order."""
 
-    def __init__(self, world: World, exact: bool, compression: str = "none", parts: int = GLOO_PARTS) -> None:
-        """All ranks: process groups are created here. With `powersgd`, `BucketHook` compresses, not this class."""
-        self.world, self.compression = world, compression if world.size > 1 else "none"
-        self._trees: list[TreeReducer] = []
-        # The sum of two ranks has only one order, so torch's own all-reduce gives the same bits.
-        if exact and world.size > 2 and _is_power_of_two(world.size):
-            parts = parts if world.backend == "gloo" else 1
-            self._trees = [TreeReducer(world, _pair_groups(world)) for _ in range(parts)]
-        elif world.backend == "gloo" and world.device.type == "cuda" and world.size > 1:
-            # When the future of Gloo's all-reduce is done, the sums are still being copied to the GPU, and only its
-            # default stream waits for them. The thread of a tree has the stream of the step wait.
-            self._trees = [TreeReducer(world, [dist.new_group(timeout=COLLECTIVE_TIMEOUT)])]
+    def __init__(self, world: World, lanes: int, *, exact: bool, compression: str = "none") -> None:
+        """`lanes` are those of a step. All ranks. With `powersgd`, `BucketHook` compresses, not this class."""
+        self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
+        self.uses_integers = exact and lanes > 2
+        self._scratch = Scratch()
+        self._queue: RankQueue | None = None
+        # When the future of Gloo's all-reduce is done, sums are still being copied to a GPU, and only its default
+        # stream waits for them. The thread of the queue has the stream of the step wait.
+        if world.size > 1 and (self.uses_integers or (world.backend == "gloo" and world.device.type == "cuda")):
+            self._queue = RankQueue(world)
 
-    def start(self, tensor: torch.Tensor) -> Future:
-        """Start to sum a tensor in place. All ranks."""
+    def start(self, sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> Future:
+        """Start to sum gradients over the given lanes of this rank and over ranks.
+
+        `sums`, which fill `buffer`, hold the gradients of one more lane unless `is_empty`; the sums replace them. They
+        have the strides of the parameters. All ranks.
+        """
+        if self.uses_integers:
+            lanes = [*lanes] if is_empty else [*lanes, sums]
+            return self._run(lambda group: self._sum_integers(sums, lanes, group), buffer)
+        add_lanes(sums, lanes, buffer, is_empty=is_empty)
+        if self.compression in HALF_DTYPES and buffer.dtype == torch.float32:
+            half = buffer.to(HALF_DTYPES[self.compression])
+            return self._start_sum(half).then(lambda summed: buffer.copy_(summed.value()))
+        return self._start_sum(buffer)
+
+    def _start_sum(self, tensor: torch.Tensor) -> Future:
+        """Start to sum a tensor over ranks in place, by torch's all-reduce. All ranks."""
+        if self.world.size == 1 or self._queue is not None:
+            return self._run(lambda group: self._all_reduce(tensor, group), tensor)
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
+
+    def _run(self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor) -> Future:
+        """Start work whose result will be in a tensor. All ranks."""
+        if self._queue is not None:
+            return self._queue.start(work, result)
+        work(None)
+        future: Future = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    def sum_alone(self, sums: Gradients, lanes: Sequence[Gradients], like: Sequence[torch.Tensor]) -> None:
+        """Sum lanes of the only rank; `like` has the strides of the parameters, which `sums` may not have."""
+        self._sum_integers(sums, lanes, None, like)
+
+    def _sum_integers(
+        self, sums: Gradients, lanes: Sequence[Gradients], group: dist.ProcessGroup | None,
+        like: Sequence[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """All ranks."""
+        total = IntegerSum(like or sums, self.lanes, self._scratch)
+        exponents = total.exponents(lanes)
+        if self.world.size > 1:
+            dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
+        integers = total.integers(lanes, exponents)
+        self._all_reduce(integers, group)
+        total.write(sums)
+
+    def _all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """All ranks."""
         if self.world.size == 1:
-            return _completed_future(tensor)
-        if self.compression in HALF_DTYPES and tensor.dtype == torch.float32:
-            return self._start(tensor.to(HALF_DTYPES[self.compression])).then(lambda half: tensor.copy_(half.value()))
-        return self._start(tensor)
-
-    def _start(self, tensor: torch.Tensor) -> Future:
-        if not self._trees:
-            return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
-        if len(self._trees) == 1 or tensor.nbytes < MIN_SPLIT_BYTES:
-            return self._trees[0].start(tensor)
-        pieces = tensor.view(-1).tensor_split(len(self._trees))
-        started = [tree.start(piece) for tree, piece in zip(self._trees, pieces, strict=True)]
-
-        def whole(futures: torch.futures.Future[list[Future]]) -> torch.Tensor:
-            for future in futures.wait():
-                future.wait()  # is done; raises its error, if any
-            return tensor
-
-        return torch.futures.collect_all(started).then(whole)
+            return
+        is_split = self.world.backend == "gloo" and tensor.nbytes >= MIN_SPLIT_BYTES
+        parts = tensor.view(-1).tensor_split(GLOO_PARTS) if is_split else [tensor]
+        for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
+            work.wait()  # type: ignore[union-attr]
 
 
-class TreeReducer:
-    """Sums along the tree across ranks: at each level, this rank and a partner all-reduce between them.
+def add_lanes(sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> None:
+    """Add lanes to the gradients that fill a buffer, or replace them by their sum if `is_empty`."""
+    if is_empty:
+        buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
+    for lane in lanes:
+        torch._foreach_add_(sums, lane)
 
-    With one group of all ranks it is an ordinary all-reduce, for whose end a CUDA stream can wait.
-    """
 
-    def __init__(self, world: World, groups: list[dist.ProcessGroup]) -> None:
-        """`groups` are the process groups of this rank, one for each level."""
-        self._device, self._groups = world.device, groups
+class RankQueue:
+    """Does work with collectives, one after the other in the same order on all ranks, while backward continues."""
+
+    def __init__(self, world: World) -> None:
+        """All ranks."""
+        self._device = world.device
         self._thread: ThreadPoolExecutor | None = None
-        if world.backend == "gloo":
-            self._thread = ThreadPoolExecutor(1, "paceline-reduce", initializer=_use_device, initargs=(world.device,))
         self._stream: torch.cuda.Stream | None = None
-        if world.backend == "nccl":
+        self._group: dist.ProcessGroup | None = None
+        if world.backend == "gloo":  # whose collectives in a thread must not mix with those of the main thread
+            self._group = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+            self._thread = ThreadPoolExecutor(1, "paceline-reduce", initializer=_use_device, initargs=(world.device,))
+        else:
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
 
-    def start(self, tensor: torch.Tensor) -> Future:
-        """Start to sum a tensor in place. All ranks."""
+    def start(self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor) -> Future:
+        """Start work, for whose end the stream of the device can wait too. All ranks."""
         if self._stream is not None:
-            return self._start_on_stream(tensor, self._stream)
-        # Gloo may finish two operations of a group in either order. One thread that reduces one tensor after the other
-        # keeps the order of the next level the same on all ranks, while backward continues.
+            return self._start_on_stream(work, result, self._stream)
         assert self._thread is not None
         future: Future = torch.futures.Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def reduce() -> None:
+        def run() -> None:
             try:
                 # The stream where the tensor was written and will be read: a thread has a stream of its own.
-                with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    self._reduce(tensor)
-                    future.set_result(tensor)
+                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                    work(self._group)
+                    future.set_result(result)
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        self._thread.submit(reduce)
+        self._thread.submit(run)
         return future
 
-    def _start_on_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Future:
+    def _start_on_stream(
+        self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor, stream: torch.cuda.Stream
+    ) -> Future:
         # NCCL's operations wait for each other on a stream of their own, so backward's stream never waits.
         future: Future = torch.futures.Future(devices=[self._device])
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._reduce(tensor)
-            tensor.record_stream(stream)
-            future.set_result(tensor)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            work(None)
+            result.record_stream(stream)
+            future.set_result(result)
         return future
-
-    def _reduce(self, tensor: torch.Tensor) -> None:
-        """All ranks."""
-        for group in self._groups:
-            dist.all_reduce(tensor, group=group)
 
 
 class BucketHook:
@@ -189,29 +193,29 @@ class BucketHook:
         self._power_sgd = PowerSGDSum(reduction.world) if reduction.compression == "powersgd" else None
         self.begin([], is_empty=False)
 
-    def begin(self, branches: list[Gradients], *, is_empty: bool) -> None:
-        """Prepare for the last lane's backward: the branches to add, and whether the lane has no samples."""
-        self._branches, self._is_empty = branches, is_empty
+    def begin(self, lanes: Sequence[Gradients], *, is_empty: bool) -> None:
+        """Prepare for the last lane's backward: this rank's other lanes, and whether the last one has no samples."""
+        self._lanes, self._is_empty = lanes, is_empty
         if self._power_sgd is not None:
             self._power_sgd.begin()
         self.reduced = 0  # gradient elements whose reduction has started since then
 
     def reduce(self, bucket: dist.GradBucket) -> Future:
         """Start to sum one bucket: the hook that DDP calls while backward continues. All ranks, in the same order."""
-        buffer = bucket.buffer()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         is_first = not self.reduced
         self.reduced += buffer.numel()
-        if self._is_empty:
-            buffer.fill_(-0.0)  # the only number that changes nothing when it is added, not even the sign of a zero
-        elif self._branches:
-            parameters = bucket.parameters()
-            gradients = _views(buffer, parameters)
-            indices = [self._index[parameter] for parameter in parameters]
-            for branch in self._branches:
-                torch._foreach_add_(gradients, [branch[index] for index in indices])
+        gradients = _views(buffer, parameters)
+        indices = [self._index[parameter] for parameter in parameters]
+        lanes = [[lane[index] for index in indices] for lane in self._lanes]
         if self._nan_flag is not None and is_first:
-            add_flag(self._nan_flag, buffer)
-        started = self._reduction.start(buffer) if self._power_sgd is None else self._power_sgd.start(bucket)
+            # Without any lane, no loss has been checked.
+            add_flag(self._nan_flag, itertools.chain(*lanes) if self._is_empty else gradients)
+        if self._power_sgd is not None:
+            add_lanes(gradients, lanes, buffer, is_empty=self._is_empty)
+            started = self._power_sgd.start(bucket)
+        else:
+            started = self._reduction.start(gradients, lanes, buffer, is_empty=self._is_empty)
         if bucket.is_last():
             self._on_last()
         return started
@@ -256,69 +260,71 @@ def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradient
     ]
 
 
-def add_flag(nan_flag: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the flag to one element of a gradient."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    values[(slice(1),) * values.ndim].add_(nan_flag)
+def add_flag(nan_flag: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
+    """Add the flag to one element of the gradients."""
+    gradient = next((gradient for gradient in gradients if gradient.numel()), None)
+    if gradient is not None:
+        gradient[(slice(1),) * gradient.ndim].add_(nan_flag)
 
 
-def reduce_after_backward(
-    gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], reduction: Reduction, bucket_bytes: float
-) -> list[torch.Tensor | None]:
-    """The sums of gradients that only some ranks may have: None where no rank has one. All ranks."""
+def sum_after_backward(
+    lanes: Sequence[Gradients], is_used: Sequence[bool], like: Sequence[torch.Tensor], reduction: Reduction,
+    bucket_bytes: float,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """The sums of gradients that only some ranks may use: None where no rank does. All ranks."""
     world = reduction.world
-    has = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=world.device)
+    used = torch.tensor(is_used, dtype=torch.int32, device=world.device)
     if world.size > 1:
-        dist.all_reduce(has, op=dist.ReduceOp.MAX)
-    wanted = [index for index, anywhere in enumerate(has.tolist()) if anywhere]
-    summed: list[torch.Tensor | None] = [None] * len(gradients)
-    formats = dict.fromkeys(like[index].dtype for index in wanted)
-    by_format = [[index for index in wanted if like[index].dtype == dtype] for dtype in formats]
-    grouped = (_buckets(indices, lambda index: like[index].nbytes, bucket_bytes) for indices in by_format)
-    for indices in itertools.chain.from_iterable(grouped):
-        parts = [gradients[index] for index in indices]
-        filled = [torch.zeros_like(like[p]) if part is None else part for p, part in zip(indices, parts, strict=True)]
-        flat = torch.cat([part.reshape(-1) for part in filled])
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    wanted = [index for index, anywhere in enumerate(used.tolist()) if anywhere]
+    summed: list[torch.Tensor | None] = [None] * len(like)
+    for indices in buckets_of(wanted, like, bucket_bytes):
+        parameters = [like[index] for index in indices]
+        starts = starts_of(parameters, ALIGNED_ELEMENTS)
+        buffer = torch.zeros(starts[-1], dtype=parameters[0].dtype, device=world.device)
+        sums = slots_in(buffer, parameters, starts)
+        reduction.start(sums, [[lane[i] for i in indices] for lane in lanes], buffer, is_empty=True).wait()
         # Zeros in place of missing gradients may turn a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
-        flat = reduction.start(flat).wait() + 0.0
-        for index, part in zip(indices, torch.split(flat, [like[index].numel() for index in indices]), strict=True):
-            summed[index] = _in_layout_of(part.view_as(like[index]), like[index])
+        buffer.add_(0.0)
+        for index, slot in zip(indices, sums, strict=True):
+            summed[index] = slot
     return summed
 
 
-def _in_layout_of(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The values with the strides of another tensor: fused optimizers read gradients in the order of memory."""
-    return values if values.stride() == other.stride() else torch.empty_like(other).copy_(values)
+def sum_on_one_rank(
+    parameters: Sequence[torch.nn.Parameter], lanes: Sequence[Gradients], reduction: Reduction, bucket_bytes: float,
+    *, is_empty: bool = False,
+) -> None:  # fmt: skip
+    """Replace the gradients of the last lane, or zeros if it `is_empty`, by their sums with the other lanes."""
+    used = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+    if is_empty:
+        torch._foreach_zero_(gradients)
+    # Sparse and complex gradients are refused on several ranks, so their sums need no fixed bits.
+    rounded = [i for i, each in enumerate(gradients) if reduction.uses_integers and _has_integers(each)]
+    added = sorted({*range(len(gradients))} - {*rounded})
+    for lane in lanes if added else ():
+        torch._foreach_add_([gradients[index] for index in added], [lane[index] for index in added])
+    lanes = [*lanes] if is_empty else [*lanes, gradients]
+    for indices in buckets_of(rounded, gradients, bucket_bytes):
+        sums, like = [gradients[index] for index in indices], [used[index] for index in indices]
+        reduction.sum_alone(sums, [[lane[index] for index in indices] for lane in lanes], like)
 
 
-def _buckets(indices: list[int], size: Callable[[int], int], limit: float) -> list[list[int]]:
-    ends = itertools.accumulate(map(size, indices))
-    grouped = itertools.groupby(zip(indices, ends, strict=True), key=lambda item: int(item[1] // limit))
-    return [[index for index, _ in group] for _, group in grouped]
+def _has_integers(gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.strided and not gradient.is_complex() and gradient.numel() > 0
+
+
+def buckets_of(indices: Sequence[int], tensors: Sequence[torch.Tensor], limit: float) -> Iterator[list[int]]:
+    """Indices of tensors in groups of one dtype each, with about `limit` bytes."""
+    for dtype in dict.fromkeys(tensors[index].dtype for index in indices):
+        same = [index for index in indices if tensors[index].dtype == dtype]
+        ends = itertools.accumulate(tensors[index].nbytes for index in same)
+        by_bucket = itertools.groupby(zip(same, ends, strict=True), key=lambda item: int(item[1] // limit))
+        yield from ([index for index, _ in group] for _, group in by_bucket)
 
 
 def _use_device(device: torch.device) -> None:
     """Select the GPU of this rank in a new thread, which starts with the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _pair_groups(world: World) -> list[dist.ProcessGroup]:
-    """For each level of the tree, the group of this rank and its partner. All ranks."""
-    mine = []
-    for level in range(world.size.bit_length() - 1):
-        pairs = [(rank, rank | 1 << level) for rank in range(world.size) if not rank & 1 << level]
-        # Every rank creates every group, as torch requires.
-        groups = {pair: dist.new_group(list(pair), timeout=COLLECTIVE_TIMEOUT) for pair in pairs}
-        mine += [group for pair, group in groups.items() if world.rank in pair]
-    return mine
-
-
-def _completed_future(tensor: torch.Tensor) -> Future:
-    future: Future = torch.futures.Future()
-    future.set_result(tensor)
-    return future

@@ -91,14 +91,13 @@ class Stepper:
         feed: Feed,
         *,
         rates: LearningRates | None = None,
-        lanes_per_rank: int,
         world: World,
         warn: Callable[[str], None],
         through_ddp: bool | None = None,
     ) -> None:
         """A single rank has nothing to reduce and does not use DDP, unless `through_ddp` is true. All ranks."""
         self.replica, self.optimizer, self.settings, self.feed, self.world = replica, optimizer, settings, feed, world
-        self.rates, self.lanes_per_rank, self.warn = rates or LearningRates(optimizer), lanes_per_rank, warn
+        self.rates, self.warn = rates or LearningRates(optimizer), warn
         if settings.step_mode == "graph" and world.device.type != "cuda":
             raise ConfigError("step_mode=graph needs a GPU, but the ranks run on the CPU; use step_mode: auto")
         optimizer.zero_grad()  # the first call makes torch load its compiler, which is not part of the first step
@@ -123,8 +122,7 @@ class Stepper:
         return [
             Phase(
                 name, objective, optimizers[name], self.replica, self.settings, self.feed, sharding=self.sharding,
-                lanes_per_rank=self.lanes_per_rank, world=self.world, clock=self.clock, warn=self.warn,
-                through_ddp=through_ddp,
+                world=self.world, clock=self.clock, warn=self.warn, through_ddp=through_ddp,
             )
             for name, objective in objectives.items()
         ]  # fmt: skip
@@ -135,7 +133,7 @@ class Stepper:
             return None
         return StepGraph(
             self.work, self.replica.module, self.settings, self.world, self.clock,
-            full_step=self.settings.batch_size * self.lanes_per_rank * self.world.size,
+            full_step=self.settings.batch_size * self.settings.lanes,
             has_one_form=self.feed.rows is not None, obstacle=self._graph_obstacle(),
             is_in_ddp=self.phases[0].backward.hook is not None, warn=self.warn,
         )  # fmt: skip
@@ -210,7 +208,7 @@ class Stepper:
         """The row of a step: the loss of the first phase, then the values of each phase that was due."""
         zero, first = number_on(0, self.world.device), self.phases[0]
         is_first_due = bool(due) and due[0] is first
-        sums = [*results[0].losses] if is_first_due else [zero] * (2 * self.lanes_per_rank)
+        sums = [*results[0].losses] if is_first_due else [zero] * (2 * first.backward.rank_lanes.most)
         for result in results:
             sums += [*(result.losses if first.name else ()), *result.values]
         norm, is_bad = (results[0].grad_norm, results[0].is_bad) if results else (NO_NORM, None)
@@ -220,7 +218,7 @@ class Stepper:
 
     def _probe(self, inputs: LaneInputs) -> None:
         """Find out, before the first step, what a forward pass changes and sends. All ranks."""
-        self._is_probed, lanes = True, self.lanes_per_rank * self.world.size
+        self._is_probed, lanes = True, self.settings.lanes
         seed_generators(self.settings.seed, "probe")
         found = probe_forward(self.replica.module, self.settings, self.feed.batch(inputs), lanes, self.world)
         self.replica.add_moving(found.moving)

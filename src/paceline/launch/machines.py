@@ -73,7 +73,7 @@ class Machines(Protocol):
         """Wait until there is capacity for an attempt, or there is a request to stop."""
 
     def ranks_for(self, lanes: int | None) -> int:
-        """The most ranks that the config allows, that fit, and that divide the lanes."""
+        """The most ranks that the config allows, that fit, and for which there are lanes."""
 
     def lanes_for(self, ranks: int) -> int:
         """The lanes of a new run that starts with this number of ranks."""
@@ -164,5 +164,5 @@ def capacity_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
 
 
 def fitting(least: int, most: int, lanes: int | None) -> int:
-    """The largest number in this range that divides the lanes; the largest of all if none does (pure)."""
-    return max((number for number in range(least, most + 1) if (lanes or number) % number == 0), default=most)
+    """The largest number in this range for which there are lanes; the least of all if there are too few (pure)."""
+    return most if lanes is None else max(least, min(most, lanes))

@@ -6,7 +6,6 @@ first parameter and step that differ.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,14 +84,9 @@ def _with_fixed_sums(config: Config, procs: Sequence[int]) -> Config:
     """The config with the lanes of all runs, or with the threads of all runs if the loop has no lanes."""
     if not config.keeps_state:  # with more threads in a process, the speed-up would compare threads
         return config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
-    lanes = config.lanes or math.lcm(*procs)
-    problems = [
-        f"lanes={lanes} cannot be split over {number} ranks; set lanes to a multiple of {number}, or change --procs"
-        for number in procs
-        if lanes % number
-    ]
-    if problems:
-        raise ConfigError(problems)
+    lanes = config.lanes or max(procs)
+    if lanes < max(procs):
+        raise ConfigError(f"lanes={lanes} cannot be split over {max(procs)} ranks; set more lanes, or change --procs")
     return config.model_copy(update={"lanes": lanes})
 
 
@@ -125,8 +119,6 @@ def _likely_reason(config: Config, result: Result, first: ComparedRun, other: Co
         return "your own loop averages over what each process sees, so its numbers depend on how many there are"
     if not config.exact:
         return "exact: false adds up in whatever order is fastest"
-    if other.procs & (other.procs - 1):
-        return f"{other.procs} is not a power of two, so the sums have another order"
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in result.model.modules()):
         return "SyncBatchNorm averages over what the processes see at once"
     threads = [read_yaml(RunFolder(Path(row.run_dir)).config).get("threads") for row in (first, other)]

@@ -18,7 +18,7 @@ from paceline.data import batches
 from paceline.data.curriculum import Curriculum, make_curriculum
 from paceline.data.epoch_order import Order, make_order, needs_length, paced
 from paceline.data.feed import Feed, make_feeds
-from paceline.data.lanes import LaneSampler, StepInputs, steps_of
+from paceline.data.lanes import LaneSampler, RankLanes, StepInputs, steps_of
 from paceline.data.seeding import keyed_generators, seed_generators
 from paceline.data.sources import is_stream, make_datasets, size_of
 from paceline.data.stream_steps import StreamSteps
@@ -104,7 +104,6 @@ def build_step(
         settings,
         feed,
         rates=make_rates(config, optimizer, plan.total_steps, plan.steps_per_epoch),
-        lanes_per_rank=settings.lanes // world.size,
         world=world,
         warn=context.warn,
     )
@@ -134,6 +133,7 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
     for text in suspicious_settings(config, total):
         context.warn(text)
     return LoopPlan(
+        lanes=lanes,
         total_steps=total,
         epochs=epochs,
         steps_per_epoch=per_epoch,
@@ -270,9 +270,8 @@ def steps_in_order(
         seed=settings.seed,
         size=size,
         batch_size=settings.batch_size,
-        lanes=lanes,
+        rank_lanes=RankLanes(lanes, world.size, world.rank),
         steps=steps,
-        rank_lanes=batches.lanes_of(world.rank, world.size, lanes),
         order=order,
         is_padded=is_padded,
     )

@@ -141,11 +141,11 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
 
 def batches_per_epoch(loop: OwnLoop) -> int | None:
     """The number of batches of this rank in an epoch; None for an iterable data set."""
-    per_epoch, settings, world = loop.inputs.steps_per_epoch, loop.step.settings, loop.context.world
+    per_epoch, settings = loop.inputs.steps_per_epoch, loop.step.settings
     if per_epoch is None:
         return None
     sampler = LaneSampler(
-        seed=0, size=len(loop.feed.dataset), batch_size=settings.batch_size, lanes=settings.lanes, steps=range(0),
-        rank_lanes=batches.lanes_of(world.rank, world.size, settings.lanes),
+        seed=0, size=len(loop.feed.dataset), batch_size=settings.batch_size, steps=range(0),
+        rank_lanes=loop.step.rank_lanes,
     )  # fmt: skip
-    return (per_epoch - 1) * loop.step.lanes_per_rank + sampler.lanes_in(per_epoch - 1)
+    return (per_epoch - 1) * loop.step.rank_lanes.most + sampler.lanes_in(per_epoch - 1)

@@ -208,7 +208,7 @@ class OwnLoop:
     def _warn_of_plain_step(self) -> None:
         """Warn of keys that have no effect in a step without run.backward and run.step."""
         settings = self.step.settings
-        depends = self.step.lanes_per_rank > 1
+        depends = self.step.rank_lanes.most > 1
         given = {"lanes": depends, "ema": settings.ema is not None, "clip_norm": settings.clip_norm is not None}
         if keys := [f"{key}={getattr(settings, key)}" for key, is_given in given.items() if is_given]:
             verb = "has" if len(keys) == 1 else "have"
@@ -357,7 +357,7 @@ class OwnLoop:
 
     def warn_of_gather(self) -> None:
         """Warn that a loss over the gathered rows of ranks depends on their number, if lanes do not fix it."""
-        if self.step.lanes_per_rank > 1:
+        if self.step.rank_lanes.most > 1:
             self.context.warn_once(
                 f"run.gather joins the batches of {self.context.world.size} ranks, so the loss depends on their "
                 "number; use as many ranks as lanes for the same weights"

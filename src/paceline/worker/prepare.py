@@ -50,12 +50,7 @@ def prepare_run(config: Config, folder: RunFolder, world: World, progress: Progr
 
 def warn_of_other_bits(context: Context) -> None:
     """Warn if the weights will differ from those of other numbers of ranks in their last bits."""
-    config, size = context.config, context.world.size
-    if config.exact and size & (size - 1):
-        context.warn(
-            f"{size} ranks sum gradients in another order: the weights agree with other numbers of ranks "
-            "to rounding, not to the last bit; use a power of two for the same bits"
-        )
+    config = context.config
     if config.exact and config.step_mode == "compile":
         context.warn(
             "step_mode=compile: the compiler rounds differently for one process and for several, so the weights "

@@ -22,6 +22,7 @@ class LoopPlan:
 
     total_steps: int | None  # None where an iterable data set decides
     epochs: int  # begun by the end of the run
+    lanes: int
     log_every_steps: int | None  # None: `step` events by the step number, `pace` events by the clock
     check_replicas_every: int
     log_digests: bool

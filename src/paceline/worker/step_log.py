@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.data.lanes import StepInputs
+from paceline.data.lanes import RankLanes, StepInputs
 from paceline.engine.clock import OTHER, PHASES, REDUCTION, PhaseClock
 from paceline.engine.nonfinite import FinishedStep
 from paceline.engine.step import StepResult
@@ -126,7 +126,7 @@ class StepLog:
             return
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        arrived = arrived_steps(sent)
+        arrived = arrived_steps(sent, RankLanes(self._plan.lanes, self._world.size, self._world.rank))
         if self._logged is not None:
             logged = self._logged.arrived()
             arrived = [each.with_logged(logged.get(each.step.step, {})) for each in arrived]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.data.lanes import RankLanes
 from paceline.engine.step import StepResult
 
 NOTHING = (0.0, 0.0)  # the sum and the count of a step that was skipped
@@ -53,9 +54,9 @@ class ArrivedStep(NamedTuple):
         )
 
 
-def arrived_steps(sent: PendingRows) -> list[ArrivedStep]:
+def arrived_steps(sent: PendingRows, lanes: RankLanes) -> list[ArrivedStep]:
     """The numbers of the steps that were sent, in their order."""
-    return [each for steps, numbers in _by_form(sent) for each in _arrived(steps, numbers)]
+    return [each for steps, numbers in _by_form(sent) for each in _arrived(steps, numbers, lanes)]
 
 
 def _by_form(sent: PendingRows) -> Iterator[tuple[list[PendingStep], torch.Tensor]]:
@@ -68,14 +69,14 @@ def _by_form(sent: PendingRows) -> Iterator[tuple[list[PendingStep], torch.Tenso
         yield steps, numbers.reshape(len(numbers), len(steps), width)
 
 
-def _arrived(steps: list[PendingStep], numbers: torch.Tensor) -> Iterator[ArrivedStep]:
+def _arrived(steps: list[PendingStep], numbers: torch.Tensor, lanes: RankLanes) -> Iterator[ArrivedStep]:
     """The sums of steps with the same values, over the lanes of all ranks."""
     names = steps[0].names
     result = StepResult(numbers.transpose(0, 1), names)
     skipped = [bool(flag) for flag in result.is_skipped[:, 0].tolist()]
     # Steps × lanes × 2, in the order of the lanes at any number of ranks: the sums are the same to the last bit.
-    totals = result.lane_losses.reshape(len(steps), -1, 2).contiguous()
-    of_values = result.lane_values.transpose(1, 2).flatten(2, 3).sum(dim=2).tolist()
+    totals = lanes.in_order(result.lane_losses.reshape(len(steps), -1, 2), dim=1)
+    of_values = lanes.in_order(result.lane_values.transpose(1, 2).flatten(2, 3), dim=2).sum(dim=2).tolist()
     losses, norms = totals.sum(dim=1).tolist(), result.grad_norm[:, 0].tolist()
     for index, (step, is_skipped) in enumerate(zip(steps, skipped, strict=True)):
         values = {name: NOTHING if is_skipped else value for name, value in zip(names, of_values[index], strict=True)}

@@ -111,7 +111,7 @@ def _idle_cores(profile: Profile) -> Iterator[str]:
     setting = profile.setting
     used = setting.ranks_here * (setting.threads + setting.workers)
     if profile.device == "cpu" and 2 * used <= setting.cores and _model_share(profile) > MODEL_SHARE:
-        most = next(n for n in range(setting.cores // setting.threads, 0, -1) if setting.lanes % n == 0 or n == 1)
+        most = max(min(setting.cores // setting.threads, setting.lanes), 1)
         more = f"--procs {most}" if most > profile.ranks else f"threads={setting.cores // setting.ranks_here}"
         yield f"{used} of {setting.cores} cores are used; try {more}"
 
