@@ -156,7 +156,7 @@ def _wait_of(frame: StackFrame) -> str | None:
     module, name = "/".join(Path(frame.file).parts[-3:]), frame.function
     if module == "torch/distributed/distributed_c10d.py" and not name.startswith("_"):
         return name
-    if (module, name) == ("torch/autograd/graph.py", "_engine_run_backward") or name == "reduce_after_backward":
+    if (module, name) == ("torch/autograd/graph.py", "_engine_run_backward") or name == "sum_after_backward":
         return REDUCTION  # with DDP, the end of backward waits for the other ranks
     if module == "torch/distributed/utils.py" or (module == "nn/parallel/distributed.py" and name == "_pre_forward"):
         return DDP  # buffers before a forward; before the second one, also the order of the buckets

@@ -72,20 +72,23 @@ def test_every_position_is_in_one_lane_of_one_rank_at_any_world_size(size: int, 
 
 
 @pytest.mark.parametrize(
-    ("lanes", "world_size", "what_to_do"),
-    [
-        (6, 4, "use a multiple of 4, or --procs 1, 2, 3 or 6"),
-        (7, 2, "use a multiple of 2, or --procs 1 or 7"),
-        (1, 2, "use a multiple of 2, or --procs 1"),
-        (4, 8, "use a multiple of 8, or --procs 1, 2 or 4"),
-    ],
+    ("lanes", "world_size", "sizes"),
+    [(8, 3, [3, 3, 2]), (7, 2, [4, 3]), (6, 4, [2, 2, 1, 1]), (4, 4, [1] * 4), (5, 1, [5])],
 )
-def test_lanes_that_do_not_fit_the_ranks_name_the_world_sizes_that_do(
-    lanes: int, world_size: int, what_to_do: str
+def test_the_first_ranks_have_one_lane_more_where_lanes_do_not_divide(
+    lanes: int, world_size: int, sizes: list[int]
 ) -> None:
+    of_ranks = [batches.lanes_of(rank, world_size, lanes) for rank in range(world_size)]
+    assert [len(mine) for mine in of_ranks] == sizes
+    assert [lane for mine in of_ranks for lane in mine] == list(range(lanes))
+
+
+def test_every_rank_needs_a_lane() -> None:
     with pytest.raises(ConfigError) as caught:
-        batches.lanes_of(0, world_size, lanes)
-    assert str(caught.value) == f"lanes={lanes} cannot be split over {world_size} ranks; {what_to_do}"
+        batches.lanes_of(0, 8, 4)
+    assert str(caught.value) == (
+        "lanes=4 cannot be split over 8 ranks, which need a lane each; use at most --procs 4, or more lanes"
+    )
 
 
 # --- the user's own loop ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from paceline.config import Config, Pacing
 from paceline.data.curriculum import Curriculum, fraction_at, make_curriculum
 from paceline.data.epoch_order import paced, shuffled
 from paceline.data.feed import Feed
-from paceline.data.lanes import LaneSampler
+from paceline.data.lanes import LaneSampler, RankLanes
 from paceline.data.sources import SplitSubset
 from paceline.errors import ConfigError, DataError
 from paceline.worker.evaluate import Evaluator
@@ -55,7 +55,7 @@ def test_at_least_one_sample_is_used_and_equal_ones_keep_their_order() -> None:
 
 def test_lanes_follow_the_curriculum_also_in_a_resumed_run() -> None:
     curriculum = Curriculum(np.arange(40)[::-1], Pacing(start=0.25, epochs=2))
-    options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "lanes": 2, "rank_lanes": range(2)}
+    options: dict[str, Any] = {"seed": 1, "size": 40, "batch_size": 4, "rank_lanes": RankLanes(2, 1, 0)}
     order = paced(shuffled(1, 40), curriculum)
     whole = list(LaneSampler(**options, steps=range(15), order=order))
     later = list(LaneSampler(**options, steps=range(7, 15), order=order))

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import Config
 from paceline.data.epoch_order import GivenOrder, WeightedOrder, make_order, needs_length, shuffled
-from paceline.data.lanes import LaneSampler
+from paceline.data.lanes import LaneSampler, RankLanes
 from paceline.errors import DataError
 from support.datasets import StreamDataset
 from support.worlds import world_of
@@ -41,13 +41,13 @@ def test_a_draw_that_rounds_to_the_total_is_a_sample_with_weight(monkeypatch: py
 
 
 def test_lanes_of_several_ranks_and_of_a_resumed_run_draw_the_same_samples() -> None:
-    options: dict[str, Any] = {"seed": 1, "size": 43, "batch_size": 4, "lanes": 4}
+    options: dict[str, Any] = {"seed": 1, "size": 43, "batch_size": 4}
     order = WeightedOrder(np.arange(43.0), seed=1)
-    whole = list(LaneSampler(**options, steps=range(9), rank_lanes=range(4), order=order))
+    whole = list(LaneSampler(**options, steps=range(9), rank_lanes=RankLanes(4, 1, 0), order=order))
     halves = [
         lane
-        for first in (0, 2)
-        for lane in LaneSampler(**options, steps=range(4, 9), rank_lanes=range(first, first + 2), order=order)
+        for rank in (0, 1)
+        for lane in LaneSampler(**options, steps=range(4, 9), rank_lanes=RankLanes(4, 2, rank), order=order)
     ]
     assert sorted((lane.step, lane.lane, lane.indices) for lane in halves) == [
         (lane.step, lane.lane, lane.indices) for lane in whole if lane.step >= 4

@@ -16,7 +16,7 @@ from paceline.data import batches
 from paceline.data.augment import Augment
 from paceline.data.evaluation import evaluation_loader
 from paceline.data.feed import Feed, make_feeds, to_device, with_images
-from paceline.data.lanes import Lane, LaneSampler
+from paceline.data.lanes import Lane, LaneSampler, RankLanes
 from paceline.data.loader import keyed_loader
 from paceline.data.rows import rows_of
 from paceline.data.sources import SplitSubset
@@ -46,8 +46,8 @@ def trained_on(feed: Feed) -> list[tuple[Any, ...]]:
     size, here = len(feed.dataset), feed.world
     per_epoch = batches.steps_per_epoch(size, BATCH, LANES)
     sampler = partial(
-        LaneSampler, seed=1, size=size, batch_size=BATCH, lanes=LANES, steps=range(3 * per_epoch),
-        rank_lanes=batches.lanes_of(here.rank, here.size, LANES),
+        LaneSampler, seed=1, size=size, batch_size=BATCH, steps=range(3 * per_epoch),
+        rank_lanes=RankLanes(LANES, here.size, here.rank),
     )  # fmt: skip
     found = []
     for lane in feed.lanes(sampler):
@@ -127,7 +127,7 @@ def test_a_batch_that_is_a_dict_is_augmented_in_its_first_tensor(make_config: Ma
         Offered(), make_config(batch_size=4, augment={"normalize": {"mean": [0.5], "std": [1.0]}}), world_of(), way
     )
     [lane, *_] = feed.lanes(
-        partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
+        partial(LaneSampler, seed=0, size=SIZE, batch_size=4, steps=range(1), rank_lanes=RankLanes(1, 1, 0))
     )
     batch = feed.batch(feed.inputs(lane, 0))
     assert list(batch) == ["pixels", "labels"]
@@ -160,7 +160,7 @@ def test_images_are_channels_last_where_the_model_is(make_config: MakeConfig, wa
     floats = TensorDataset(IMAGES.float(), torch.arange(SIZE))
     feed = feed_of(floats, make_config(batch_size=4), world_of(), way)
     feed.is_channels_last = True
-    sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, lanes=1, steps=range(1), rank_lanes=range(1))
+    sampler = partial(LaneSampler, seed=0, size=SIZE, batch_size=4, steps=range(1), rank_lanes=RankLanes(1, 1, 0))
     lane = next(iter(feed.lanes(sampler)))
     assert feed.batch(feed.inputs(lane, 0))[0].is_contiguous(memory_format=torch.channels_last)
     evaluated, _ = feed.evaluation_batches()
@@ -217,7 +217,7 @@ class Finished(Dataset[Any]):
 def test_a_tuple_or_a_dict_of_getitems_is_a_batch_already_and_a_list_is_collated(wrap: Any) -> None:
     def numbers(form: Callable[[list[int]], Any]) -> list[Any]:
         dataset = wrap(Finished(form))
-        sampler = LaneSampler(seed=0, size=6, batch_size=3, lanes=1, steps=range(1), rank_lanes=range(1))
+        sampler = LaneSampler(seed=0, size=6, batch_size=3, steps=range(1), rank_lanes=RankLanes(1, 1, 0))
         [lane] = keyed_loader(dataset, sampler, seed=0, workers=0, world=world_of())
         [first, _] = evaluation_loader(dataset, batch_size=3, seed=0, workers=0, world=world_of())
         return [lane.data, first.data]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+import torch
 
 from paceline.data import batches
-from paceline.data.lanes import Lane, LaneSampler
+from paceline.data.lanes import Lane, LaneSampler, RankLanes
 from paceline.data.order import indices_at
 
 SHAPES = [(24, 2, 4), (25, 3, 4), (3, 2, 4), (1, 1, 4), (101, 5, 4), (7, 1, 4)]  # (size, batch_size, lanes)
@@ -23,9 +24,8 @@ def sample_lanes(
                 seed=seed,
                 size=size,
                 batch_size=batch_size,
-                lanes=lanes,
                 steps=steps,
-                rank_lanes=batches.lanes_of(rank, world_size, lanes),
+                rank_lanes=RankLanes(lanes, world_size, rank),
             )
         )
         for rank in range(world_size)
@@ -114,3 +114,25 @@ def test_epochs_and_seeds_have_different_orders() -> None:
         return tuple(index for lane in sampled for index in lane.indices)
 
     assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
+
+
+def test_rows_of_all_ranks_are_put_in_the_order_of_the_lanes() -> None:
+    """Rank 0 of three has lanes 0 to 2, rank 1 lanes 3 and 4, rank 2 lanes 5 and 6."""
+    rows = torch.tensor([0, 1, 2, 3, 4, -1, 5, 6, -1])
+    assert RankLanes(7, 3, 1).in_order(rows).tolist() == list(range(7))
+    assert RankLanes(7, 3, 1).in_order(rows.expand(2, 9), dim=1).tolist() == [list(range(7))] * 2
+    assert [RankLanes(7, 3, 2).place_of(lane) for lane in (5, 6)] == [0, 1]
+
+
+@pytest.mark.parametrize("size", [100, 57, 43])
+def test_ranks_with_other_numbers_of_lanes_have_the_same_number_of_batches_if_padded(size: int) -> None:
+    steps = range(batches.steps_per_epoch(size, 4, 8))
+    of_ranks = [
+        list(
+            LaneSampler(seed=1, size=size, batch_size=4, steps=steps, rank_lanes=RankLanes(8, 3, rank), is_padded=True)
+        )
+        for rank in range(3)
+    ]
+    assert len({len(lanes) for lanes in of_ranks}) == 1
+    used = sorted(index for lanes in of_ranks for lane in lanes if lane.samples for index in lane.indices)
+    assert used == list(range(size))

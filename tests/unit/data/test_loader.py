@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from paceline.data import batches
 from paceline.data.evaluation import EvalBatch, evaluation_loader
-from paceline.data.lanes import Lane, LaneSampler
+from paceline.data.lanes import Lane, LaneSampler, RankLanes
 from paceline.data.loader import KeyedDataset, collate_of, keyed_loader
 from paceline.data.sources import SplitSubset
 from paceline.errors import DataError
@@ -40,9 +39,8 @@ def loaded(world_size: int, dataset: Any, seed: int = 5) -> dict[tuple[int, int]
             seed=seed,
             size=len(dataset),
             batch_size=3,
-            lanes=4,
             steps=range(4),
-            rank_lanes=batches.lanes_of(rank, world_size, 4),
+            rank_lanes=RankLanes(4, world_size, rank),
         )
         for lane in keyed_loader(dataset, sampler, seed=seed, workers=0, world=world_of(rank, world_size)):
             if lane.samples:

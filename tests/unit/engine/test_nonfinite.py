@@ -54,13 +54,20 @@ class Run:
     """A Stepper without processes, with explicit inputs; `warned` has its warnings."""
 
     def __init__(self, model: nn.Module, *, lanes: int = 1, loss_fn: Any = nn.functional.cross_entropy, **keys: Any):
-        options = {"optimizer": ADAMW, "model_fn": normed, "dataset_fn": list, "loss_fn": loss_fn, **keys}
+        options = {
+            "optimizer": ADAMW,
+            "model_fn": normed,
+            "dataset_fn": list,
+            "loss_fn": loss_fn,
+            "lanes": lanes,
+            **keys,
+        }
         config = build(options)
         self.model, self.lanes, self.warned = model, lanes, list[str]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.stepper = Stepper(
             PlainModel(model), optimizer, config, Renumbered([], config, HERE),
-            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), lanes_per_rank=lanes, world=HERE,
+            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), world=HERE,
             warn=self.warned.append,
         )  # fmt: skip
 

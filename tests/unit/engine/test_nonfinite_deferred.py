@@ -106,12 +106,12 @@ class Run:
         **keys: Any,
     ) -> None:  # fmt: skip
         patch.setattr("paceline.engine.phase.can_skip", lambda optimizer: is_deferred)
-        config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, **keys})
+        config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, "lanes": lanes, **keys})
         self.model, self.warned = model if model is not None else Counting(), list[str]()
         optimizer = make(self.model.parameters(), lr=0.01, fused=True)
         self.stepper = Stepper(
             PlainModel(self.model), optimizer, config, Renumbered([], config, HERE),
-            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), lanes_per_rank=lanes, world=HERE,
+            rates=LearningRates(optimizer, lambda step: 1 / (1 + step)), world=HERE,
             warn=self.warned.append,
         )  # fmt: skip
         guard = self.stepper.guard
@@ -301,7 +301,9 @@ def test_buffers_are_given_back_only_where_the_step_is_bad(monkeypatch: pytest.M
 
 def reviewing(**keys: Any) -> tuple[Guard, list[str]]:
     warned: list[str] = []
-    config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
+    config = build(
+        {"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, "lanes": 1, **keys}
+    )
     guard = Guard(
         ForwardState(nn.Linear(1, 1)), config, HERE, on_bad=warned.append,
         original=lambda indices: [1000 + i for i in indices], is_deferred=True,
@@ -364,11 +366,13 @@ def test_only_steps_that_may_be_skipped_in_full_precision_are_left_to_the_device
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], is_deferred: bool
 ) -> None:
     monkeypatch.setattr("paceline.engine.phase.can_skip", lambda optimizer: True)
-    config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, **keys})
+    config = build(
+        {"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, "lanes": 1, **keys}
+    )
     model = Counting()
     stepper = Stepper(
         PlainModel(model), torch.optim.AdamW(model.parameters(), fused=True), config, Feed([], config, HERE),
-        lanes_per_rank=1, world=HERE, warn=print,
+        world=HERE, warn=print,
     )  # fmt: skip
     assert stepper.guard is not None
     assert stepper.guard.is_deferred == is_deferred

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import Sum
+from paceline.data.lanes import RankLanes
 from paceline.engine.lane_values import LaneValues
 from paceline.engine.objective import Objective, logits_in, loss_in, parts_of, run_model
 from paceline.errors import ConfigError
@@ -66,7 +67,7 @@ def numbers(values: LaneValues) -> list[float]:
 
 
 def test_a_mean_is_weighted_by_the_samples_and_a_sum_by_its_own_count() -> None:
-    values = LaneValues(3, world_of(), STEP)
+    values = LaneValues(RankLanes(3, 1, 0), world_of(), STEP)
     values.add(0, {"a": 0.5, "b": Sum(torch.tensor(6.0, requires_grad=True), 4)}, samples=2)
     values.add(2, {"b": torch.tensor(3.0)}, samples=5)
     assert numbers(values) == [1, 2, 0, 0, 0, 0, 6, 4, 0, 0, 15, 5]
@@ -79,8 +80,9 @@ def test_a_mean_is_weighted_by_the_samples_and_a_sum_by_its_own_count() -> None:
 
 
 def test_names_are_those_of_all_ranks_in_the_order_of_the_lanes() -> None:
-    values = LaneValues(1, fake_world(rank=1, size=2, gathered=lambda mine: [["c", "a"], mine]), STEP)
-    values.add(0, {"a": 1.0, "b": 2.0}, samples=1)
+    world = fake_world(rank=1, size=2, gathered=lambda mine: [["c", "a"], mine])
+    values = LaneValues(RankLanes(2, 2, 1), world, STEP)
+    values.add(1, {"a": 1.0, "b": 2.0}, samples=1)
     assert numbers(values) == [0, 0, 1, 1, 2, 1]
     assert values.names == ("c", "a", "b")
 
@@ -89,4 +91,5 @@ def test_a_loss_fn_needs_no_agreement() -> None:
     def fail(mine: Any) -> list[Any]:
         raise AssertionError("the ranks exchange names")
 
-    assert LaneValues(1, fake_world(gathered=fail), Objective("loss_fn", None, takes_model=False)).finish() == []
+    objective = Objective("loss_fn", None, takes_model=False)
+    assert LaneValues(RankLanes(1, 1, 0), fake_world(gathered=fail), objective).finish() == []

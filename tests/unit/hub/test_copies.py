@@ -85,7 +85,7 @@ PARTS = {"train.tsv": TRAIN, "dev.tsv": DEV}
         ({"texts.zip": ARCHIVE}, {"texts.zip": ARCHIVE}),
         ({"texts/texts.zip": ARCHIVE, **PARTS}, {"texts.zip": ARCHIVE}),
         (PARTS, PARTS),
-        ({"texts/train.tsv.gz": gzip.compress(OTHER), "dev.tsv": DEV}, {"train.tsv": OTHER, "dev.tsv": DEV}),
+        ({"texts/train.tsv.gz": gzip.compress(OTHER, mtime=0), "dev.tsv": DEV}, {"train.tsv": OTHER, "dev.tsv": DEV}),
     ],
 )
 def test_files_are_taken_as_they_are_distributed_or_unpacked(
@@ -104,7 +104,7 @@ def test_files_are_taken_as_they_are_distributed_or_unpacked(
     [
         ({"texts.zip": b"Archive"}, "texts.zip", ARCHIVE, b"Archive"),
         ({**PARTS, "dev.tsv": b"bad\t1\n"}, "dev.tsv", DEV, b"bad\t1\n"),
-        ({"train.tsv": TRAIN, "dev.tsv.gz": gzip.compress(b"bad")}, "dev.tsv", DEV, b"bad"),
+        ({"train.tsv": TRAIN, "dev.tsv.gz": gzip.compress(b"bad", mtime=0)}, "dev.tsv", DEV, b"bad"),
     ],
 )
 def test_a_wrong_file_is_named_with_both_hashes(

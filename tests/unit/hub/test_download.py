@@ -20,7 +20,7 @@ from paceline.hub.catalog import KnownDataset, RemoteFile, UnpackedFile
 from paceline.hub.download import fetch, get
 
 CONTENT = bytes(range(256)) * 4000
-PACKED = gzip.compress(CONTENT, 0)
+PACKED = gzip.compress(CONTENT, 0, mtime=0)
 FILE = RemoteFile("things.gz", len(PACKED), hashlib.sha256(PACKED).hexdigest(), (UnpackedFile("things", len(CONTENT)),))
 HALF = len(PACKED) // 2
 
@@ -132,7 +132,7 @@ def test_unpacked_and_differently_compressed_files_are_used(server: Server, make
 
 @pytest.mark.parametrize(
     "data",
-    [PACKED[:-1], gzip.compress(CONTENT + b"?"), PACKED[:HALF] + PACKED[HALF + 1 :] + b"?"],
+    [PACKED[:-1], gzip.compress(CONTENT + b"?", mtime=0), PACKED[:HALF] + PACKED[HALF + 1 :] + b"?"],
     ids=[
         "cut",
         "longer",

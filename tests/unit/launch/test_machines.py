@@ -28,10 +28,11 @@ MakeConfig = Callable[..., Config]
         ({"procs": "1:4"}, None, 3, 8, 3),
         ({"procs": "1:4", "device": "cpu"}, None, 3, 8, 4),
         ({"procs": "3:4"}, None, 0, 2, 3),  # never fewer than the minimum
-        ({"procs": "1:4"}, 6, 0, 8, 3),  # a number that divides the lanes
-        ({"procs": "1:8"}, 8, 0, 5, 4),
-        ({"procs": "1:4"}, 7, 0, 8, 1),
-        ({}, 4, 3, 8, 2),  # a run that is resumed with one GPU less
+        ({"procs": "1:4"}, 6, 0, 8, 4),
+        ({"procs": "1:8"}, 8, 0, 5, 5),
+        ({"procs": "1:4"}, 3, 0, 8, 3),  # a lane for each
+        ({}, 4, 3, 8, 3),  # a run that is resumed with one GPU less
+        ({}, 4, 8, 8, 4),
         ({"ddp": False}, None, 4, 8, 1),
         ({"ddp": False, "procs": "1:4"}, None, 0, 8, 1),
     ],

@@ -86,7 +86,7 @@ def echo(rank: int, folder: RunFolder) -> None:
             None,
         ),  # an autograd function
         ([ENGINE, StackFrame(f"{PACELINE}/step.py", 9, "_run_lane")], None, REDUCTION),
-        ([ALL_REDUCE, StackFrame(f"{PACELINE}/reduce.py", 9, "reduce_after_backward")], None, REDUCTION),
+        ([ALL_REDUCE, StackFrame(f"{PACELINE}/reduce.py", 9, "sum_after_backward")], None, REDUCTION),
         ([StackFrame(f"{TORCH}/distributed/utils.py", 9, "_sync_module_states")], None, DDP),
         ([StackFrame(f"{PACELINE}/world.py", 9, "end")], None, EXCHANGE),
         ([StackFrame(f"{TORCH}/utils/data/dataloader.py", 9, "_try_get_data"), TRAIN], "/home/me/train.py:20", WORKERS),
@@ -106,12 +106,12 @@ def test_the_function_names_that_are_recognized_in_stacks_exist_in_torch() -> No
     from torch.nn.parallel.distributed import DistributedDataParallel
     from torch.utils.data import dataloader
 
-    from paceline.engine.reduce import reduce_after_backward
+    from paceline.engine.reduce import sum_after_backward
 
     for function, waits_in in [
         (distributed_c10d.all_reduce.__wrapped__, "all_reduce"),
         (graph._engine_run_backward, REDUCTION),
-        (reduce_after_backward, REDUCTION),
+        (sum_after_backward, REDUCTION),
         (utils._sync_module_states, DDP),
         (DistributedDataParallel._pre_forward, DDP),
         (dataloader._MultiProcessingDataLoaderIter._try_get_data, WORKERS),

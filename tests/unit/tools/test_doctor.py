@@ -194,7 +194,7 @@ def test_a_config_that_cannot_be_pickled_is_not_rehearsed(tmp_path: Path, monkey
 def test_a_run_that_could_not_start_has_no_plan(make_config: Callable[..., Config]) -> None:
     assert plan_of(make_config(device="cpu", lanes=6, procs=3)) == RankPlan(3, "cpu", "gloo")
     with pytest.raises(ConfigError, match="lanes=6 cannot be"):
-        plan_of(make_config(device="cpu", lanes=6, procs=4))
+        plan_of(make_config(device="cpu", lanes=6, procs=7))
 
 
 def test_the_interface_towards_the_rendezvous_is_named() -> None:

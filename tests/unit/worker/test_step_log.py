@@ -24,7 +24,7 @@ from support.clocks import FakeClock
 from support.worlds import fake_world, world_of
 
 HERE = world_of()
-PLAN = LoopPlan(total_steps=40, epochs=2, log_every_steps=5, check_replicas_every=100, log_digests=False)
+PLAN = LoopPlan(total_steps=40, epochs=2, lanes=1, log_every_steps=5, check_replicas_every=100, log_digests=False)
 STEPS, LANES = 12, 3
 FACTS = -3 - len(PHASES)
 
@@ -63,6 +63,7 @@ def make(
 ) -> tuple[StepLog, TrainState, Listener]:
     state, listener = state or TrainState(), Listener()
     clock, stragglers = PhaseClock(), StragglerDetector(["here"] * world.size)
+    plan = replace(plan, lanes=LANES * world.size)
     record = StepLog(world, state, plan, listener, clock, stragglers, listener.review)  # type: ignore[arg-type]
     return record, state, listener
 
