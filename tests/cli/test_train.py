@@ -110,7 +110,7 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
         (["digits", "batch_size"], "is not key=value"),
         (["digits", "--procs", "none"], "procs='none' must be a number of processes, or least:most such as 1:4"),
         (["digits", "--resume", "nowhere"], "resume=nowhere does not exist"),
-        (["digits", "lanes=6", "--procs", "4"], "lanes=6 cannot be split over 4 ranks"),
+        (["digits", "lanes=3", "--procs", "4"], "lanes=3 cannot be split over 4 ranks"),
         (["digits", "device=cpu", "backend=nccl"], "backend=nccl needs a GPU, but device=cpu"),
     ],
 )

@@ -5,6 +5,7 @@ Samples are never repeated or dropped: where they do not fill the last step, the
 
 from __future__ import annotations
 
+from paceline.config.lane_counts import lane_counts
 from paceline.errors import ConfigError, DataError
 
 
@@ -45,15 +46,15 @@ def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, la
 
 
 def lanes_of(rank: int, world_size: int, lanes: int) -> range:
-    """The lanes that a rank processes; where they do not divide evenly, the first ranks have one more."""
+    """The lanes that a rank processes, one after the other."""
     if lanes < world_size:
         raise ConfigError(
             f"lanes={lanes} cannot be split over {world_size} ranks, which need a lane each; use at most "
             f"--procs {lanes}, or more lanes"
         )
-    each, more = divmod(lanes, world_size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    counts = lane_counts(lanes, world_size)
+    first = sum(counts[:rank])
+    return range(first, first + counts[rank])
 
 
 # --- the user's own loop: every rank has the same number of batches ------------------------------------------------

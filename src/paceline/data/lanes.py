@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from paceline.config.lane_counts import lane_counts
 from paceline.data import batches
 from paceline.data.epoch_order import Order, shuffled
 from paceline.data.order import Indices, indices_of
@@ -47,7 +48,7 @@ class RankLanes(NamedTuple):
     @property
     def most(self) -> int:
         """The largest number of lanes of any rank: that of rank 0."""
-        return len(batches.lanes_of(0, self.world_size, self.lanes))
+        return -(-self.lanes // self.world_size)
 
     def place_of(self, lane: int) -> int:
         """The place of a lane among those of this rank."""
@@ -55,8 +56,8 @@ class RankLanes(NamedTuple):
 
     def in_order(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The rows of all lanes in their order, from `most` rows of each rank, some of which may have no lane."""
-        sizes = [len(batches.lanes_of(rank, self.world_size, self.lanes)) for rank in range(self.world_size)]
-        return torch.cat([rows.narrow(dim, rank * self.most, size) for rank, size in enumerate(sizes)], dim)
+        counts = lane_counts(self.lanes, self.world_size)
+        return torch.cat([rows.narrow(dim, rank * self.most, count) for rank, count in enumerate(counts)], dim)
 
 
 class StepInputs(NamedTuple):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from paceline.config.lane_counts import lane_counts
+
 REDUCTION = "reduction"  # the only phase in which a rank waits for others
 RANK_SHARE = 0.1  # of a step: a rank that takes longer than the others by more is a bottleneck
 PHASE_SHARE = 0.3  # of a step: a phase that takes more on every rank is a bottleneck
@@ -29,25 +31,32 @@ class Bottleneck(NamedTuple):
         return f"{name} {self.share:.0%} of a step".replace("%", " %")
 
 
-def find_bottleneck(step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> Bottleneck | None:
+def find_bottleneck(
+    step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]], lanes: int | None = None
+) -> Bottleneck | None:
     """The largest bottleneck, if any, from the milliseconds of each rank in a whole step and in each phase (pure).
 
+    A rank with more of the `lanes` than another may take longer in proportion; without `lanes`, all have as many.
     On a GPU only the phase "data" is known until a step was timed on the device.
     """
     step = max(step_ms, default=0.0)
     if step <= 0 or any(len(values) != len(step_ms) for values in phase_ms.values()):
         return None
-    return _slow_rank(phase_ms, step) or _slow_phase(REDUCTION, phase_ms, step) or _slow_phase("data", phase_ms, step)
+    counts = lane_counts(max(lanes or 0, len(step_ms)), len(step_ms))
+    return _slow_rank(phase_ms, step, counts) or _slow_phase(REDUCTION, phase_ms, step) or _slow_phase("data", phase_ms, step)
 
 
-def _slow_rank(phase_ms: Mapping[str, Sequence[float]], step: float) -> Bottleneck | None:
+def _slow_rank(phase_ms: Mapping[str, Sequence[float]], step: float, counts: Sequence[int]) -> Bottleneck | None:
     """The rank whose own time, without waiting for others, is well above that of the others."""
     own = {phase: values for phase, values in phase_ms.items() if phase != REDUCTION}
     totals = [sum(values) for values in zip(*own.values(), strict=True)]
     if len(totals) < 2:
         return None
     rank = max(range(len(totals)), key=totals.__getitem__)
-    behind = _behind(totals, rank)
+    # As late as it is, and not only because it has a lane more.
+    most = max(counts)
+    of_most_lanes = [total * most / count for total, count in zip(totals, counts, strict=True)]
+    behind = min(_behind(totals, rank), _behind(of_most_lanes, rank))
     if behind <= RANK_SHARE * step:
         return None
     phase = max(own, key=lambda name: _behind(own[name], rank))
@@ -67,9 +76,9 @@ def _slow_phase(phase: str, phase_ms: Mapping[str, Sequence[float]], step: float
 class StragglerDetector:
     """Finds a rank that delays the others for several seconds, from the step times at each log point."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        """`hosts` are those of the ranks, in the order of the ranks."""
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str], lanes: int | None = None) -> None:
+        """`hosts` are those of the ranks, in the order of the ranks; `lanes` are those of a step."""
+        self._hosts, self._lanes = hosts, lanes
         self._reported: set[tuple[int, str]] = set()
         self._suspect: tuple[int, str] | None = None
         self._windows, self._seconds = 0, 0.0
@@ -78,7 +87,7 @@ class StragglerDetector:
         self, step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]], seconds: float
     ) -> dict[str, Any] | None:
         """Add `seconds` of training; return the fields of a `straggler` event if there is a new straggler."""
-        found = find_bottleneck(step_ms, phase_ms)
+        found = find_bottleneck(step_ms, phase_ms, self._lanes)
         if found is None or found.rank is None or found.share < STRAGGLER_SHARE:
             self._suspect = None
             return None

@@ -104,7 +104,7 @@ class StepCycle:
         self.exchange = self.world.exchange()
         review = partial(_review, self.guard)
         # The log gets no reference to this object: in a cycle, DataLoader workers would wait for the garbage collector.
-        stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()))
+        stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()), self.plan.lanes)
         self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review, self.logged)
         self.progress.step, self.progress.samples = self.state.step, self.state.samples
         is_managed = self.logged is None  # the user's own loop may unfreeze parameters

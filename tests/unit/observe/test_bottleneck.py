@@ -47,6 +47,14 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     assert rounded(found) == Bottleneck(1, "data", 2.0, 0.222222)
 
 
+def test_a_rank_that_takes_longer_for_its_further_lane_is_not_slow() -> None:
+    times = {"forward": [9.0, 9.0, 6.0], "reduction": [1.0, 1.0, 4.0]}
+    assert find_bottleneck([10.0] * 3, times, lanes=8) is None
+    slow = {"forward": [9.0, 9.0, 12.0], "reduction": [4.0, 4.0, 1.0]}
+    assert rounded(find_bottleneck([13.0] * 3, slow, lanes=8)) == Bottleneck(2, "forward", 3.0, 0.230769)
+    assert find_bottleneck([10.0] * 2, {"forward": [6.0, 6.1]}, lanes=3) is None  # slower, but the other waits longer
+
+
 def test_a_single_rank_is_not_the_slowest_but_its_data_may_be_slow() -> None:
     assert find_bottleneck([10.0], {"data": [1.0], "forward": [9.0], "reduction": [0.0]}) is None
     found = find_bottleneck([10.0], {"data": [6.0], "forward": [4.0], "reduction": [0.0]})

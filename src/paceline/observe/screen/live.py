@@ -54,6 +54,7 @@ class LiveState:
     evaluation_s: DecayingMean = field(default_factory=DecayingMean)
     updated: float | None = None  # time of the last event about training, by the run's clock
     smooth: Mapping[str, Sequence[float]] = field(default_factory=dict)  # smoothed numbers
+    lanes: int | None = None  # of a step
     smooth_s: float = 0.0  # weight of the smoothed numbers, in seconds
 
 
@@ -61,7 +62,8 @@ def after(state: LiveState, event: Event) -> LiveState:
     """The state after one more event."""
     match event["event"]:
         case "run_started" | "restarted" | "run_stopped":
-            return LiveState(ends=state.ends)  # measurements belong to one attempt of the ranks
+            # Measurements belong to one attempt of the ranks.
+            return LiveState(ends=state.ends, lanes=event.get("lanes", state.lanes))
         case "step":
             state = replace(state, recorded=event)
             return _after_pace(state, event) if has_pace(event) else state
@@ -252,7 +254,7 @@ def _rows(state: LiveState) -> Iterator[tuple[str, list[str], str]]:
     # The training loss is shown only if there is no other metric.
     metrics = [text for text in metrics if not text.startswith("train_loss")] or metrics
     phase_ms = {name: values for name, values in state.smooth.items() if name not in ("samples_per_s", "step")}
-    bottleneck = find_bottleneck(state.smooth["step"], phase_ms)
+    bottleneck = find_bottleneck(state.smooth["step"], phase_ms, state.lanes)
     yield "training", [*training_texts(state.recorded), _memory_text(state.pace)], ""
     yield "evaluation", metrics, ""
     yield "slowest", [str(bottleneck or "")], "yellow" if bottleneck and bottleneck.rank is not None else ""

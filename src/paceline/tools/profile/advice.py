@@ -63,7 +63,7 @@ def _reduction(profile: Profile) -> Iterator[str]:
     if profile.ranks < 2 or share <= REDUCTION_SHARE:
         return
     begin = f"{percent(share)} of a step is reduction"
-    found = find_bottleneck(profile.step_ms, profile.phase_ms)
+    found = find_bottleneck(profile.step_ms, profile.phase_ms, setting.lanes)
     if found is not None and found.rank is not None and found.share > LATE_SHARE:
         if profile.device == "cpu" and profile.last_in[found.rank] < LATE_STEPS:
             yield f"{begin}, because ranks are late in turns; check what else runs on these cores"
