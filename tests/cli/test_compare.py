@@ -29,7 +29,16 @@ def test_plain_and_ddp_give_the_same_bits_and_one_table(run, tmp_path: Path) -> 
 
 def test_a_difference_is_named_with_parameter_step_and_reason(run, tmp_path: Path) -> None:
     ended = run(
-        "paceline", "compare", "digits", "max_steps=3", "exact=false", "--procs", "1,3", "--run-dir", "out", timeout_s=200
+        "paceline",
+        "compare",
+        "digits",
+        "max_steps=3",
+        "exact=false",
+        "--procs",
+        "1,3",
+        "--run-dir",
+        "out",
+        timeout_s=200,
     )
     assert ended.returncode == 0, ended.stderr
     assert "the weights of ddp-3 differ from plain: exact: false adds up in whatever order is fastest" in ended.stdout

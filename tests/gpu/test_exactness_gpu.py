@@ -119,18 +119,19 @@ def test_the_backend_is_nccl_where_every_rank_has_a_gpu() -> None:
     assert Trainer(conv_net, Images, train_fn=backend, procs=everyone + 1).start().value == "gloo"
 
 
-def test_the_levels_of_the_tree_run_on_a_stream_of_their_own_with_nccl() -> None:
+def test_integers_are_summed_on_a_stream_of_their_own_with_nccl() -> None:
     def reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> bool:
-        from paceline.engine.reduce import TreeReducer
+        from paceline.engine.reduce import Reduction
 
-        # A single rank has no levels; give it two of its own, to run what several GPUs would run.
-        tree = TreeReducer(world_of(device=device), [dist.new_group([0]), dist.new_group([0])])
+        # A single rank sums nothing over ranks; it says that there are two, to run what several GPUs would run.
+        reduction = Reduction(world_of(size=2, device=device), 3, exact=True)
         tensor = torch.randn(1 << 20, device=device)
+        reduction.start([tensor], [], tensor, is_empty=False).wait()  # on the grid, and exact from now on
         expected = tensor.clone()
         for _ in range(20):
             tensor.mul_(2)  # on the compute stream, just before
             expected.mul_(2)
-            tensor = tree.start(tensor).wait()
+            tensor = reduction.start([tensor], [], tensor, is_empty=False).wait()
         return torch.equal(tensor, expected)
 
     assert Trainer(conv_net, Images, train_fn=reduce, procs=1, backend="nccl").start().value

@@ -173,7 +173,7 @@ def test_losses_that_count_by_themselves_are_recorded(start: Start) -> None:
     assert all_of(start(loss_fn=tokens)) == all_of(start(loss_fn=tokens, step_mode="eager"))
 
 
-@pytest.mark.parametrize("way", ["at once", "by pairs", "in bf16"])
+@pytest.mark.parametrize("way", ["at once", "as integers", "in bf16"])
 def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """The code path of several GPUs: steps use DDP, its buckets, and NCCL with a single rank."""
     hooks = []
@@ -181,21 +181,21 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
     class InDdp(phase.Backward):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
-            if way == "by pairs":
-                tree = reduce.TreeReducer(self.world, [dist.new_group([0]), dist.new_group([0])])
-                self.reduction._trees = [tree]
+            if way == "as integers":
+                self.reduction._queue = reduce.RankQueue(self.world)
             self.reduction.compression = "bf16" if way == "in bf16" else "none"
             hooks.append(self.hook)
 
-    def start_at_any_size(self: reduce.Reduction, tensor: torch.Tensor) -> reduce.Future:
+    def start_at_any_size(self: reduce.Reduction, *args: Any, **options: Any) -> reduce.Future:
         self.world = dataclasses.replace(self.world, size=2)
-        return sums(self, tensor)
+        return sums(self, *args, **options)
 
     sums = reduce.Reduction.start
-    wanted = start(num_epochs=3)
+    keys = {"num_epochs": 3, "lanes": 3 if way == "as integers" else 2}
+    wanted = start(**keys)
     monkeypatch.setattr(phase, "Backward", InDdp)
     monkeypatch.setattr(reduce.Reduction, "start", start_at_any_size)
-    replayed, eager = start(num_epochs=3), start(num_epochs=3, step_mode="eager")
+    replayed, eager = start(**keys), start(**keys, step_mode="eager")
     assert all(hook is not None for hook in hooks)
     assert warnings_of(replayed) == []
     assert all_of(replayed) == all_of(eager)

@@ -125,7 +125,7 @@ class Chaos:
         self.undisturbed = folder / "undisturbed"
 
     def start(self, run_dir: Path) -> subprocess.Popen[str]:
-        procs, workers = self.random.choice([1, 2, 4]), self.random.choice([0, 0, 1])
+        procs, workers = self.random.choice([1, 2, 3, 4]), self.random.choice([0, 0, 1])
         numbers = map(str, (procs, workers, self.epochs, HANG_TIMEOUT_S))
         command = [sys.executable, str(self.script), str(run_dir), *numbers]
         return subprocess.Popen(command, cwd=self.script.parent, stdout=self.log, stderr=self.log, text=True)

@@ -43,7 +43,11 @@ def find_bottleneck(
     if step <= 0 or any(len(values) != len(step_ms) for values in phase_ms.values()):
         return None
     counts = lane_counts(max(lanes or 0, len(step_ms)), len(step_ms))
-    return _slow_rank(phase_ms, step, counts) or _slow_phase(REDUCTION, phase_ms, step) or _slow_phase("data", phase_ms, step)
+    return (
+        _slow_rank(phase_ms, step, counts)
+        or _slow_phase(REDUCTION, phase_ms, step)
+        or _slow_phase("data", phase_ms, step)
+    )
 
 
 def _slow_rank(phase_ms: Mapping[str, Sequence[float]], step: float, counts: Sequence[int]) -> Bottleneck | None:
