@@ -233,7 +233,8 @@ class Trainer:
 
         Args: Size and speed
             batch_size: The number of samples in a micro-batch, which one device processes at once.
-            lanes: The number of micro-batches in a step; the processes share them equally.
+            lanes: The number of micro-batches in a step, which the processes share; at most as many processes can be
+                used.
             global_batch_size: The number of samples in a step: `lanes` = `global_batch_size` ÷ `batch_size`, which must
                 divide it.
             num_epochs: The number of passes over the data.

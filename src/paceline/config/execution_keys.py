@@ -24,12 +24,16 @@ class SizeAndSpeed(Section):
     """The number of samples in a micro-batch, which one device processes at once."""
 
     lanes: Annotated[int | None, Otherwise("the number of processes")] = Field(None, ge=1)
-    """The number of micro-batches in a step; the processes share them equally."""
+    """The number of micro-batches in a step, which the processes share; at most as many processes can be used.
+
+    The weights are the same for any number of processes. A process that has several lanes keeps the gradients of each
+    until the end of the step.
+    """
 
     global_batch_size: int | None = Field(None, ge=1)
     """The number of samples in a step: `lanes` = `global_batch_size` ÷ `batch_size`, which must divide it.
 
-    The run can then use any number of processes that divides `lanes`, with the same result.
+    The run can then use any number of processes up to `lanes`, with the same result.
     """
 
     num_epochs: int = Field(1, ge=1)
@@ -176,8 +180,8 @@ class WhereItRuns(Section):
     ] = None
     """The number of processes that a local run starts, or a range such as `1:4`.
 
-    A range means the largest number in it that the GPUs, or cores, allow and that divides `lanes`. With `ray`, the
-    number on all nodes together. torchrun determines the number itself.
+    A range means the largest number in it that the GPUs, or cores, and `lanes` allow. With `ray`, the number on all
+    nodes together. torchrun determines the number itself.
     """
 
     nodes: Annotated[

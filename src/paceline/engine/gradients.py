@@ -12,6 +12,7 @@ import torch
 from paceline.config import Settings
 from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane, RankLanes
+from paceline.engine.bucket_hook import BucketHook
 from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.engine.forward_state import LOSS_PREFIX, ParameterKey, Snapshot
 from paceline.engine.integer_sum import Gradients
@@ -21,7 +22,6 @@ from paceline.engine.nonfinite import Guard
 from paceline.engine.objective import Objective, objectives_of, parts_of
 from paceline.engine.precision import HALF_DTYPES, autocast
 from paceline.engine.reduce import (
-    BucketHook,
     LaneGradients,
     Reduction,
     add_flag,

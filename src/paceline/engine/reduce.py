@@ -4,6 +4,8 @@ Two numbers have the same sum in either order, so steps of one or two lanes are 
 gradients of more lanes are rounded to integers first (`integer_sum.py`).
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +19,9 @@ from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
 from paceline.world import COLLECTIVE_TIMEOUT, World
 
-# DDP compares the annotations of its hook with the classes themselves, so this module does not postpone annotations.
-
 GLOO_PARTS = 2  # Gloo sums a tensor with one core; two halves are summed by two cores
 MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
 ALIGNED_ELEMENTS = 64  # kernels that sum may take another order at unaligned addresses
-POWERSGD_RANK = 2  # of the matrices that PowerSGD sends
-POWERSGD_START_STEP = 100  # not compressed before: the first gradients change most, and later weights depend on them
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -51,7 +49,7 @@ class Reduction:
     """Sums gradients over lanes and ranks. Every rank must sum those of the same parameters in the same order."""
 
     def __init__(self, world: World, lanes: int, *, exact: bool, compression: str = "none") -> None:
-        """`lanes` are those of a step. All ranks. With `powersgd`, `BucketHook` compresses, not this class."""
+        """`lanes` are those of a step. All ranks. With `powersgd`, the hook of DDP compresses, not this class."""
         self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
         self.uses_integers = exact and lanes > 2
         self._scratch = Scratch()
@@ -69,7 +67,7 @@ class Reduction:
         """
         if self.uses_integers:
             lanes = [*lanes] if is_empty else [*lanes, sums]
-            return self._run(lambda group: self._sum_integers(sums, lanes, group), buffer)
+            return self._run(lambda group: self.sum_integers(sums, lanes, sums, group), buffer)
         add_lanes(sums, lanes, buffer, is_empty=is_empty)
         if self.compression in HALF_DTYPES and buffer.dtype == torch.float32:
             half = buffer.to(HALF_DTYPES[self.compression])
@@ -91,16 +89,12 @@ class Reduction:
         future.set_result(result)
         return future
 
-    def sum_alone(self, sums: Gradients, lanes: Sequence[Gradients], like: Sequence[torch.Tensor]) -> None:
-        """Sum lanes of the only rank; `like` has the strides of the parameters, which `sums` may not have."""
-        self._sum_integers(sums, lanes, None, like)
-
-    def _sum_integers(
-        self, sums: Gradients, lanes: Sequence[Gradients], group: dist.ProcessGroup | None,
-        like: Sequence[torch.Tensor] | None = None,
+    def sum_integers(
+        self, sums: Gradients, lanes: Sequence[Gradients], like: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        """All ranks."""
-        total = IntegerSum(like or sums, self.lanes, self._scratch)
+        """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks."""
+        total = IntegerSum(like, self.lanes, self._scratch)
         exponents = total.exponents(lanes)
         if self.world.size > 1:
             dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
@@ -174,92 +168,6 @@ class RankQueue:
         return future
 
 
-class BucketHook:
-    """Sums DDP's buckets of the last lane's gradients: adds this rank's other lanes, then the other ranks."""
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        reduction: Reduction,
-        nan_flag: torch.Tensor | None = None,
-        on_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`nan_flag`, a single number, is added to the first bucket of every step when that is ready.
-
-        `on_last` is called when this rank has started all reductions and only waits for them.
-        """
-        self._index: dict[torch.Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
-        self._reduction, self._nan_flag, self._on_last = reduction, nan_flag, on_last
-        self._power_sgd = PowerSGDSum(reduction.world) if reduction.compression == "powersgd" else None
-        self.begin([], is_empty=False)
-
-    def begin(self, lanes: Sequence[Gradients], *, is_empty: bool) -> None:
-        """Prepare for the last lane's backward: this rank's other lanes, and whether the last one has no samples."""
-        self._lanes, self._is_empty = lanes, is_empty
-        if self._power_sgd is not None:
-            self._power_sgd.begin()
-        self.reduced = 0  # gradient elements whose reduction has started since then
-
-    def reduce(self, bucket: dist.GradBucket) -> Future:
-        """Start to sum one bucket: the hook that DDP calls while backward continues. All ranks, in the same order."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        is_first = not self.reduced
-        self.reduced += buffer.numel()
-        gradients = _views(buffer, parameters)
-        indices = [self._index[parameter] for parameter in parameters]
-        lanes = [[lane[index] for index in indices] for lane in self._lanes]
-        if self._nan_flag is not None and is_first:
-            # Without any lane, no loss has been checked.
-            add_flag(self._nan_flag, itertools.chain(*lanes) if self._is_empty else gradients)
-        if self._power_sgd is not None:
-            add_lanes(gradients, lanes, buffer, is_empty=self._is_empty)
-            started = self._power_sgd.start(bucket)
-        else:
-            started = self._reduction.start(gradients, lanes, buffer, is_empty=self._is_empty)
-        if bucket.is_last():
-            self._on_last()
-        return started
-
-
-class PowerSGDSum:
-    """Sums buckets across ranks as matrices of low rank; each rank adds the rounding error to its next gradients."""
-
-    def __init__(self, world: World) -> None:
-        # Imported only here: it takes a part of a second to load, and few runs need it.
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        self._world, self._hook = world, powerSGD_hook.powerSGD_hook
-        self._state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START_STEP
-        )
-
-    def begin(self) -> None:
-        """Before a step: clear the errors of a step that was not finite; all ranks decide the same."""
-        errors = self._state.error_dict
-        if errors and not torch.stack([error.isfinite().all() for error in errors.values()]).all():
-            for memory in (errors, self._state.p_memory_dict, self._state.q_memory_dict):
-                memory.clear()
-
-    def start(self, bucket: dist.GradBucket) -> Future:
-        """Start to sum a bucket. All ranks."""
-        started: Future = self._hook(self._state, bucket)
-        if self._world.backend == "gloo":
-            started.wait()  # or the operations of two buckets could be in another order on another rank
-        return started.then(lambda mean: mean.value().mul_(self._world.size))
-
-
-def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradients:
-    """The gradients in a bucket, with the strides of their parameters.
-
-    `bucket.gradients()` takes all of them for contiguous and would shuffle channels-last filters.
-    """
-    ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
-    return [
-        buffer.as_strided(p.shape, p.stride(), buffer.storage_offset() + end - p.numel())
-        for p, end in zip(parameters, ends, strict=True)
-    ]
-
-
 def add_flag(nan_flag: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
     """Add the flag to one element of the gradients."""
     gradient = next((gradient for gradient in gradients if gradient.numel()), None)
@@ -308,7 +216,7 @@ def sum_on_one_rank(
     lanes = [*lanes] if is_empty else [*lanes, gradients]
     for indices in buckets_of(rounded, gradients, bucket_bytes):
         sums, like = [gradients[index] for index in indices], [used[index] for index in indices]
-        reduction.sum_alone(sums, [[lane[index] for index in indices] for lane in lanes], like)
+        reduction.sum_integers(sums, [[lane[index] for index in indices] for lane in lanes], like)
 
 
 def _has_integers(gradient: torch.Tensor) -> bool:
