@@ -668,8 +668,8 @@ def options_of(case: str) -> dict[str, Any]:
 def main(out: Path) -> None:
     gc.freeze()  # every run ends with a full collection, which would visit all objects of torch again
     outcomes = {}
-    for case in CASES:
-        result = Trainer(**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))).start()
+    for case in json.loads(os.environ.get("PACELINE_ONLY", "null")) or CASES:
+        result = Trainer(**{**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))}).start()
         events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
         outcomes[case] = {
             "weights": result.weights_sha256,

@@ -1,0 +1,60 @@
+"""Cases of the exactness matrix on several NCCL ranks that share one GPU, as CUDA graphs and kernel by kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES_FILE = Path(__file__).parents[1] / "multi" / "exactness_cases.py"
+CASES = [
+    "convolution, BatchNorm and dropout", "AdamW", "AdamW, sharded", "a size that is a multiple of nothing",
+    "sum and count", "samples that are not finite", "two phases", "own loop", "own loop with everything",
+    "everything at once",
+]  # fmt: skip
+LANES = 8
+# NCCL accepts several ranks on one GPU if each claims to be a host of its own.
+AS_HOSTS = """
+import os, runpy, sys
+
+os.environ.update(NCCL_HOSTID=f"host-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def train(folder: Path, ranks: int, step_mode: str) -> dict[str, Any]:
+    """The outcomes of all cases on this number of ranks."""
+    (folder / "as_hosts.py").write_text(AS_HOSTS)
+    out = folder / f"{ranks}-{step_mode}.json"
+    options = {"device": "cuda", "lanes": LANES, "batch_size": 3, "step_mode": step_mode}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+         "as_hosts.py", CASES_FILE, out],
+        cwd=folder, check=False, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "PACELINE_CASES": json.dumps(options), "PACELINE_ONLY": json.dumps(CASES)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    outcomes: dict[str, Any] = json.loads(out.read_text())
+    assert list(outcomes) == CASES
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("alone"), 1, "eager")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "step_mode"), [(2, "eager"), (3, "auto"), (3, "eager"), (4, "auto"), (5, "eager"), (8, "eager")]
+)
+def test_nccl_ranks_have_the_bits_of_one(tmp_path: Path, alone: dict[str, Any], ranks: int, step_mode: str) -> None:
+    assert train(tmp_path, ranks, step_mode) == alone
