@@ -669,7 +669,10 @@ def main(out: Path) -> None:
     gc.freeze()  # every run ends with a full collection, which would visit all objects of torch again
     outcomes = {}
     for case in json.loads(os.environ.get("PACELINE_ONLY", "null")) or CASES:
-        result = Trainer(**{**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))}).start()
+        options = {**options_of(case), **json.loads(os.environ.get("PACELINE_CASES", "{}"))}
+        if "train_fn" in options:
+            options.pop("step_mode", None)
+        result = Trainer(**options).start()
         events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
         outcomes[case] = {
             "weights": result.weights_sha256,
