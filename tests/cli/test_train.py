@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from paceline import __version__
@@ -162,7 +164,8 @@ def test_the_list_of_commands_fits_80_columns_and_the_version_is_shown(run) -> N
     commands = ended.stdout.partition("Commands:\n")[2].splitlines()
     assert len(commands) == 20
     assert all(line.endswith(".") and not line.endswith("...") for line in commands), ended.stdout
-    assert run("paceline", "--version").stdout == f"paceline {__version__}\n"
+    versions = f"paceline {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    assert run("paceline", "--version").stdout == versions
 
 
 def test_ctrl_c_saves_and_prints_how_to_resume(tmp_path: Path) -> None:

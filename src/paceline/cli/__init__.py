@@ -8,8 +8,10 @@ A command is a function in a module of this package and a line of `COMMANDS`; ot
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +94,7 @@ def _check_paths(arguments: Mapping[str, Any]) -> None:
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"paceline {__version__}")
+        typer.echo(f"paceline {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
 
 
