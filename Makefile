@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference bench clean
+.PHONY: setup train test fast chaos cluster lint types reference wheel release bench clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,14 @@ types: setup
 # Writes the tables of keys in docs/configuration.md and the docstring of Trainer.
 reference: setup
 	$(BIN)/python scripts/reference.py
+
+# Builds the wheel in dist/, and runs the first page of the README from it in an empty environment.
+wheel: setup
+	$(BIN)/python scripts/check_wheel.py
+
+# Checks what a release needs: version, changelog, working tree, wheel, docs.
+release: setup
+	$(BIN)/python scripts/release.py
 
 bench: setup
 	$(BIN)/python benchmarks/reduction.py
