@@ -1,8 +1,8 @@
 """Builds the source archive and the wheel in dist/, installs the wheel in an empty environment and runs the first page
 of the README there.
 
-The environment has what the metadata of the wheel requires, in the versions of constraints.txt, and nothing else: not even
-pip. Run it with `make wheel`.
+The environment has what the metadata of the wheel requires, in the versions of constraints.txt, and nothing else, not
+even pip. Run it with `make wheel`.
 """
 
 from __future__ import annotations
