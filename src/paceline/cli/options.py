@@ -218,21 +218,21 @@ class Context:
     def _functions_with(self, name: str) -> Iterator[str]:
         """`model_args` and `dataset_args`, as far as the function takes an argument of this name."""
         for key in ("model", "dataset"):
-            if name in self._arguments_of(f"{key}_fn"):
+            if name in (self._arguments_of(f"{key}_fn") or ()):
                 yield f"{key}_args"
 
-    def _arguments_of(self, key: str) -> list[str]:
-        """The names of the arguments of a function of the config; none if it cannot be imported."""
+    def _arguments_of(self, key: str) -> list[str] | None:
+        """The names of the arguments of a function of the config; None if it cannot be imported or takes any."""
         from paceline.config.functions import FunctionNotFound, resolve
         from paceline.config.signatures import arguments_of
 
         name = self.given.get(key)
         if not isinstance(name, str):
-            return []
+            return None
         try:
-            return arguments_of(resolve(name, self.folder)) or []
+            return arguments_of(resolve(name, self.folder))
         except (ConfigError, FunctionNotFound):  # the command itself reports it
-            return []
+            return None
 
     def _hint(self, name: str) -> str:
         """The option that is closest to a name, or where the options are listed."""
@@ -241,8 +241,10 @@ class Context:
 
         taken = {key: self._arguments_of(key) for key in ("model_fn", "dataset_fn")}
         others = [each for rows in TABLE.values() for row in rows for each in row.names]
-        for known in (self.own, Config.model_fields, *taken.values(), others):
+        for known in (self.own, Config.model_fields, *filter(None, taken.values()), others):
             if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
                 return f"did you mean --{near[0].replace('_', '-') if known is self.own else near[0]}?"
-        lists = [f"{key} takes {', '.join(names)}" for key, names in taken.items() if names]
+        lists = [
+            f"{key} takes {', '.join(names) or 'no arguments'}" for key, names in taken.items() if names is not None
+        ]
         return "; ".join(lists) or "add --help to see the options; docs/configuration.md lists the keys of a config"

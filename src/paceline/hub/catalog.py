@@ -194,7 +194,7 @@ def find(name: str) -> KnownDataset:
     """Return the data set of that name; raise a ConfigError with the nearest name if there is none."""
     if name in ALL:
         return ALL[name]
-    near = difflib.get_close_matches(name, ALL, n=1)
+    near = difflib.get_close_matches(name.lower(), ALL, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALL)}"
     raise ConfigError(f"{name} is not a known data set; {hint}")
 

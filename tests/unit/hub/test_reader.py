@@ -49,9 +49,10 @@ def test_idx_files_are_read_compressed_and_unpacked(name: str, mnist, tmp_path: 
         assert classes.tolist() == mnist[part][1].tolist()
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="mnits is not a known data set; did you mean mnist"):
-        paceline.datasets.read("mnits")
+@pytest.mark.parametrize(("name", "nearest"), [("mnits", "mnist"), ("SST-2", "sst2"), ("Covertype", "covtype")])
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not a known data set; did you mean {nearest}"):
+        paceline.datasets.read(name)
 
 
 def test_a_missing_file_is_reported_with_the_command_that_downloads_it(mnist, tmp_path: Path) -> None:
