@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference bench clean
+.PHONY: setup train test fast chaos cluster lint types reference notebooks bench clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ types: setup
 # Writes the tables of keys in docs/configuration.md and the docstring of Trainer.
 reference: setup
 	$(BIN)/python scripts/reference.py
+
+# Runs the notebooks in docs/notebooks and writes their outputs into them.
+notebooks: setup
+	$(BIN)/python scripts/notebooks.py
 
 bench: setup
 	$(BIN)/python benchmarks/reduction.py

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the page from the JSON in #data. Text goes in as text, never as HTML.
 
-const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
+const { runs, charts: chartsToDraw } = JSON.parse(document.getElementById("data").textContent);
 const areSeveral = runs.length > 1;
 const COLOURS = 8;
 const redraws = []; // functions that draw on a canvas, called when its width or the colour scheme changes
@@ -178,8 +178,8 @@ function drawStarts(u) {
 }
 
 function curves() {
-  if (!charts.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
-  const drawn = charts.map(({ title, names }) => chart(title, names));
+  if (!chartsToDraw.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
+  const drawn = chartsToDraw.map(({ title, names }) => chart(title, names));
   const fill = () => drawn.forEach((one) => one.fill());
   redraws.push(...drawn.map((one) => one.redraw));
   const buttons = ["step", "seconds"].map((name) => {
