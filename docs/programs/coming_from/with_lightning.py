@@ -39,7 +39,6 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         max_epochs=5,
         devices=2,
-        accelerator="cpu",
         strategy="ddp",
         gradient_clip_val=1.0,
         log_every_n_steps=10,

@@ -36,7 +36,7 @@ arguments = TrainingArguments(
     save_strategy="epoch",
     logging_steps=10,
     report_to="none",
-    use_cpu=True,
+    use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(
     model_init=get_model,

@@ -35,7 +35,6 @@ result = Trainer(
     lanes=2,
     num_epochs=4,
     procs=2,
-    device="cpu",
 ).start()
 result.load_model().save_pretrained("model")
 print(f"accuracy {result.metrics['accuracy']:.4f}")

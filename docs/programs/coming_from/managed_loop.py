@@ -26,6 +26,5 @@ result = Trainer(
     lanes=2,
     num_epochs=5,
     procs=2,
-    device="cpu",
 ).start()
 print(f"accuracy {result.metrics['accuracy']:.4f}")
