@@ -96,6 +96,17 @@ def test_a_notebook_of_the_documentation_runs_and_has_its_outputs(
         assert_that_the_report_is_drawn(report, tmp_path)
 
 
+@pytest.mark.parametrize("path", SCRIPT["NOTEBOOKS"], ids=lambda path: path.stem)
+def test_a_notebook_is_a_page_of_the_site_with_all_cells_and_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    page = SCRIPT["page_of"](notebook)
+    for cell in notebook.cells:
+        assert cell.source.replace(".ipynb)", ".md)") in page
+    assert page.count("<svg ") == page.count("</svg>") == len(shown_as("image/svg+xml", notebook))
+    assert all(f"<div>{shown.strip()}</div>" in page for shown in shown_as("text/html", notebook))
+    assert "run folder /home/user/notebooks/runs/" in page
+
+
 def kinds_of(cell: nbformat.NotebookNode) -> set[str]:
     """The kinds of outputs of a cell."""
     return {kind for output in cell.get("outputs", []) for kind in output.get("data", {output.get("name"): None})}
