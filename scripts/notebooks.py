@@ -1,7 +1,7 @@
 """Runs the notebooks of the documentation, and writes them as pages of the site.
 
-`make notebooks` runs each notebook in an empty folder and writes its outputs into it; the path of that folder and the name of
-the machine are replaced. `python scripts/notebooks.py --pages` writes a Markdown page beside each notebook, with its outputs.
+`make notebooks` runs each notebook in an empty folder and writes its outputs into it. The path of that folder and the
+name of the machine are replaced. `python scripts/notebooks.py --pages` writes a Markdown page beside each notebook.
 """
 
 from __future__ import annotations
