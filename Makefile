@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference wheel release bench clean
+.PHONY: setup train test fast chaos cluster lint types reference notebooks wheel release bench clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ wheel: setup
 # Checks what a release needs: version, changelog, working tree, wheel, docs.
 release: setup
 	$(BIN)/python scripts/release.py
+
+# Runs the notebooks in docs/notebooks and writes their outputs into them.
+notebooks: setup
+	$(BIN)/python scripts/notebooks.py
 
 bench: setup
 	$(BIN)/python benchmarks/reduction.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from paceline.run.outcome import Outcome, Predictions, ReturnValue
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.tools.report.inline import Plot, Report
 
 
 class TrainedModel:
@@ -63,6 +66,18 @@ class TrainedModel:
         predicted: Predictions = run_inference("predict", self, self._folder, df, procs)
         return predicted
 
+    def plot(self, *others: TrainedModel | Path | str, names: Sequence[str] | None = None) -> Plot:
+        """The curves of losses and metrics, or of `names`, shown by a notebook; `others` are drawn with them."""
+        from paceline.tools.report.inline import plot_of
+
+        return plot_of([_run_dir(each) for each in (self, *others)], names)
+
+    def report(self, *others: TrainedModel | Path | str) -> Report:
+        """The report of the run, shown by a notebook and written into the run folder; `others` are compared with it."""
+        from paceline.tools.report.inline import report_of
+
+        return report_of([_run_dir(each) for each in (self, *others)])
+
 
 @dataclass
 class Result(TrainedModel):
@@ -95,6 +110,11 @@ class Result(TrainedModel):
         """The file of the weights to use: their average (ema) if the run has one."""
         folder = RunFolder(self.run_dir)
         return folder.weights if self.ema_sha256 is None else folder.ema
+
+
+def _run_dir(run: TrainedModel | Path | str) -> Path:
+    """The run folder of a result, or the folder itself."""
+    return run.run_dir if isinstance(run, TrainedModel) else Path(run)
 
 
 def result_of(outcome: Outcome, config: Config, folder: Path) -> Result:

@@ -30,6 +30,8 @@ class RunFolder:
         self.result = path / "result.json"
         self.metrics = path / "metrics.json"  # of an evaluation
         self.profile = path / "profile"
+        self.report = path / "report.html"
+        self.comparison = path / "comparison.html"  # the report of this run and others
         self.slurm = path / "slurm.json"
         self.job_script = path / "slurm.sh"
         self.job_log = self.logs / "slurm.log"

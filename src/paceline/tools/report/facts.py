@@ -61,11 +61,11 @@ class RunFacts:
     settings: dict[str, Any]  # the config with keys such as `optimizer.lr`
 
 
-def facts_of_all(paths: Sequence[Path]) -> list[RunFacts]:
-    """The facts of runs, each once, with labels that tell them apart."""
+def facts_of_all(paths: Sequence[Path], points: int = CURVE_POINTS) -> list[RunFacts]:
+    """The facts of runs, each once, with labels that tell them apart and at most `points` points of a curve."""
     paths = list(dict.fromkeys(path.resolve() for path in paths))
     top = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
-    points = max(100, min(CURVE_POINTS, ALL_CURVE_POINTS // len(paths)))
+    points = max(100, min(points, ALL_CURVE_POINTS // len(paths)))
     cells = ALL_HEAT_CELLS // len(paths)
     labels = [str(path.relative_to(top)) if path != top else path.name for path in paths]
     return [facts_of(RunFolder(path), label, points, cells) for path, label in zip(paths, labels, strict=True)]

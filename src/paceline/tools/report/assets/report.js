@@ -1,13 +1,9 @@
 "use strict";
 // Draws the page from the JSON in #data. Text goes in as text, never as HTML.
 
-const { runs } = JSON.parse(document.getElementById("data").textContent);
+const { runs, charts: chartsToDraw } = JSON.parse(document.getElementById("data").textContent);
 const areSeveral = runs.length > 1;
 const COLOURS = 8;
-const TITLES = {
-  lr: "learning rate", samples_per_s: "samples per second", grad_norm: "gradient norm", memory_mb: "memory of the largest rank, MB",
-};
-const LOSSES = ["loss", "train_loss", "val_loss"];
 const redraws = []; // functions that draw on a canvas, called when its width or the colour scheme changes
 let axis = "step";
 
@@ -106,15 +102,6 @@ const shownKey = (run, key) => (key in run.settings ? String(run.settings[key]) 
 
 // --- curves ---------------------------------------------------------------------------------------------------------
 
-function chartsToDraw() {
-  const names = union(runs.map((run) => Object.keys(run.curves)));
-  const perEpoch = names.filter((name) => runs.some((run) => run.curves[name]?.per === "epoch"));
-  const losses = LOSSES.filter((name) => names.includes(name) && !(name === "train_loss" && names.includes("loss")));
-  const rest = names.filter((name) => !LOSSES.includes(name) && !perEpoch.includes(name));
-  const single = [...perEpoch.filter((name) => !LOSSES.includes(name)), ...rest].map((name) => [TITLES[name] ?? name, [name]]);
-  return losses.length ? [["loss", losses], ...single] : single;
-}
-
 function linesOf(names) {
   return names.flatMap((name, n) =>
     runs.flatMap((run, place) => {
@@ -191,9 +178,8 @@ function drawStarts(u) {
 }
 
 function curves() {
-  const charts = chartsToDraw();
-  if (!charts.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
-  const drawn = charts.map(([title, names]) => chart(title, names));
+  if (!chartsToDraw.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
+  const drawn = chartsToDraw.map(({ title, names }) => chart(title, names));
   const fill = () => drawn.forEach((one) => one.fill());
   redraws.push(...drawn.map((one) => one.redraw));
   const buttons = ["step", "seconds"].map((name) => {
