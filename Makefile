@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference notebooks wheel release bench clean
+.PHONY: setup train test fast chaos cluster lint types reference notebooks docs wheel release bench clean
 
 setup: $(STAMP)
 
@@ -55,9 +55,13 @@ release: setup
 notebooks: setup
 	$(BIN)/python scripts/notebooks.py
 
+# Builds the documentation site in site/; a broken link or reference is an error. It opens from the disk: site/index.html.
+docs: setup
+	$(BIN)/zensical build --clean --strict
+
 bench: setup
 	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/save_stall.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache build dist site
