@@ -81,7 +81,23 @@ class TrainedModel:
 
 @dataclass
 class Result(TrainedModel):
-    """The metrics, history and weights of a finished run."""
+    """The metrics, history and weights of a finished run.
+
+    Attributes:
+        run_dir: The run folder.
+        metrics: The values of the last evaluation, over all validation samples.
+        history: One row for each epoch, from epoch 1.
+        weights_sha256: The hash of the weights.
+        ema_sha256: The hash of the average of the weights, if the run has one.
+        optimizer_sha256: The hash of the optimizer state; None for a `train_fn` without `run`.
+        step: The number of completed updates.
+        epoch: The number of the last epoch.
+        world_size: The number of processes when the run ended.
+        lanes: The number of micro-batches in a step.
+        seconds: The time of training, in seconds.
+        samples: The number of samples that were trained on.
+        versions: The versions of Paceline, Python and torch.
+    """
 
     run_dir: Path
     metrics: dict[str, float]
