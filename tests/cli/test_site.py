@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -105,7 +104,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.joinpath("src").symlink_to(ROOT / "src")
     ended = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder, capture_output=True, text=True,
-        timeout=120, check=False, env={**os.environ, "NO_COLOR": "1"},
+        timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "site"
