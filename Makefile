@@ -55,7 +55,7 @@ release: setup
 notebooks: setup
 	$(BIN)/python scripts/notebooks.py
 
-# Builds the documentation site in site/; a broken link or reference is an error. It opens from the disk: site/index.html.
+# Builds the documentation site, site/index.html; a broken link or reference is an error. Needs Python 3.11 or newer.
 docs: setup
 	$(BIN)/zensical build --clean --strict
 
