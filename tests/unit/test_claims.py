@@ -126,6 +126,15 @@ def test_the_accuracy_of_cifar10_fast_is_the_same_everywhere() -> None:
     ]
     assert {page for page, _ in quotes} == {"README.md", "recipes.md"}
     assert {number for _, number in quotes} | set(re.findall(r"(\d+\.\d+) % accuracy", source)) == {mean}
+    [(least, most)] = re.findall(r"evaluation of each epoch \| ([\d.]+) to ([\d.]+) s", text)
+    for quoting in (PAGES["README.md"], PAGES["recipes.md"], source):
+        assert f"{float(least):.0f} to {float(most):.0f} s" in quoting
+
+
+def test_the_hash_of_digits_in_the_examples_is_the_same_everywhere() -> None:
+    quotes = quotes_of(r"step 230 val_loss 0\.0339 accuracy 0\.9944 weights (\w+)")
+    assert len(quotes) >= 3
+    assert len({number for _, number in quotes}) == 1
 
 
 def test_the_cost_of_exact_sums_is_never_quoted_without_its_condition() -> None:
