@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import posixpath
 import re
 import shutil
 import subprocess
@@ -97,32 +98,40 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site, built from a copy; a warning of the build is an error."""
+    """The folder of the site, built by `make docs` from a copy; a warning of the build is an error."""
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", folder / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", folder)
+    for name in ("docs", "scripts"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("Makefile", "mkdocs.yml"):
+        shutil.copy(ROOT / name, folder)
     folder.joinpath("src").symlink_to(ROOT / "src")
     ended = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder, capture_output=True, text=True,
+        ["make", "--old-file", "setup", "docs", f"VENV={sys.prefix}"], cwd=folder, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "site"
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    def pages_in(nav: Any) -> list[str]:
-        return [nav] if isinstance(nav, str) else [page for part in nav for page in pages_in(_values(part))]
+def pages_of(built: Path) -> list[str]:
+    """The paths of all pages in the site; 404.html is only shown by a server."""
+    paths = [path.relative_to(built).as_posix() for path in built.rglob("*.html")]
+    return sorted(path for path in paths if path not in ("404.html", "look.html"))
 
-    def _values(part: Any) -> Any:
-        return list(part.values()) if isinstance(part, dict) else part
+
+def test_every_page_and_notebook_is_in_the_navigation() -> None:
+    def leaves(part: Any) -> list[str]:
+        parts = part.values() if isinstance(part, dict) else part
+        return [part] if isinstance(part, str) else [leaf for each in parts for leaf in leaves(each)]
 
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert sorted(pages_in(nav)) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    assert sorted(leaves(nav)) == sorted([*pages, *notebooks])
 
 
 def test_no_page_has_a_broken_link_or_loads_from_another_host(built: Path) -> None:
-    pages = {path.name: Links(path.read_text(encoding="utf-8")) for path in built.glob("*.html")}
+    pages = {page: Links(built.joinpath(page).read_text(encoding="utf-8")) for page in pages_of(built)}
     broken = []
     for name, page in pages.items():
         for link in [*page.links, *page.loaded]:
@@ -130,9 +139,9 @@ def test_no_page_has_a_broken_link_or_loads_from_another_host(built: Path) -> No
             if to.scheme:
                 assert link not in page.loaded, f"{name} loads {link}"
                 continue
-            target = unquote(to.path).strip("./") or name
-            known = pages[target].ids if target in pages else set()
-            if not (built / target).exists() or (to.fragment and target in pages and unquote(to.fragment) not in known):
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(to.path))) if to.path else name
+            has_place = not to.fragment or target not in pages or unquote(to.fragment) in pages[target].ids
+            if not built.joinpath(target).exists() or not has_place:
                 broken.append(f"{name}: {link}")
     assert broken == []
 
@@ -158,7 +167,7 @@ def address(built: Path) -> Iterator[str]:
 def test_pages_fit_a_phone_load_nothing_from_other_hosts_and_are_searched(
     built: Path, address: str, tmp_path: Path
 ) -> None:
-    pages = sorted(path.name for path in built.glob("*.html") if path.name not in ("404.html", "look.html"))
+    pages = pages_of(built)
     built.joinpath("look.html").write_text(LOOK.replace("PAGES", json.dumps(pages)))
     assert CHROMIUM is not None
     done = subprocess.run(
