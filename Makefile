@@ -57,6 +57,7 @@ notebooks: setup
 
 # Builds the documentation site, site/index.html; a broken link or reference is an error. Needs Python 3.11 or newer.
 docs: setup
+	$(BIN)/python scripts/notebooks.py --pages
 	$(BIN)/zensical build --clean --strict
 
 bench: setup
