@@ -103,7 +103,7 @@ def smoothed_loss(output, target):
 
 
 def get_optimizer(model, lr=0.24, bias_lr=100.0, head_lr=1.6, decay=4e-3):
-    """Return Muon for the filters, SGD for the rest. Biases behind BatchNorm have tiny gradients: a large rate."""
+    """Return Muon for the filters, SGD for the rest. Biases of BatchNorm have tiny gradients and need a large rate."""
     filters = [p for p in model.groups.parameters() if p.requires_grad and p.dim() == 4]
     biases = [model.whiten.bias, *(p for p in model.groups.parameters() if p.requires_grad and p.dim() == 1)]
     return paceline.Muon(
