@@ -16,7 +16,7 @@ def test_a_recipe_is_rehearsed_on_two_ranks_and_leaves_nothing_behind(run, tmp_p
     assert "kB each" in texts["checkpoints"]
     assert texts["ranks"].startswith("2 ranks on cpu (gloo) here")
     assert "GB/s among 2 ranks (gloo)" in texts["all-reduce"]
-    assert {found[name]["state"] for name in ("config", "travel", "rehearsal", "checkpoints")} == {"ok"}
+    assert {found[name]["state"] for name in ("config", "pickling", "rehearsal", "checkpoints")} == {"ok"}
     assert "rehearsal: one step on the CPU, processes: 2 …" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 

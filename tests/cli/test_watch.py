@@ -80,7 +80,7 @@ def test_a_failed_run_is_reported_and_the_view_ends(run: Run) -> None:
 def test_the_newest_run_is_the_default(run: Run, finished: Path, tmp_path: Path) -> None:
     nothing = run("paceline", "status")
     assert nothing.returncode == 2
-    assert "there is no run in runs" in nothing.stderr
+    assert "the folder runs contains no run" in nothing.stderr
     shutil.copytree(finished, tmp_path / "runs" / "older" / "2026-01-02_10-00-00")
     ended = run("paceline", "train", "linear", "name=newer", "num_epochs=1")
     assert ended.returncode == 0, ended.stderr

@@ -141,7 +141,7 @@ def test_a_hang_costs_a_restart_and_leaves_a_table_of_all_ranks_and_their_hosts(
         r"hang: rank \d is in `work\.py:\d+`; rank \d waits for it in .* \(restart 1 of 3\)", output_of("n1")
     )
     table = Path("run/logs/hang-1.txt").read_text()
-    assert "no rank has moved for" in table
+    assert "no rank has made progress for" in table
     assert re.search(r"^  0 +n1 ", table, re.M)
     assert re.search(r"^  1 +n2 ", table, re.M)
 

@@ -118,7 +118,7 @@ def export(
         _check_trust(run_dir, config, trust=trust)
         run = load(run_dir, checkpoint, config, trust=True)
         write_export(run, format, to, data, on_progress=lambda text: typer.echo(f"{text} …", err=True))
-    typer.echo(f"{to}: {format}, weights: {run.origin}; {to / 'README.md'} has the comparison with the model")
+    typer.echo(f"{to}: {format}, weights: {run.origin}; {to / 'README.md'} describes how it was verified")
 
 
 def checkpoints(run_dir: Run) -> None:

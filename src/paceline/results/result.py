@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TrainedModel:
-    """The weights of a run: the model with them, evaluation and prediction."""
+    """The weights of a run: the trained model, its evaluation and its predictions."""
 
     run_dir: Path
     lanes: int
@@ -53,7 +53,7 @@ class TrainedModel:
         return model.eval()
 
     def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
-        """The loss and metrics on the validation data, or on `df`; equal at any number of processes."""
+        """The loss and metrics on the validation data, or on `df`; identical for any number of processes."""
         metrics: dict[str, float] = run_inference("evaluate", self, self._folder, df, procs)
         return metrics
 

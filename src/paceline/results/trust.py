@@ -34,7 +34,7 @@ def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], 
 
 
 def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
-    """Why the code of a run may be another user's; None for a run of this user that was not moved."""
+    """The reason why the code may belong to another user; None for a run of this user that was not moved."""
     for path in (folder.path, folder.config):
         if (owner := path.stat().st_uid) != os.geteuid():
             return f"belongs to the user {_name_of(owner)}"

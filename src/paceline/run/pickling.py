@@ -65,7 +65,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The global names that a function uses, also in its lambdas and comprehensions."""
+    """The global names that a function uses, including its lambdas and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -283,7 +283,7 @@ def test_watching_a_run_that_was_killed_shows_how_to_resume_it(
     monkeypatch.setattr("paceline.observe.screen.follower.IDLE_S", 0.0)
     folder.events.touch()
     show(folder)
-    assert capsys.readouterr().err.splitlines()[-1] == "no process trains this run; resume it with --resume auto"
+    assert capsys.readouterr().err.splitlines()[-1] == "no process is training this run; resume it with --resume auto"
     folder.config.write_text("train_fn: train:train\n")
     show(folder)
     assert "--resume auto starts it from the beginning" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Reduces the points of a long run to as many as a page can draw. Every kept value was measured (pure)."""
+"""Reduces the points of a long run to the number that a page can draw. All remaining values were measured (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The time of a step on each rank, without the time in which it waited for other ranks, where that is known."""
+    """The time of a step on each rank, without the time in which it waited for other ranks, if known."""
 
     step: int
     ms: Sequence[float]
