@@ -203,7 +203,7 @@ def test_a_request_to_stop_while_torch_is_still_imported_ends_with_exit_code_3(
     )
     path = os.pathsep.join(filter(None, [str(tmp_path / "first"), os.environ.get("PYTHONPATH")]))
     ended = run("python", "-m", "paceline", "train", "config.yaml", PYTHONPATH=path)
-    assert ended.stderr.splitlines()[-1] == f"paceline: stopped by {number.name} before it began"
+    assert ended.stderr.splitlines()[-1] == f"paceline: stopped by {number.name} before it started"
     assert ended.returncode == 3
     assert not (tmp_path / "runs").exists()
 

@@ -231,7 +231,7 @@ def test_a_global_batch_size_fixes_the_lanes_at_any_number_of_ranks() -> None:
     assert paceline.load("run", trust=True).lanes == 4
     with pytest.raises(
         ConfigError,
-        match="global_batch_size=24 gives lanes=8 but the run began with lanes=4; leave global_batch_size out",
+        match="global_batch_size=24 gives lanes=8 but the run started with lanes=4; omit global_batch_size",
     ):
         faults.start(**{**options, "global_batch_size": 24}, procs=2, resume="run")
     with pytest.raises(ConfigError, match="lanes=4 cannot be split over 3 ranks"):

@@ -134,7 +134,7 @@ def test_phases_in_another_order_do_not_resume_the_run() -> None:
 def test_phases_with_another_optimizer_do_not_resume_the_run() -> None:
     start(**PHASES, num_epochs=1)
     turned = {"generator": generator_step, "critic": critic_step}
-    with pytest.raises(ConfigError, match="holds an optimizer with"):
+    with pytest.raises(ConfigError, match="has an optimizer with"):
         start(**{**PHASES, "step_fn": turned}, resume="auto")
 
 

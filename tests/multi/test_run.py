@@ -52,7 +52,7 @@ def test_a_stopped_loop_resumes_between_batches_on_other_ranks(undisturbed: dict
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
     result = start(**options(dataset_fn=disturbed(3, KILL), procs=2, checkpoint={"every_steps": 2}))
     assert outcome(result) == undisturbed
-    assert "SIGKILL; starting again from step" in events("restarted")[0]["text"]
+    assert "SIGKILL; restarting from step" in events("restarted")[0]["text"]
 
 
 def test_a_time_limit_stops_the_loop_and_loses_nothing(undisturbed: dict) -> None:

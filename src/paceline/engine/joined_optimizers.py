@@ -63,7 +63,7 @@ class JoinedOptimizers(Optimizer):
             if any(name != phase for name in saved):
                 raise ConfigError(
                     f"the phase {phase} is {saved[0] or 'no phase'} in the checkpoint; keep the phases and their "
-                    "order, or begin a new run with --resume never"
+                    "order, or start a new run with --resume never"
                 )
             state = {index - first: kept for index, kept in state_dict["state"].items() if 0 <= index - first < count}
             plain = [{key: value for key, value in group.items() if key != PHASE} for group in own]

@@ -223,7 +223,7 @@ class OwnLoop:
         if self.state.history:
             raise ConfigError(
                 "the run was saved within run.epochs(…), which train_fn does not call before it trains over "
-                "train_loader; call it, or begin a new run with --resume never"
+                "train_loader; call it, or start a new run with --resume never"
             )
         self.context.warn_once(
             "train_fn trains over train_loader outside run.epochs(…), so no checkpoints are kept; "

@@ -175,14 +175,14 @@ class Tracked:
         if len(saved) != len(optimizer.param_groups):
             raise ConfigError(
                 f"run.track({name}=…) got an optimizer with {len(optimizer.param_groups)} parameter groups, and the "
-                f"checkpoint has {len(saved)}; create all groups before run.track, or begin a new run with "
+                f"checkpoint has {len(saved)}; create all groups before run.track, or start a new run with "
                 "--resume never"
             )
         missing = sorted(optimizer.defaults.keys() - saved[0].keys())
         if missing:
             raise ConfigError(
                 f"run.track({name}=…) got an optimizer of the class {type(optimizer).__name__}, and the checkpoint has "
-                f"another one, without {', '.join(missing)}; keep it, or begin a new run with --resume never"
+                f"another one, without {', '.join(missing)}; keep it, or start a new run with --resume never"
             )
 
     def _check_schedulers(self) -> None:

@@ -149,8 +149,8 @@ def test_events_at_the_moment_of_the_start_are_shown(
 ) -> None:
     clock.now = 1000.0004  # rounded to 1000.0 in events
     with Follower(folder, ranks=0, from_now=True):
-        events.write("restarted", text="starting again")
-    assert capsys.readouterr().err == "starting again\n"
+        events.write("restarted", text="restarting")
+    assert capsys.readouterr().err == "restarting\n"
 
 
 def test_a_rewound_file_shows_no_event_twice(
@@ -160,7 +160,7 @@ def test_a_rewound_file_shows_no_event_twice(
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     events.write("epoch", epoch=1, step=10, train_loss=0.5)
     follower = Follower(folder, ranks=0, from_now=True)
-    events.write("restarted", text="starting again")
+    events.write("restarted", text="restarting")
     follower.update()
     rewind(folder.events, 5)
     follower.update()
@@ -168,7 +168,7 @@ def test_a_rewound_file_shows_no_event_twice(
     later.write("resumed", step=5, checkpoint="c", changes=[])
     later.close()
     follower.update()
-    assert capsys.readouterr().err == "starting again\nresuming from step 5 (c)\n"
+    assert capsys.readouterr().err == "restarting\nresuming from step 5 (c)\n"
 
 
 def test_events_with_the_same_time_are_all_shown(

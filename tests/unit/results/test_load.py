@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_not_used(make_run) -> None:
     folder = make_run()
     weights = save(folder, 3, 3.0) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has a different"):
+    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has a wrong"):
         paceline.load(folder.path, 3)
 
 
@@ -210,7 +210,7 @@ def test_weights_that_do_not_fit_the_model_are_reported_in_one_sentence(make_run
     for checkpoint in ("last", 3):
         run = paceline.load(folder.path, checkpoint, config=tmp_path / "wide.yaml")
         with pytest.raises(
-            ConfigError, match=r"does not fit the model: .*0\.weight.*; give the model that was trained$"
+            ConfigError, match=r"does not fit the model: .*0\.weight.*; use the model that was trained$"
         ):
             run.load_model()
 

@@ -173,8 +173,8 @@ def test_a_run_that_is_stopped_or_fails_has_this_outcome(folder, monkeypatch) ->
 
 def test_a_run_that_is_stopped_before_it_has_a_folder_is_stopped(folder, monkeypatch) -> None:
     monkeypatch.setattr(worker, "read", lambda path: pytest.fail("there is nothing to read"))
-    outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it began"))
-    assert outcome == TrialOutcome("stopped", "stopped by SIGTERM before it began")
+    outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it started"))
+    assert outcome == TrialOutcome("stopped", "stopped by SIGTERM before it started")
 
 
 # --- the configs of trials ---------------------------------------------------------------------------------------
