@@ -259,8 +259,8 @@ def test_a_state_that_cannot_be_kept_later_is_one_sentence(tmp_path: Path, value
             **OPTIONS, callbacks=[LateLambda(value)], checkpoint={"every_steps": 3}, run_dir=tmp_path / "run"
         ).start()
     [problem] = caught.value.problems
-    assert problem.startswith("the state_dict() of callback LateLambda cannot be kept in a checkpoint (")
-    assert problem.endswith("); use numbers, texts, tensors, and lists and dicts of them")
+    assert problem.startswith("the state_dict() of callback LateLambda cannot be in a checkpoint (")
+    assert problem.endswith("); use numbers, strings, tensors, and lists and dicts of them")
     assert problem.isprintable()
 
 

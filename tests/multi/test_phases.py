@@ -199,4 +199,4 @@ def test_parameters_that_no_optimizer_updates_are_reported_once() -> None:
         dataset_fn=lambda: Images(24), metrics=[], procs=2, optimizer=None,
     )  # fmt: skip
     [text] = [text for text in warnings_in(Path("run")) if "optimizer_fn" in text]
-    assert text.startswith("optimizer_fn leaves out second, first.bias, which will not change; give them to an optim")
+    assert text.startswith("optimizer_fn omits second, first.bias, which will not be trained; pass them to an optim")

@@ -279,7 +279,7 @@ def data_on_a_full_disk() -> Images:
         ({"model_fn": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))}, "does not fit"),
         ({"ema": None}, "ema=None but .* was saved with ema=0.8"),
         ({"optimizer": {"name": "sgd", "lr": 0.1}, "procs": 2}, "has an optimizer with .*betas"),
-        ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, two checkpoints need"),
+        ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, but two checkpoints need"),
     ],
 )
 def test_a_conflict_with_the_checkpoint_is_an_error_with_both_values_and_changes_nothing(

@@ -333,7 +333,7 @@ def broken(mistake: Callable[..., Any]) -> Callable[..., Any]:
             lambda run, optimizer, loss: run.log(image=torch.zeros(2, 2, 9)),
             r"run\.log\(image=…\) has the shape \(2, 2, 9\)",
         ),
-        (lambda run, optimizer, loss: run.ema_weights(), "needs an average; set ema"),
+        (lambda run, optimizer, loss: run.ema_weights(), "needs averaged weights; set ema"),
         (
             lambda run, optimizer, loss: (run.backward(loss), run.step(optimizer)) if run.rank == 0 else 1 / 0,
             "ZeroDivisionError",

@@ -1,4 +1,4 @@
-"""The user's own loop with `run`: what happens between its batches and between its epochs, on every rank."""
+"""The user's own loop with `run`: the work between its batches and between its epochs, on every rank."""
 
 from __future__ import annotations
 
