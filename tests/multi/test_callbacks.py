@@ -156,7 +156,7 @@ def test_ranks_that_a_callback_makes_different_are_found_also_at_the_last_step(t
 def test_what_is_no_callback_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="<Linear> is not a callback; derive its class from paceline"):
         Trainer(**OPTIONS, callbacks=[torch.nn.Linear(1, 1)])
-    with pytest.raises(ConfigError, match="<Recorder> cannot be made without arguments"):
+    with pytest.raises(ConfigError, match="<Recorder> needs arguments"):
         Trainer(**OPTIONS, callbacks=[Recorder])
     with pytest.raises(ConfigError, match="callbacks needs a train_fn with the parameter run, or the managed loop"):
         Trainer(model_fn=Guided, dataset_fn=Images, train_fn=lambda *arguments: None, callbacks=[Callback()])

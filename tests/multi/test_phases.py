@@ -145,7 +145,9 @@ def one_optimizer(model: Any) -> torch.optim.Optimizer:
 def test_optimizers_that_do_not_fit_the_phases_are_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer_fn returned SGD, but step_fn has the phases critic, generator"):
         start(**{**PHASES, "optimizer_fn": one_optimizer})
-    with pytest.raises(ConfigError, match="optimizer_fn returned a dict; give step_fn as a dict with the same keys"):
+    with pytest.raises(
+        ConfigError, match="optimizer_fn returned a dict; step_fn must also be a dict with the same keys"
+    ):
         start(**{**PHASES, "step_fn": critic_step}, run_dir="other")
 
 
@@ -166,7 +168,7 @@ def test_mistakes_are_found_before_a_process_starts(keys: dict[str, Any], proble
 
 
 def test_a_phase_needs_a_number_of_steps() -> None:
-    with pytest.raises(ConfigError, match=r"every\(0, …\) needs a number of steps from 1"):
+    with pytest.raises(ConfigError, match=r"every\(0, …\) needs a positive number of steps"):
         every(0, critic_step)
 
 
@@ -189,7 +191,7 @@ def test_values_of_two_phases_with_one_name_are_refused(data: dict[str, Any]) ->
         "optimizer": None,
         "metrics": [],
     }
-    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as a phase before it does; rename the value"):
+    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as does an earlier phase; rename the value"):
         start(**{**keys, **data})
 
 

@@ -137,8 +137,8 @@ def test_an_unknown_keyword_is_answered_with_the_word_to_write() -> None:
         paceline.Trainer(**MANAGED, bath_size=4, epochs=5, lr=0.1)
     assert caught.value.problems == [
         "bath_size is not a known key; did you mean batch_size?",
-        "epochs=5 is called num_epochs here; write num_epochs=5",
-        'lr=0.1 is called optimizer.lr here; write optimizer={"lr": 0.1}',
+        "epochs=5 is called num_epochs in Paceline; write num_epochs=5",
+        'lr=0.1 is called optimizer.lr in Paceline; write optimizer={"lr": 0.1}',
     ]
 
 

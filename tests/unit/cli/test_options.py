@@ -78,13 +78,25 @@ def test_options_with_one_meaning_are_accepted(
     [
         ("digits --epochs", "--epochs has no value; write --epochs VALUE"),
         ("digits --lr batch_size=3", "--lr has no value; write --lr VALUE"),
-        ("digits --fp16 false", "--fp16 false is called precision here; remove it"),
-        ("digits --local_rank 0", "--local_rank 0 is not a key here; remove it, the processes agree on their ranks; "),
-        ("digits --num_nodes 2", "--num_nodes 2 is called nodes here; write nodes=2 rendezvous=HOST:29400"),
-        (f"digits {HOSTS} --world_size 4", "--world_size 4 is called procs here; write procs=4, if all are on one"),
-        ("digits --gradient_accumulation_steps 4", "lanes here; write lanes=4, times the number of processes, whose"),
-        ("digits --T_max 9", "--T_max 9 is called schedule.name here; write schedule.name=cosine, which ends with"),
-        ("digits --adam_beta1 0.8", "optimizer.betas here; write 'optimizer.betas=[0.8, 0.999]'"),
+        ("digits --fp16 false", "--fp16 false is called precision in Paceline; remove it"),
+        (
+            "digits --local_rank 0",
+            "--local_rank 0 is not a key of Paceline; remove it, ranks are assigned automatically; ",
+        ),
+        ("digits --num_nodes 2", "--num_nodes 2 is called nodes in Paceline; write nodes=2 rendezvous=HOST:29400"),
+        (
+            f"digits {HOSTS} --world_size 4",
+            "--world_size 4 is called procs in Paceline; write procs=4, if all are on one",
+        ),
+        (
+            "digits --gradient_accumulation_steps 4",
+            "lanes in Paceline; write lanes=4, times the number of processes, whose",
+        ),
+        (
+            "digits --T_max 9",
+            "--T_max 9 is called schedule.name in Paceline; write schedule.name=cosine, which ends with",
+        ),
+        ("digits --adam_beta1 0.8", "optimizer.betas in Paceline; write 'optimizer.betas=[0.8, 0.999]'"),
         ("digits --monitor val_loss", "write early_stop.metric=val_loss"),
         ("digits --epochs 3 --max_epochs 4", "--epochs 3 and --max_epochs 4 both set num_epochs; keep one of them"),
         ("digits --prcs 2", "--prcs is not an option; did you mean --procs?"),

@@ -131,7 +131,10 @@ def in_mode(model: Any, batch: Any) -> dict[str, Any]:
     ("evaluate_fn", "message"),
     [
         (returning(accuracy=1.0), r"metrics\.accuracy has the name of a value of evaluate_fn; rename one of them"),
-        (returning(train_right=1.0), "evaluate_fn returned a value named 'train_right', which is reserved in events; choose an"),
+        (
+            returning(train_right=1.0),
+            "evaluate_fn returned a value named 'train_right', which is reserved in events; choose an",
+        ),
         (returning(loss=1.0, val_loss=2.0), "returned loss and val_loss, which are the same number here; return one"),
         (scaling, "evaluate_fn changes weight, which is trained; do that in a callback's on_step"),
         (
