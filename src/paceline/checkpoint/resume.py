@@ -1,4 +1,4 @@
-"""Which run a config refers to, a new one or one to resume, and whether a checkpoint fits the config."""
+"""Finds the run to resume for a config, if any, and checks whether a checkpoint matches the config."""
 
 from __future__ import annotations
 

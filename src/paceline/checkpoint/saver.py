@@ -68,7 +68,7 @@ class Saver:
         self._last_time = time.monotonic()
         self._is_requested = False
         self._has_warned = False
-        self.saved_step = -1  # the last step that this rank knows to be published
+        self.saved_step = -1  # the last published step, as far as this rank was informed
         self._published: list[int] = []  # steps published since the last call of `newly_published`
 
     def reserve(self, state: CheckpointState) -> None:

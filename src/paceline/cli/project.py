@@ -68,7 +68,7 @@ def _rename(folder: Path) -> None:
 
 
 def _add_schema(folder: Path) -> None:
-    """Write the JSON schema of config.yaml beside it, and add the line that tells editors its path."""
+    """Write the JSON schema of config.yaml beside it, and add a line with its path for editors."""
     (folder / SCHEMA).write_text(_schema_text(), encoding="utf-8")
     config = folder / "config.yaml"
     text = config.read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, la
     step = step_positions(step_in_epoch, size, batch_size, lanes)
     if len(step) == batch_size * lanes:
         return step[lane * batch_size : (lane + 1) * batch_size]
-    # A short step is spread evenly, over so many lanes that each has two samples at least: BatchNorm needs two.
+    # A short step is spread evenly, only over lanes that get at least two samples: BatchNorm needs two.
     used = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
     if lane >= used:
         return range(step.stop, step.stop)

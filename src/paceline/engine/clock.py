@@ -55,7 +55,7 @@ class PhaseClock:
 
 
 class PhaseMark(NamedTuple):
-    """A CUDA event at the beginning of a phase."""
+    """A CUDA event at the start of a phase."""
 
     phase: int
     moment: torch.cuda.Event
@@ -64,7 +64,7 @@ class PhaseMark(NamedTuple):
 class DeviceClock(PhaseClock):
     """A clock for a GPU, which runs asynchronously to its host: on request it times one step on the device itself.
 
-    Only such a step has marks between its phases, and only then does the host wait for the end of a step.
+    Only this step has marks between its phases, and only then does the host wait for the end of a step.
     """
 
     def __init__(self, *, is_alone: bool) -> None:

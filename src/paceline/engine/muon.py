@@ -197,7 +197,7 @@ def _stackable(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A stack of matrices in fp32; filters are flattened, whatever their layout in memory."""
+    """A stack of matrices in fp32; filters are flattened, independently of their memory layout."""
     return torch.stack([tensor.reshape(len(tensor), -1) for tensor in tensors if tensor is not None]).float()
 
 

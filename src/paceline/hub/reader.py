@@ -86,7 +86,7 @@ def _idx_values(source: DatasetFolder, file: RemoteFile, sample: tuple[int, ...]
     start = 4 * (2 + len(sample))
     type_code, count, *dimensions = (int.from_bytes(content[at : at + 4], "big") for at in range(0, start, 4))
     if type_code != 0x801 + len(sample) or tuple(dimensions) != sample:
-        raise source.damaged(path, "does not begin with the header of such an idx file")
+        raise source.damaged(path, "does not start with the header of an idx file of this kind")
     expected = start + count * math.prod(sample)
     if len(content) != expected:
         raise source.damaged(path, f"contains {len(content):,} bytes, not {expected:,}")

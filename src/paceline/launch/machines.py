@@ -85,7 +85,7 @@ class Machines(Protocol):
         """A context with a rendezvous for this number of ranks."""
 
     def rank_group(self) -> AbstractContextManager[RankGroup]:
-        """A context with the rank group of one attempt, which no other run uses meanwhile."""
+        """A context with the rank group of one attempt, which no other run uses at the same time."""
 
     def has_capacity_beyond(self, ranks: int, lanes: int | None) -> bool:
         """Whether an attempt could now have more than this number of ranks."""

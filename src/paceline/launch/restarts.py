@@ -18,7 +18,7 @@ TRANSIENT = "ReplicasDiffer"  # the only error of Paceline itself that may not o
 
 
 def limit_of(config: Config, *, can_save: bool) -> int:
-    """How often the ranks may be restarted without progress."""
+    """The number of restarts that are allowed without progress."""
     return config.max_restarts if config.max_restarts is not None else MAX_RESTARTS if can_save else 0
 
 
@@ -68,7 +68,7 @@ def saved_step_of(folder: RunFolder) -> int:
 
 
 def loss_of(folder: RunFolder, saved_step: int) -> str | None:
-    """Why ranks cannot be restarted after the run folder was deleted, and what remains; None if they can."""
+    """The reason why ranks cannot be restarted after the run folder was deleted, and what remains; None if they can."""
     if folder.job.exists():
         return None
     if saved_step < 0:

@@ -1,4 +1,4 @@
-"""What a run reports: events, progress, failures and hangs, the screen, and where events are sent.
+"""The reports of a run: events, progress, failures and hangs, the screen, and the sinks of events.
 
 Inside a rank: `progress`, `watchdog` and the writer in `events`. Inside the launcher: `screen/` shows a run,
 `sinks/` sends its events elsewhere. Both sides use `event_types`, `failures`, `hangs`, `rank_log` and `bottleneck`,

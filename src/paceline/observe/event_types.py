@@ -24,7 +24,7 @@ STRICT = ConfigDict(strict=True, extra="ignore")
 
 
 class MachineFields(TypedDict):
-    """Where rank 0 runs."""
+    """The machine of rank 0."""
 
     host: str
     system: str
@@ -109,7 +109,7 @@ class StepEvent(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class EpochEvent(TypedDict):
-    """An epoch has ended, or an evaluation within it; each metric has a field of its own."""
+    """An epoch has ended, or an evaluation within it; each metric has its own field."""
 
     event: Literal["epoch", "evaluation"]
     time: UnixTime
@@ -341,7 +341,7 @@ class Parser:
 
 
 def _later_event(line: bytes | str) -> Event | None:
-    """The event in a line whose kind this version does not know; None if the line is damaged."""
+    """The event of an unknown kind in a line, from a later version; None if the line is damaged."""
     try:
         event: Event = _adapter(UnknownEvent).validate_json(line)
     except ValidationError:

@@ -157,7 +157,7 @@ def _description(name: str, step: int, config: Config, *, is_done: bool, is_aver
 
 
 def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path | None) -> Config:
-    """The config of a run, with the keys of the file `extra` in place of its own."""
+    """The config of a run, with the keys of the file `extra` replacing its own."""
     home = Path(own["folder"]) if isinstance(own.get("folder"), str) else None
     values = _resolved({key: value for key, value in own.items() if key not in given}, home)
     if extra is not None:

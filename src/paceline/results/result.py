@@ -118,7 +118,7 @@ class Result(TrainedModel):
 
     @cached_property
     def value(self) -> Any:
-        """What `train_fn` returned on rank 0; a pickle is loaded on first access."""
+        """The value that `train_fn` returned on rank 0; a pickle is loaded on first access."""
         return self._value.load() if self._value is not None else None
 
     @property

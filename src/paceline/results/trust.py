@@ -25,7 +25,7 @@ from paceline.run.layout import RunFolder
 def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:
     """Raise ConfigError with the code that the config `raw` names, if the run belongs to another user or was moved.
 
-    The keys in `replaced` are not listed: they come from a config that the user gave. `how` tells the user how to
+    The keys in `replaced` are not listed: they come from a config that the user gave. `how` describes how to
     proceed.
     """
     if reason := why_untrusted(folder, raw):

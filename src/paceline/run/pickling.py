@@ -23,7 +23,7 @@ def pickling_error(name: str, value: Any) -> PicklingError:
 
 
 def pickle_failure(value: Any) -> str | None:
-    """Why a value cannot be pickled; None if it can."""
+    """The reason why a value cannot be pickled; None if it can."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__

@@ -29,7 +29,7 @@ class Loop:
         log the step                             losses leave the device at log points
         callbacks: on_step
         compare the replicas                     every check_replicas_every steps, and at the end
-        end the exchange                         all ranks know the answers
+        end the exchange                         all ranks have the answers
         at the end of an epoch, or every evaluate.every_steps, unless the ranks stop:
             evaluate
             callbacks: on_evaluate

@@ -82,7 +82,7 @@ def change_middle(data: bytes) -> bytes:
             "contains 3,935 .* 3,936",
         ),
         ("train-labels-idx1-ubyte", shorten, "contains 12 bytes, not 13"),
-        ("train-labels-idx1-ubyte", lambda data: b"", "does not begin with the header of such an idx file"),
+        ("train-labels-idx1-ubyte", lambda data: b"", "does not start with the header of an idx file"),
         ("train-labels-idx1-ubyte", lambda data: data[:7] + b"\4" + data[8:-1], "has 4 classes for 5 images"),
         ("train-labels-idx1-ubyte", lambda data: data[:-1] + b"\12", "contains class 10, but classes are 0 to 9"),
     ],

@@ -198,7 +198,7 @@ def _memory_text(pace: Event) -> str:
 
 
 class BarLine(NamedTuple):
-    """A line with a progress bar; the bar is left out if the total is unknown."""
+    """A line with a progress bar; the bar is omitted if the total is unknown."""
 
     label: str
     done: int

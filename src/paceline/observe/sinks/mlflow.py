@@ -52,7 +52,7 @@ class MlflowSink(TrackerSink):
         self._client.set_terminated(self._run, STATUSES[ending])
 
     def _log_params(self, params: dict[str, Any]) -> None:
-        """Send the config; params that MLflow already has are left out, since MLflow does not allow changes."""
+        """Send the config; params that MLflow already has are skipped, since MLflow does not allow changes."""
         from mlflow.entities import Param
 
         existing = self._client.get_run(self._run).data.params

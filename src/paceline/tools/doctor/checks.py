@@ -192,7 +192,7 @@ def check_network(machine: MachineFacts) -> Finding:
 
 def check_ranks(ranks: int, device: str, backend: str, machine: MachineFacts) -> Finding:
     """Whether there is a core for each rank of the run on this machine."""
-    text = f"{ranks_text(ranks)} on {device} ({backend}) here"
+    text = f"{ranks_text(ranks)} on {device} ({backend}) on this machine"
     if ranks > machine.cores:
         return Finding("ranks", "warning", f"{text}, for {machine.cores} cores", f"use --procs {machine.cores} or less")
     return Finding("ranks", "ok", text)

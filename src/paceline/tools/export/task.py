@@ -76,7 +76,7 @@ class ExportTask:
                 )
         tried = ", ".join(map(str, sizes))
         self.notes.append(
-            f"Verified after loading: the outputs equal those of the trained model for batches of {tried} samples."
+            f"Verified after loading: the outputs agree with those of the trained model for batches of {tried} samples."
         )
 
     def note_normalization(self) -> None:

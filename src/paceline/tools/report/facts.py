@@ -150,7 +150,7 @@ def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, st
 
 
 def _lineage(attempts: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
-    """Where the run started from, and each later start of its ranks."""
+    """The checkpoint from which the run started, and each later start of its ranks."""
     if attempts and attempts[0].source:
         yield "lineage", f"started from {attempts[0].source}, step {attempts[0].step:,}"
     later = [f"from step {attempt.step:,} on {attempt.ranks}" for attempt in attempts[1:]]

@@ -31,7 +31,7 @@ def page_of(runs: Sequence[RunFacts]) -> str:
 
 
 def as_script(data: Any) -> str:
-    """JSON that is safe inside a script element, whatever strings it contains."""
+    """JSON that is safe inside a script element, for any strings in it."""
     return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -58,7 +58,7 @@ def stretches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 
 def heat_of(times: Sequence[StepTimes], limit: int) -> Heat:
-    """Step times in at most `limit` columns. Stragglers are found before times are left out."""
+    """Step times in at most `limit` columns. Stragglers are detected before times are dropped."""
     slow = [stragglers_in(point.ms) for point in times]
     parts = list(stretches(list(zip(times, slow, strict=True)), limit))
     counts: dict[int, int] = {}

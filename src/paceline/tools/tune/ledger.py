@@ -29,7 +29,7 @@ class TrialLedger:
         self._unfinished = study.unfinished()
 
     def next_candidate(self) -> Candidate | None:
-        """The next trial to train; None if there are enough. Unfinished trials of an earlier search come first."""
+        """The next trial to train; None if there are enough. Returns unfinished trials of an earlier search first."""
         while True:
             candidate = self._unfinished.pop(0) if self._unfinished else self.study.ask(self.total)
             if candidate is None or not self.may_copy:

@@ -111,7 +111,7 @@ class TrialRun:
             self._process.signal(signal.SIGTERM)
 
     def outcome(self) -> TrialOutcome | None:
-        """How it ended; None while it runs."""
+        """The outcome; None while the trial runs."""
         code = self._process.exit_code  # before the file, which a process that has ended has written by now
         if (written := TrialOutcome.read(self._outcome)) is not None or code is None:
             return written

@@ -45,7 +45,7 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """The outcome of a trial."""
 
     state: str  # done, stopped or failed
     reason: str = ""
