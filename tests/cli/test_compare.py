@@ -72,7 +72,7 @@ def test_a_random_generator_of_the_model_is_named_as_the_likely_reason(run, tmp_
 def test_wrong_numbers_of_processes_are_reported(run_here) -> None:
     for numbers, message in (
         ("1,two", "not a list of numbers"),
-        ("0,1", "has a number below 1"),
+        ("0,1", "contains a number below 1"),
         ("3,4", "lanes=4 cannot be split over 3 ranks; set lanes to a multiple of 3"),
     ):
         ended = run_here("paceline", "compare", "digits", "--procs", numbers)

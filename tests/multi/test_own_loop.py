@@ -272,7 +272,7 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
         in capfd.readouterr().err
     )
     result = (tmp_path / "mine" / "result.json").read_bytes()
-    with pytest.raises(ConfigError, match="holds a finished run"):
+    with pytest.raises(ConfigError, match="contains a finished run"):
         trainer.start()
     assert (tmp_path / "mine" / "result.json").read_bytes() == result
 

@@ -168,8 +168,8 @@ def test_sums_of_different_types_and_of_ranks_without_samples() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: run.sum([1, 2]), "run.sum got a list; give a number or a tensor"),
-        (lambda run: run.gather([1, 2]), "run.gather got a list; give a tensor"),
+        (lambda run: run.sum([1, 2]), "run.sum got a list; pass a number or a tensor"),
+        (lambda run: run.gather([1, 2]), "run.gather got a list; pass a tensor"),
         (lambda run: run.gather(torch.zeros(3, 1 + run.rank)), "rows of the ranks differ"),
         (
             lambda run: run.gather(torch.zeros(3, dtype=[torch.int32, torch.float32][run.rank])),

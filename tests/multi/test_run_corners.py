@@ -207,7 +207,7 @@ accumulated.batches = left_out.batches = 0
         (untracked_plainly, r"optimizer\.step\(\) got an optimizer that is not tracked"),
         (wrapped, "has wrapped the model in DistributedDataParallel"),
         (detached, "a loss that depends on no trainable parameter"),
-        (as_number, r"run\.backward\(loss\) got a float; give a tensor"),
+        (as_number, r"run\.backward\(loss\) got a float; pass a tensor"),
         (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
         (clipped_by_hand, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
         (rate_of_each_batch, r"the learning rate changed between the batches of a step"),

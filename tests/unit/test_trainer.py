@@ -33,8 +33,8 @@ def test_every_mistake_is_reported_together(tmp_path: Path) -> None:
         tmp_path,
     )
     beginnings = [
-        "val_fraction=1.0 input should be less than 1",
-        "num_epochs='three' input should be a valid integer",
+        "val_fraction=1.0 must be less than 1",
+        "num_epochs='three' must be a valid integer",
         "log.evry_steps is not a known key; did you mean log.every_steps?",
         "bath_size is not a known key; did you mean batch_size?",
         "dataset_fn is missing;",

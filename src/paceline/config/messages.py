@@ -52,7 +52,8 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
         return f"{key}={value} is not a section of settings; its keys are {', '.join(_known_keys(path))}"
     if detail["type"] == "list_type":
         return f"{key}={value} is not a list; write {written({key: [OPEN]}, origin.of(key))}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    message = message.replace("Input should", "must")
     return f"{key}={value} {message[0].lower()}{message[1:]}"
 
 

@@ -51,7 +51,7 @@ def unknown_launcher(config: Config) -> Iterator[str]:
     """One sentence with the known names if the config names an unknown launcher."""
     if config.launcher not in ("auto", *LAUNCHERS) and config.launcher not in (known := launchers()):
         *names, last = map(repr, ("auto", *known))
-        yield f"launcher={config.launcher!r} input should be {', '.join(names)} or {last}"
+        yield f"launcher={config.launcher!r} must be {', '.join(names)} or {last}"
 
 
 def prepare(raw: Mapping[str, Any], folder: Path) -> None:

@@ -14,7 +14,7 @@ def test_the_error_has_one_line_for_each_mistake() -> None:
     with pytest.raises(ConfigError) as caught:
         build({**MANAGED, "batch_size": 0, "procs": 0})
     assert str(caught.value).splitlines() == [
-        "batch_size=0 input should be greater than or equal to 1",
+        "batch_size=0 must be greater than or equal to 1",
         "procs=0 must be a number of processes, or least:most such as 1:4",
     ]
 
@@ -75,10 +75,10 @@ def test_long_values_are_shortened_in_the_message() -> None:
             "checkpoint.best='accuracy' needs a mode: whether higher or lower is better; "
             "write {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
         ),
-        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),
-        ({"keep": 0}, "checkpoint.keep=0 input should be greater than or equal to 1"),
-        ({"every_steps": 0}, "checkpoint.every_steps=0 input should be greater than or equal to 1"),
-        ({"every_minutes": 0}, "checkpoint.every_minutes=0 input should be greater than 0"),
+        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' must be 'min' or 'max'"),
+        ({"keep": 0}, "checkpoint.keep=0 must be greater than or equal to 1"),
+        ({"every_steps": 0}, "checkpoint.every_steps=0 must be greater than or equal to 1"),
+        ({"every_minutes": 0}, "checkpoint.every_minutes=0 must be greater than 0"),
     ],
 )
 def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any], problem: str) -> None:
@@ -88,9 +88,9 @@ def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any]
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"max_restarts": -1}, "max_restarts=-1 input should be greater than or equal to 0"),
-        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 input should be greater than or equal to 0"),
-        ({"nan_limit": 0}, "nan_limit=0 input should be greater than or equal to 1"),
+        ({"max_restarts": -1}, "max_restarts=-1 must be greater than or equal to 0"),
+        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be greater than or equal to 0"),
+        ({"nan_limit": 0}, "nan_limit=0 must be greater than or equal to 1"),
     ],
 )
 def test_numbers_out_of_range_are_mistakes(keys: dict[str, Any], problem: str) -> None:

@@ -118,7 +118,7 @@ def test_a_key_of_another_library_inside_a_section_is_answered() -> None:
 
 def test_a_misspelled_value_is_answered_with_the_values_that_exist() -> None:
     [problem] = problems({**MANAGED, "schedule": "cosin"})
-    assert problem.startswith("schedule.name='cosin' input should be 'constant', 'linear', 'cosine'")
+    assert problem.startswith("schedule.name='cosin' must be 'constant', 'linear', 'cosine'")
 
 
 def test_an_object_as_a_value_is_not_repeated_as_words_to_write() -> None:

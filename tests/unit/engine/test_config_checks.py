@@ -20,7 +20,7 @@ from support.configs import MANAGED, problems
             {"name": "adamw", "weight_dacay": 0.1},
             "optimizer.weight_dacay is not an argument of AdamW; did you mean optimizer.weight_decay?",
         ),
-        ({"lr": 0}, "optimizer.lr=0 input should be greater than 0"),
+        ({"lr": 0}, "optimizer.lr=0 must be greater than 0"),
     ],
 )
 def test_typos_in_the_optimizer_are_mistakes(optimizer: dict[str, Any], problem: str) -> None:

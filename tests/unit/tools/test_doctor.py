@@ -72,7 +72,9 @@ def test_each_problem_of_a_machine_is_one_finding(changes: dict[str, Any], name:
 
 
 def test_more_ranks_than_cores_give_a_warning() -> None:
-    assert checks.check_ranks(8, "cuda", "nccl", GOOD) == Finding("ranks", "ok", "8 ranks on cuda (nccl) on this machine")
+    assert checks.check_ranks(8, "cuda", "nccl", GOOD) == Finding(
+        "ranks", "ok", "8 ranks on cuda (nccl) on this machine"
+    )
     assert checks.check_ranks(9, "cpu", "gloo", GOOD).advice == "use --procs 8 or less"
 
 
