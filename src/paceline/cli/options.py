@@ -245,6 +245,6 @@ class Context:
             if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
                 return f"did you mean --{near[0].replace('_', '-') if known is self.own else near[0]}?"
         lists = [
-            f"{key} takes {', '.join(names) or 'no arguments'}" for key, names in taken.items() if names is not None
+            f"{key} accepts {', '.join(names) or 'no arguments'}" for key, names in taken.items() if names is not None
         ]
-        return "; ".join(lists) or "add --help to see the options; docs/configuration.md lists the keys of a config"
+        return "; ".join(lists) or "use --help to list the options; docs/configuration.md lists the keys of a config"

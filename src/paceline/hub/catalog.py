@@ -195,7 +195,7 @@ def find(name: str) -> KnownDataset:
     if name in ALL:
         return ALL[name]
     near = difflib.get_close_matches(name.lower(), ALL, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALL)}"
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALL)}"
     raise ConfigError(f"{name} is not a known data set; {hint}")
 
 

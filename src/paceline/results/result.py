@@ -67,13 +67,13 @@ class TrainedModel:
         return predicted
 
     def plot(self, *others: TrainedModel | Path | str, names: Sequence[str] | None = None) -> Plot:
-        """The curves of losses and metrics, or of `names`, shown by a notebook; `others` are drawn with them."""
+        """The curves of losses and metrics, or of `names`, for a notebook; `others` are drawn with them."""
         from paceline.tools.report.inline import plot_of
 
         return plot_of([_run_dir(each) for each in (self, *others)], names)
 
     def report(self, *others: TrainedModel | Path | str) -> Report:
-        """The report of the run, shown by a notebook and written into the run folder; `others` are compared with it."""
+        """The report of the run, for a notebook and written to the run folder; `others` are compared with it."""
         from paceline.tools.report.inline import report_of
 
         return report_of([_run_dir(each) for each in (self, *others)])

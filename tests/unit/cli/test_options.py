@@ -102,8 +102,8 @@ def test_options_with_one_meaning_are_accepted(
         ("digits --prcs 2", "--prcs is not an option; did you mean --procs?"),
         ("digits --num_epoch 2", "--num_epoch is not an option; did you mean --num_epochs?"),
         ("digits --learning_rat 2", "--learning_rat is not an option; did you mean --learning_rate?"),
-        ("digits --foo", "--foo is not an option; model_fn takes channels, dropout; dataset_fn takes no arguments"),
-        ("--foo", "--foo is not an option; add --help to see the options; docs/configuration.md lists the keys"),
+        ("digits --foo", "--foo is not an option; model_fn accepts channels, dropout; dataset_fn accepts no arguments"),
+        ("--foo", "--foo is not an option; use --help to list the options; docs/configuration.md lists the keys"),
         (
             "own.yaml --input_size 10",
             "--input_size 10 is an argument of model_fn and of dataset_fn; write model_args.input_size=10 "

@@ -87,7 +87,7 @@ def test_names_choose_the_curves(tmp_path: Path) -> None:
     run = trained(tmp_path / "r", *EVENTS)
     assert list(drawn(run.plot(names=["lr"]))) == ["lr: 0.1 at step 4"]
     assert "learning rate" in texts(run.plot(names=["lr"]))
-    with pytest.raises(ConfigError, match=r"names=acc is no curve of .*; choose from loss, val_loss, accuracy, lr"):
+    with pytest.raises(ConfigError, match=r"names=acc is not a curve of .*; choose from loss, val_loss, accuracy, lr"):
         run.plot(names=["acc"])
 
 

@@ -14,7 +14,7 @@ from paceline.tools.report.facts import Curve, RunFacts
 COLOURS = ("#0b62b8", "#c9690a", "#1f8a5b", "#a3328f", "#6b5fd0", "#a8891a", "#28909c", "#b3404a")
 INK, MUTED, GRID = "#1c2126", "#68727d", "#e3e7eb"
 WIDTH, HEIGHT = 400, 210  # of a chart, without its title and its legend
-LEFT, RIGHT, BOTTOM = 58, 16, 26  # the space around the area of the curves
+LEFT, RIGHT, BOTTOM = 58, 16, 26  # the margins of the area of the curves
 LINE = 20  # the height of a title, and of a row of a legend
 LETTER = 6.6  # the width of a letter in a legend, about
 DOTS = 40  # curves with fewer points show them
@@ -31,7 +31,7 @@ class Stroke:
 
 
 class Area(NamedTuple):
-    """The part of the drawing that the curves are in, and the numbers at its borders."""
+    """The part of the drawing for the curves, and the numbers at its borders."""
 
     left: float
     top: float
@@ -72,7 +72,7 @@ def svg_of(runs: Sequence[RunFacts], charts: Sequence[Chart]) -> str:
 
 
 def _chart(runs: Sequence[RunFacts], chart: Chart, left: int, top: int) -> tuple[str, int]:
-    """A chart at a place of the drawing, and the vertical position of its end."""
+    """A chart at a position in the drawing, and the vertical position of its end."""
     strokes = list(_strokes(runs, chart))
     parts = [_text(left + LEFT, top + 14, chart.title, f'font-weight="600" fill="{INK}"')]
     top += LINE
@@ -130,7 +130,7 @@ def _axes(area: Area) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[tuple[str, str, bool]], left: float, top: int, right: float) -> tuple[str, int]:
-    """Labels with their lines, in as many rows as they need, and the vertical position of the end."""
+    """Labels with their lines, in the necessary number of rows, and the vertical position of the end."""
     parts, x = [], left
     for label, colour, is_dashed in entries:
         width = 22 + LETTER * len(label) + 14

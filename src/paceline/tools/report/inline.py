@@ -1,4 +1,4 @@
-"""The curves and the report of runs as objects that a notebook shows. They need no server and no other file."""
+"""The curves and the report of runs as objects that a notebook displays, without a server or other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLOT_POINTS = 400  # of a curve; more than a chart has pixels across
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves as SVG, which a notebook shows."""
+    """Curves as SVG, which a notebook displays."""
 
     svg: str = field(repr=False)
     names: list[str]
@@ -38,7 +38,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Report:
-    """The HTML page of `paceline report`, which a notebook shows."""
+    """The HTML page of `paceline report`, which a notebook displays."""
 
     html: str = field(repr=False)
     path: Path | None  # of the page in the run folder; None if it cannot be written there
@@ -48,7 +48,7 @@ class Report:
         return _save(Path(path), self.html)
 
     def _repr_html_(self) -> str:
-        """A frame with the page: its styles and scripts apply to nothing outside."""
+        """A frame with the page, so that its styles and scripts do not affect the notebook."""
         style = "width: 100%; height: 640px; border: 1px solid #8884; border-radius: 4px; resize: vertical"
         return f'<iframe title="Report" style="{style}" srcdoc="{escape(self.html)}"></iframe>'
 
@@ -69,7 +69,7 @@ def plot_of(paths: Sequence[Path], names: Sequence[str] | None = None) -> Plot:
             f"{paths[0]} has no losses and metrics to plot; log them in your loop with run.log(loss=loss)"
         )
     if unknown := [name for name in wanted if name not in known]:
-        raise ConfigError(f"names={unknown[0]} is no curve of {paths[0]}; choose from {', '.join(known) or 'none'}")
+        raise ConfigError(f"names={unknown[0]} is not a curve of {paths[0]}; choose from {', '.join(known) or 'none'}")
     kept = [Chart(chart.title, [name for name in chart.names if name in wanted]) for chart in charts]
     return Plot(svg_of(runs, [chart for chart in kept if chart.names]), list(wanted))
 
@@ -81,7 +81,7 @@ def report_of(paths: Sequence[Path]) -> Report:
     path = folder.report if len(paths) == 1 else folder.comparison
     try:
         write_text(path, html)
-    except OSError:  # a run of another user, or a full disk; a notebook shows the page nevertheless
+    except OSError:  # a run of another user, or a full disk; a notebook still displays the page
         return Report(html, None)
     return Report(html, path)
 

@@ -178,7 +178,7 @@ function drawStarts(u) {
 }
 
 function curves() {
-  if (!chartsToDraw.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
+  if (!chartsToDraw.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "No metrics were logged: the run ended too early, or its own loop does not log.")];
   const drawn = chartsToDraw.map(({ title, names }) => chart(title, names));
   const fill = () => drawn.forEach((one) => one.fill());
   redraws.push(...drawn.map((one) => one.redraw));
