@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference bench clean
+.PHONY: setup train test fast chaos cluster lint types reference notebooks docs wheel release bench clean
 
 setup: $(STAMP)
 
@@ -43,9 +43,26 @@ types: setup
 reference: setup
 	$(BIN)/python scripts/reference.py
 
+# Builds the wheel in dist/, and runs the first page of the README from it in an empty environment.
+wheel: setup
+	$(BIN)/python scripts/check_wheel.py
+
+# Checks what a release needs: version, changelog, working tree, wheel, docs.
+release: setup
+	$(BIN)/python scripts/release.py
+
+# Runs the notebooks in docs/notebooks and writes their outputs into them.
+notebooks: setup
+	$(BIN)/python scripts/notebooks.py
+
+# Builds the documentation site, site/index.html; a broken link or reference is an error. Needs Python 3.11 or newer.
+docs: setup
+	$(BIN)/python scripts/notebooks.py --pages
+	$(BIN)/zensical build --clean --strict
+
 bench: setup
 	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/save_stall.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache build dist site

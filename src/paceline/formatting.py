@@ -21,7 +21,7 @@ def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped as `\\x1b`, which a terminal would otherwise execute."""
+    """The text with control characters escaped as `\\x1b`, which a terminal would otherwise interpret."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -1,6 +1,6 @@
 """The types of `Trainer`'s keywords, for editors and type checkers; never loaded in a run.
 
-A dict that is a section of a config is typed by its keys, which are those of the section in `config/sections.py`.
+A dict for a section of a config is typed by its keys, which are those of the section in `config/sections.py`.
 """
 
 from __future__ import annotations

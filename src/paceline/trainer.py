@@ -200,8 +200,8 @@ class Trainer:
             val_dataset_fn: Validation data instead of a split: `val_dataset_fn(val_df)`, or without `val_df` if there
                 is none.
             val_fraction: The fraction of samples used for validation, selected by the seed.
-            collate_fn: `collate_fn(samples)` makes a batch of a list of samples, everywhere.
-            sample_weights: Draws the training samples with replacement, by a weight for each.
+            collate_fn: `collate_fn(samples)` builds a batch from a list of samples, for training and evaluation.
+            sample_weights: Draws the training samples with replacement, with a weight for each sample.
             order_fn: `order_fn(epoch, size)` returns the order of the training samples in an epoch, as `size` indices.
 
         Args: Your own loop
@@ -214,7 +214,7 @@ class Trainer:
             evaluate_fn: `evaluate_fn(model, batch)` returns a dict of numbers for a batch of the validation data.
             predict_fn: `predict_fn(model, batch)` returns a tensor with a row for each sample, for `paceline predict`.
             metrics: Names (`accuracy`, `mse`, `mae`), or one name, or `{name: function(output, target)}`.
-            optimizer: An optimizer of `torch.optim` with its arguments, or its name alone; or `muon`.
+            optimizer: An optimizer of `torch.optim` with its arguments, or only its name; or `muon`.
             optimizer_fn: `optimizer_fn(model)` returns an optimizer, instead of `optimizer`.
             schedule: The learning rate over the run: the name of a schedule, or a name with options.
             schedule_fn: `schedule_fn(step, total_steps)` returns the factor of the learning rates in that step, instead
@@ -239,15 +239,15 @@ class Trainer:
                 divide it.
             num_epochs: The number of passes over the data.
             max_steps: Ends the run after this number of steps, if it has not ended after `num_epochs`.
-            workers: The number of DataLoader processes for each rank.
+            workers: The number of DataLoader processes per rank.
             precision: The floating-point format of the forward pass.
             tf32: Matrix products and convolutions of `fp32` use the tensor cores of NVIDIA GPUs, with 10 bits of
                 mantissa.
             channels_last: Stores filters and images in channels-last format, which tensor cores prefer.
-            step_mode: How a step is run: kernel by kernel, as a CUDA graph, or compiled.
+            step_mode: How a step is executed: kernel by kernel, as a CUDA graph, or compiled.
             data_on_device: The fraction of a GPU's free memory that a data set of tensors may use; 0 uses the
                 DataLoader.
-            exact: Sums in a fixed order and with deterministic kernels, in the managed loop and with `run`.
+            exact: Computes sums in a fixed order and with deterministic kernels, in the managed loop and with `run`.
             check_replicas_every: The number of steps between checks that all ranks have the same weights.
             ddp: False trains without DDP, in one process.
             find_unused_parameters: Allows parameters that are not used in a step.
@@ -262,22 +262,22 @@ class Trainer:
             checkpoint: When the managed loop, or a `train_fn` with `run`, saves, and how many checkpoints are kept.
             resume: `auto` resumes the run in `run_dir`, or the newest unfinished run of that name.
             time_limit: Saves and stops after this time: seconds, `1h30m` or `1:30:00`.
-            nan: `skip` leaves out a step whose loss or gradients are not finite; `stop` stops the run; `off` does not
+            nan: `skip` discards a step whose loss or gradients are not finite; `stop` stops the run; `off` does not
                 check.
             nan_limit: Stops the run after this number of consecutive skipped steps.
-            max_restarts: How often the ranks restart after one was killed or all have hung.
+            max_restarts: The maximum number of restarts after a rank was killed or all ranks have hung.
             hang_timeout_s: If no rank makes progress for this number of seconds, the hang is reported and the ranks
                 restart.
 
         Args: Where it runs
-            launcher: What starts the processes: `local`, `torchrun`, `slurm` or `ray`.
+            launcher: The program that starts the processes: `local`, `torchrun`, `slurm` or `ray`.
             procs: The number of processes that a local run starts, or a range such as `1:4`.
             nodes: The number of hosts, each of which runs the same command.
-            rendezvous: `HOST:PORT`: one of the hosts, and a free port on it.
-            threads: The number of CPU threads of each process.
+            rendezvous: `HOST:PORT`: the address of one of the hosts, and a free port on it.
+            threads: The number of CPU threads per process.
             device: `cuda` or `cpu`; `auto` is CUDA if there is a GPU.
             backend: `nccl` or `gloo`; `auto` is NCCL if every process has its own GPU.
-            log: How often values are logged, and where to.
+            log: How often and where values are logged.
         """  # generated by `make reference`
         given = {key: value for key, value in locals().items() if value is not DEFAULTS.get(key)}
         del given["self"], given["other_names"]

@@ -101,7 +101,7 @@ def test_checkpoints_are_listed_with_what_is_known_of_them(run, run_here, whole:
     weights = tmp_path / "run" / "checkpoints" / "step-00000032" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
     damaged = run_here("paceline", "checkpoints", "run").stdout
-    assert "cannot be used: weights.safetensors has a different checksum than when it was written" in damaged
+    assert "cannot be used: weights.safetensors has a wrong checksum" in damaged
 
     wrong = run_here("paceline", "checkpoints", "nowhere")
     assert wrong.returncode == 2

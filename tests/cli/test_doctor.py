@@ -11,12 +11,12 @@ def test_a_recipe_is_rehearsed_on_two_ranks_and_leaves_nothing_behind(run, tmp_p
     assert ended.returncode == 0, ended.stderr
     found = {finding["name"]: finding for finding in json.loads(ended.stdout)}
     texts = {name: finding["text"] for name, finding in found.items()}
-    assert texts["rehearsal"].startswith("one step on 2 ranks of CPU")
+    assert texts["rehearsal"].startswith("one step on the CPU with 2 ranks")
     assert "accuracy" in texts["rehearsal"]
     assert "kB each" in texts["checkpoints"]
-    assert texts["ranks"].startswith("2 ranks on cpu (gloo) here")
+    assert texts["ranks"].startswith("2 ranks on cpu (gloo) on this machine")
     assert "GB/s among 2 ranks (gloo)" in texts["all-reduce"]
-    assert {found[name]["state"] for name in ("config", "travel", "rehearsal", "checkpoints")} == {"ok"}
+    assert {found[name]["state"] for name in ("config", "pickling", "rehearsal", "checkpoints")} == {"ok"}
     assert "rehearsal: one step on the CPU, processes: 2 …" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -1,12 +1,21 @@
-"""A notebook: functions that live in cells, started on two ranks by a real Jupyter kernel."""
+"""Notebooks in a real Jupyter kernel: functions in cells that train on two ranks, and those of the documentation."""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
+import subprocess
+from html import escape
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
+from test_report import CHROMIUM
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "notebooks.py"))
 
 CELLS = [
     """
@@ -46,7 +55,9 @@ print(f"slope {managed.load_model().weight.item():.2f} managed")
 
 
 # zmq and jupyter's own event loop warn about themselves here.
-@pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
 def test_functions_in_cells_train_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nbclient import NotebookClient
 
@@ -58,3 +69,86 @@ def test_functions_in_cells_train_on_two_ranks(tmp_path: Path, monkeypatch: pyte
     assert float(re.search(r"slope (\S+) of 3.0", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert float(re.search(r"slope (\S+) managed", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert "\x1b[2K" not in shown  # no cursor movements where there is no cursor
+
+
+# --- the notebooks of the documentation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SCRIPT["NOTEBOOKS"], ids=lambda path: path.stem)
+def test_a_notebook_of_the_documentation_runs_and_has_its_outputs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONWARNINGS")
+    executed, committed = SCRIPT["executed"](path, tmp_path), nbformat.read(path, as_version=4)
+    for new, old in zip(executed.cells, committed.cells, strict=True):
+        assert kinds_of(new) == kinds_of(old), f"run `make notebooks`: the outputs differ of\n{new.source}"
+    assert path.stat().st_size < 200_000
+    plots = shown_as("image/svg+xml", executed)
+    assert plots
+    for plot in plots:
+        lines = [
+            line.get("points", "") for line in ElementTree.fromstring(plot).iter() if line.tag.endswith("}polyline")
+        ]
+        assert lines
+        assert all(len(points.split()) > 3 for points in lines)
+    if path.stem == "compare_runs":
+        [report] = shown_as("text/html", executed)
+        assert_that_the_report_is_drawn(report, tmp_path)
+
+
+@pytest.mark.parametrize("path", SCRIPT["NOTEBOOKS"], ids=lambda path: path.stem)
+def test_a_notebook_is_a_page_of_the_site_with_all_cells_and_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    page = SCRIPT["page_of"](notebook)
+    for cell in notebook.cells:
+        assert cell.source.replace(".ipynb)", ".md)") in page
+    assert page.count("<svg ") == page.count("</svg>") == len(shown_as("image/svg+xml", notebook))
+    assert all(f"<div>{shown.strip()}</div>" in page for shown in shown_as("text/html", notebook))
+    assert "run folder /home/user/notebooks/runs/" in page
+
+
+def kinds_of(cell: nbformat.NotebookNode) -> set[str]:
+    """The kinds of outputs of a cell."""
+    return {kind for output in cell.get("outputs", []) for kind in output.get("data", {output.get("name"): None})}
+
+
+def shown_as(kind: str, notebook: nbformat.NotebookNode) -> list[str]:
+    """The outputs of one kind."""
+    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [data[kind] for data in outputs if kind in data]
+
+
+LOOK = """
+setTimeout(() => {
+  const page = document.querySelector("iframe").contentDocument;
+  const seen = {
+    charts: page.querySelectorAll(".u-over").length,
+    legend: page.querySelector(".u-legend").textContent,
+    styles: document.styleSheets.length,
+    width: document.documentElement.scrollWidth - innerWidth,
+  };
+  document.body.append(Object.assign(document.createElement("pre"), { id: "seen", textContent: JSON.stringify(seen) }));
+}, 500);
+"""
+
+
+def assert_that_the_report_is_drawn(report: str, folder: Path) -> None:
+    """Look at an output of a notebook in a browser, if there is one."""
+    assert escape('"label":"lr-0.05"') in report
+    if CHROMIUM is None:
+        return
+    (folder / "output.html").write_text(f"<body>{report}<script>{LOOK}</script></body>", encoding="utf-8")
+    shown = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
+            "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", (folder / "output.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr
+    [text] = re.findall(r'<pre id="seen">(.*?)</pre>', shown.stdout)
+    seen: dict[str, Any] = json.loads(text)
+    assert seen["charts"] >= 4
+    assert all(f"lr-{lr} val_loss" in seen["legend"] for lr in ("0.02", "0.05", "0.2"))
+    assert seen["styles"] == 0  # those of the report stay in the frame
+    assert seen["width"] <= 0

@@ -38,7 +38,7 @@ def test_two_ranks_are_timed_and_traced_and_the_advice_names_what_they_wait_for(
 
     whole = [sum(ms) for ms in zip(*found["phase_ms"].values(), strict=True)]
     assert whole == pytest.approx(found["step_ms"])
-    assert "of a step waits for data with workers=0; try workers=" in found["advice"][0]
+    assert "of a step is spent waiting for data with workers=0; try workers=" in found["advice"][0]
     assert 0 < len(found["operators"]) <= 10
     for rank, path in enumerate(found["traces"]):
         assert Path(path) == folder / "profile" / f"rank-{rank}.json.gz"

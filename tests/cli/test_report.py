@@ -172,7 +172,7 @@ def test_several_runs_are_compared_in_a_table_and_in_one_chart(run, tmp_path: Pa
             if e["event"] == "step" and abs(e["step"] - number(seen["hovered"][0]["step"])) <= 5
         ]
         assert number(seen["hovered"][0][f"{name} loss"]) in {float(f"{loss:.5g}") for loss in near}
-    assert "the same weights to the last bit: all" in dom
+    assert "bitwise identical weights: all" in dom
     assert re.search(r"optimizer\.lr</code></td><td[^>]*>0\.5</td><td[^>]*>0\.25", dom)
 
 

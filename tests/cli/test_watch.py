@@ -39,7 +39,7 @@ def test_a_run_is_shown_from_its_folder_until_it_ends(run: Run, tmp_path: Path) 
     assert len(shown) == 2
     assert [line for line in watched.stderr.splitlines() if "train_loss" in line] == shown
     logs = run("paceline", "logs", "run")  # the ranks have printed nothing
-    assert "rank-0.log is empty: nothing was printed so far" in logs.stderr
+    assert "rank-0.log is empty: nothing has been printed yet" in logs.stderr
     assert [line for line in logs.stdout.splitlines() if "train_loss" in line] == shown
     assert logs.stdout.splitlines()[-1].startswith("done: step 46  val_loss ")
     again = run("paceline", "watch", "run")  # one that has ended
@@ -80,7 +80,7 @@ def test_a_failed_run_is_reported_and_the_view_ends(run: Run) -> None:
 def test_the_newest_run_is_the_default(run: Run, finished: Path, tmp_path: Path) -> None:
     nothing = run("paceline", "status")
     assert nothing.returncode == 2
-    assert "there is no run in runs" in nothing.stderr
+    assert "the folder runs contains no run" in nothing.stderr
     shutil.copytree(finished, tmp_path / "runs" / "older" / "2026-01-02_10-00-00")
     ended = run("paceline", "train", "linear", "name=newer", "num_epochs=1")
     assert ended.returncode == 0, ended.stderr
@@ -88,7 +88,7 @@ def test_the_newest_run_is_the_default(run: Run, finished: Path, tmp_path: Path)
     for command in ("status", "watch", "logs", "report"):
         ended = run("paceline", command)
         assert ended.returncode == 0, ended.stderr
-        assert f"the newest run: {newest.relative_to(tmp_path)}" in ended.stderr
+        assert f"using the newest run: {newest.relative_to(tmp_path)}" in ended.stderr
     assert newest.name in (tmp_path / "report.html").read_text()
 
 

@@ -125,7 +125,7 @@ def test_two_nodes_give_the_weights_of_one_process_after_a_rank_was_killed(
     assert run.wait(END_S) == 0, output()
     assert outcome(Path()) == expected
     assert "rank 1 failed" in output()
-    assert "starting again from step" in output()
+    assert "restarting from step" in output()
 
 
 def test_a_signal_to_the_launcher_saves_and_stops_the_run(lab: Lab, nodes: Nodes, expected: dict[str, object]) -> None:
@@ -144,7 +144,7 @@ def test_an_error_that_would_repeat_is_reported_at_once(lab: Lab, nodes: Nodes) 
         file.write("\n\ndef make_model() -> nn.Module:\n    raise ValueError('no such layer')\n")
     assert train(nodes).wait(END_S) == 1
     assert "ValueError: no such layer" in output()
-    assert "starting again" not in output()
+    assert "restarting" not in output()
     assert list(read(Path("run/events.jsonl")))[-1]["event"] == "run_failed"
 
 

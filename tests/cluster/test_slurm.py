@@ -85,7 +85,7 @@ def test_a_job_is_not_requeued_more_often_than_allowed(slurm: Slurm, monkeypatch
     job = held_job("--max-requeues", "0")
     twice = subprocess.run([PACELINE, "submit", "config.yaml"], capture_output=True, text=True, check=False)
     assert twice.returncode == 2
-    assert f"is job {job} already, RUNNING" in twice.stderr
+    assert f"already belongs to job {job}, RUNNING" in twice.stderr
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     release()
     wait_for(slurm, job, "FAILED")

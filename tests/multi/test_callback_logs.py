@@ -138,7 +138,7 @@ def test_functions_of_the_managed_loop_know_the_run() -> None:
     result = start(**functions, procs=2, num_epochs=2, log={"every_steps": 1})
     assert [row["at"] for row in result.history] == [7, 14]
     assert [event["values"]["at"] for event in events("step")] == list(range(14))
-    with pytest.raises(paceline.errors.ConfigError, match="known only while a rank trains"):
+    with pytest.raises(paceline.errors.ConfigError, match="works only while a rank trains"):
         number()
 
 

@@ -156,7 +156,7 @@ def test_ranks_that_a_callback_makes_different_are_found_also_at_the_last_step(t
 def test_what_is_no_callback_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="<Linear> is not a callback; derive its class from paceline"):
         Trainer(**OPTIONS, callbacks=[torch.nn.Linear(1, 1)])
-    with pytest.raises(ConfigError, match="<Recorder> cannot be made without arguments"):
+    with pytest.raises(ConfigError, match="<Recorder> needs arguments"):
         Trainer(**OPTIONS, callbacks=[Recorder])
     with pytest.raises(ConfigError, match="callbacks needs a train_fn with the parameter run, or the managed loop"):
         Trainer(model_fn=Guided, dataset_fn=Images, train_fn=lambda *arguments: None, callbacks=[Callback()])
@@ -259,8 +259,8 @@ def test_a_state_that_cannot_be_kept_later_is_one_sentence(tmp_path: Path, value
             **OPTIONS, callbacks=[LateLambda(value)], checkpoint={"every_steps": 3}, run_dir=tmp_path / "run"
         ).start()
     [problem] = caught.value.problems
-    assert problem.startswith("the state_dict() of callback LateLambda cannot be kept in a checkpoint (")
-    assert problem.endswith("); use numbers, texts, tensors, and lists and dicts of them")
+    assert problem.startswith("the state_dict() of callback LateLambda cannot be in a checkpoint (")
+    assert problem.endswith("); use numbers, strings, tensors, and lists and dicts of them")
     assert problem.isprintable()
 
 

@@ -172,7 +172,9 @@ def test_weights_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
     def by_rank(dataset: Any) -> Any:
         return [1.0 + torch.distributed.get_rank()] + [1.0] * (len(dataset) - 1)
 
-    with pytest.raises(RankFailed, match="sample_weights differ between the ranks; compute them from the data set"):
+    with pytest.raises(
+        RankFailed, match="sample_weights differ between the ranks; compute them only from the data set"
+    ):
         faults.start(procs=2, sample_weights=by_rank)
 
 
@@ -231,7 +233,7 @@ def test_a_global_batch_size_fixes_the_lanes_at_any_number_of_ranks() -> None:
     assert paceline.load("run", trust=True).lanes == 4
     with pytest.raises(
         ConfigError,
-        match="global_batch_size=24 gives lanes=8 but the run began with lanes=4; leave global_batch_size out",
+        match="global_batch_size=24 gives lanes=8 but the run started with lanes=4; omit global_batch_size",
     ):
         faults.start(**{**options, "global_batch_size": 24}, procs=2, resume="run")
     with pytest.raises(ConfigError, match="lanes=4 cannot be split over 5 ranks"):
@@ -241,5 +243,7 @@ def test_a_global_batch_size_fixes_the_lanes_at_any_number_of_ranks() -> None:
 @pytest.mark.parametrize("key", ["sample_weights", "order_fn"])
 def test_an_iterable_data_set_is_refused(key: str) -> None:
     options = {"dataset_fn": lambda: StreamDataset(lambda: iter(())), key: lambda *arguments: None}
-    with pytest.raises(RankFailed, match=f"{key} needs a data set with a length; order the samples of an iterable one"):
+    with pytest.raises(
+        RankFailed, match=f"{key} needs a data set with a length; order the samples of an iterable data set"
+    ):
         faults.start(**options)

@@ -109,7 +109,7 @@ def test_an_evaluation_that_a_stop_prevents_follows_when_the_run_resumes() -> No
 
 
 def test_evaluations_need_validation_data() -> None:
-    with pytest.raises(ConfigError, match=r"evaluate.every_steps=3 needs validation data; give val_dataset_fn"):
+    with pytest.raises(ConfigError, match=r"evaluate.every_steps=3 needs validation data; set val_dataset_fn"):
         start(**WITHIN, val_dataset_fn=None, val_fraction=0)
 
 

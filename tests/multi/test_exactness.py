@@ -136,7 +136,7 @@ def test_three_ranks_agree_to_rounding_and_say_so() -> None:
     warnings = warnings_in(three.run_dir)
     assert len(warnings) == 1
     assert "3 ranks" in warnings[0]
-    assert "not to the last bit" in warnings[0]
+    assert "up to rounding, not bitwise" in warnings[0]
 
 
 def test_plain_all_reduce_agrees_to_rounding() -> None:

@@ -320,7 +320,7 @@ def test_a_run_folder_is_not_written_over(script) -> None:
             start(lambda *arguments: None, procs=1, run_dir="here")
     """)
     ended = run_script(path)
-    assert "run_dir=here already holds a run" in last_lines(ended.stderr)
+    assert "run_dir=here already contains a run" in last_lines(ended.stderr)
     assert (path.parent / "here" / "result.json").exists()
 
 
@@ -347,7 +347,7 @@ def test_a_rank_that_ends_without_a_word_is_not_taken_for_done(script) -> None:
     shown = last_lines(ended.stderr)
     assert ended.returncode == 1
     assert "rank 1 on " in shown
-    assert "ended with exit code 0 before the run was over; something called os._exit or exec" in shown
+    assert "ended with exit code 0 before the run was over; the code called os._exit or exec" in shown
     assert "Connection" not in shown
 
 

@@ -271,7 +271,7 @@ class Unfreezing(nn.Module):
 
 @pytest.mark.parametrize("procs", [1, 2])
 def test_a_parameter_that_becomes_trainable_ends_the_run_at_any_number_of_ranks(procs: int) -> None:
-    with pytest.raises(ConfigError, match=r"first\.weight was frozen when the run began .* in model_fn"):
+    with pytest.raises(ConfigError, match=r"first\.weight was frozen when the run started .* in model_fn"):
         start(
             model_fn=Unfreezing, lanes=2, procs=procs, optimizer=None,
             optimizer_fn=lambda model: torch.optim.SGD(model.parameters(), lr=LR),
@@ -333,7 +333,7 @@ def test_more_ranks_than_lanes_are_refused_with_the_most_that_work() -> None:
 
 
 def test_batches_that_are_no_pairs_are_refused() -> None:
-    with pytest.raises(RankFailed, match=r"a batch is a Tensor; the data set must give \(\*inputs, target\)"):
+    with pytest.raises(RankFailed, match=r"a batch is a Tensor; the data set must return \(\*inputs, target\)"):
         start(dataset_fn=lambda: torch.randn(16, 5), procs=1)
 
 

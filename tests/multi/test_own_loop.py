@@ -156,7 +156,9 @@ def test_ranks_that_end_with_different_weights_have_no_result(train_fn: Any, tmp
     with pytest.raises(RankFailed) as failed:
         Trainer(model_fn, line, train_fn=train_fn, batch_size=4, procs=2, num_epochs=1, run_dir=run).start()
     kept = run / "weights-rank-0.safetensors"
-    assert "the weights of rank 1 differ from rank 0's, first in 0.weight; model.module(…) leaves" in str(failed.value)
+    assert "the weights of rank 1 differ from rank 0's, first in 0.weight; model.module(…) bypasses" in str(
+        failed.value
+    )
     assert f"rank 0's weights are in {kept}" in str(failed.value)
     assert not (run / "weights.safetensors").exists()
     assert not (run / "result.json").exists()
@@ -265,9 +267,12 @@ def test_auto_restarts_a_failed_own_loop_in_its_folder_and_leaves_a_finished_one
     with pytest.raises(RankFailed, match="the first attempt fails"):
         trainer.start()
     assert trainer.start().value == "trained"
-    assert "train_fn takes no `run`, so nothing of it was saved: it starts from the beginning" in capfd.readouterr().err
+    assert (
+        "train_fn has no parameter `run`, so its state was not saved: it starts from the beginning"
+        in capfd.readouterr().err
+    )
     result = (tmp_path / "mine" / "result.json").read_bytes()
-    with pytest.raises(ConfigError, match="holds a finished run"):
+    with pytest.raises(ConfigError, match="contains a finished run"):
         trainer.start()
     assert (tmp_path / "mine" / "result.json").read_bytes() == result
 

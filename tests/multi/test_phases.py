@@ -134,7 +134,7 @@ def test_phases_in_another_order_do_not_resume_the_run() -> None:
 def test_phases_with_another_optimizer_do_not_resume_the_run() -> None:
     start(**PHASES, num_epochs=1)
     turned = {"generator": generator_step, "critic": critic_step}
-    with pytest.raises(ConfigError, match="holds an optimizer with"):
+    with pytest.raises(ConfigError, match="has an optimizer with"):
         start(**{**PHASES, "step_fn": turned}, resume="auto")
 
 
@@ -145,7 +145,9 @@ def one_optimizer(model: Any) -> torch.optim.Optimizer:
 def test_optimizers_that_do_not_fit_the_phases_are_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer_fn returned SGD, but step_fn has the phases critic, generator"):
         start(**{**PHASES, "optimizer_fn": one_optimizer})
-    with pytest.raises(ConfigError, match="optimizer_fn returned a dict; give step_fn as a dict with the same keys"):
+    with pytest.raises(
+        ConfigError, match="optimizer_fn returned a dict; step_fn must also be a dict with the same keys"
+    ):
         start(**{**PHASES, "step_fn": critic_step}, run_dir="other")
 
 
@@ -166,7 +168,7 @@ def test_mistakes_are_found_before_a_process_starts(keys: dict[str, Any], proble
 
 
 def test_a_phase_needs_a_number_of_steps() -> None:
-    with pytest.raises(ConfigError, match=r"every\(0, …\) needs a number of steps from 1"):
+    with pytest.raises(ConfigError, match=r"every\(0, …\) needs a positive number of steps"):
         every(0, critic_step)
 
 
@@ -189,7 +191,7 @@ def test_values_of_two_phases_with_one_name_are_refused(data: dict[str, Any]) ->
         "optimizer": None,
         "metrics": [],
     }
-    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as a phase before it does; rename the value"):
+    with pytest.raises(ConfigError, match=r"logs a value a_second_loss, as does an earlier phase; rename the value"):
         start(**{**keys, **data})
 
 
@@ -199,4 +201,4 @@ def test_parameters_that_no_optimizer_updates_are_reported_once() -> None:
         dataset_fn=lambda: Images(24), metrics=[], procs=2, optimizer=None,
     )  # fmt: skip
     [text] = [text for text in warnings_in(Path("run")) if "optimizer_fn" in text]
-    assert text.startswith("optimizer_fn leaves out second, first.bias, which will not change; give them to an optim")
+    assert text.startswith("optimizer_fn omits second, first.bias, which will not be trained; pass them to an optim")

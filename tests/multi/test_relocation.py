@@ -41,7 +41,7 @@ def test_a_run_whose_folder_is_moved_stays_whole_and_restarts_there(run: Any) ->
     assert "job.bin" not in names
     # A checkpoint may have been due while the folder was not in its place.
     warned = [event["text"] for event in events("warning", target) if "could not be saved" not in event["text"]]
-    assert warned == [f"{source} was moved to {target}; the run continues there, by a link in the old place"]
+    assert warned == [f"{source} was moved to {target}; the run continues there, through a link in the old place"]
     assert len(events("restarted", target)) == 1
     assert saved_steps(target)[-1] == whole.step
     listed = run("paceline", "checkpoints", "elsewhere")
@@ -51,11 +51,11 @@ def test_a_run_whose_folder_is_moved_stays_whole_and_restarts_there(run: Any) ->
 
 def test_a_run_whose_folder_is_deleted_reports_what_is_lost_when_a_rank_dies() -> None:
     folder = Path("run").resolve()
-    message = f"{folder} was deleted while the run was training, so its ranks cannot start again; "
+    message = f"{folder} was deleted while the run was training, so its ranks cannot be restarted; "
     with pytest.raises(RankFailed) as caught:
         start(dataset_fn=disturbing(lambda: (shutil.rmtree(folder), kill())))
     assert "SIGKILL" in str(caught.value)
-    assert str(caught.value).endswith(f"{message}no checkpoint is left; begin a new run")
+    assert str(caught.value).endswith(f"{message}no checkpoint is left; start a new run")
     assert events("restarted") == []
 
 

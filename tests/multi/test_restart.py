@@ -37,7 +37,7 @@ def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
     result = start(dataset_fn=lambda: Disturbed(log, [3], KILL), procs=2, checkpoint={"every_steps": 2})
     assert outcome(result) == undisturbed
     [restarted] = events("restarted")
-    assert "SIGKILL; starting again from step" in restarted["text"]
+    assert "SIGKILL; restarting from step" in restarted["text"]
     assert "(restart 1 of 3)" in restarted["text"]
 
 
@@ -105,11 +105,12 @@ def test_a_hang_costs_a_restart_and_names_who_held_the_others_up(undisturbed: di
     [restarted] = events("restarted")
     table = Path("run/logs/hang-1.txt").resolve()
     assert re.fullmatch(
-        rf"hang: rank \d is in `faults\.py:\d+`; rank \d waits for it in .*; starting again from step \d+ "
+        rf"hang: rank \d is in `faults\.py:\d+`; rank \d waits for it in .*; restarting from step \d+ "
         rf"\(restart 1 of 3\); all ranks are in {table}",
         restarted["text"],
     )
-    assert table.read_text().startswith("no rank has moved for 3 s (hang_timeout_s=3; 0 waits forever)\n  rank  host")
+    heading = "no rank has made progress for 3 s (hang_timeout_s=3; 0 waits forever)\n  rank  host"
+    assert table.read_text().startswith(heading)
 
 
 def test_a_range_of_processes_takes_what_the_machine_has(undisturbed: dict) -> None:

@@ -185,7 +185,7 @@ def test_lanes_and_threads_stay_those_of_the_first_launch(is_damaged: bool) -> N
         Path("run", name).write_text("")
     result = start(lanes=None, threads=None, procs=1, resume="auto", num_epochs=2)
     assert (result.lanes, result.world_size) == (2, 1)
-    with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=2"):
+    with pytest.raises(ConfigError, match="lanes=4 but the run started with lanes=2"):
         start(lanes=4, procs=1, resume="auto")
 
 
@@ -272,14 +272,14 @@ def data_on_a_full_disk() -> Images:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lanes": 8}, "lanes=8 but the run began with lanes=4"),
-        ({"batch_size": 5, "procs": 2}, r"batch_size=5 but .*step-00000004 was made with batch_size=3"),
-        ({"seed": 5}, "seed=5 but .* was made with seed=0"),
+        ({"lanes": 8}, "lanes=8 but the run started with lanes=4"),
+        ({"batch_size": 5, "procs": 2}, r"batch_size=5 but .*step-00000004 was saved with batch_size=3"),
+        ({"seed": 5}, "seed=5 but .* was saved with seed=0"),
         ({"model_fn": layer_net, "procs": 2}, "does not fit the model"),
         ({"model_fn": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))}, "does not fit"),
-        ({"ema": None}, "ema=None but .* was made with ema=0.8"),
-        ({"optimizer": {"name": "sgd", "lr": 0.1}, "procs": 2}, "holds an optimizer with .*betas"),
-        ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, two checkpoints need"),
+        ({"ema": None}, "ema=None but .* was saved with ema=0.8"),
+        ({"optimizer": {"name": "sgd", "lr": 0.1}, "procs": 2}, "has an optimizer with .*betas"),
+        ({"dataset_fn": data_on_a_full_disk, "procs": 2}, "run_dir=.* has 0 MB free, but two checkpoints need"),
     ],
 )
 def test_a_conflict_with_the_checkpoint_is_an_error_with_both_values_and_changes_nothing(

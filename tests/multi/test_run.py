@@ -52,7 +52,7 @@ def test_a_stopped_loop_resumes_between_batches_on_other_ranks(undisturbed: dict
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
     result = start(**options(dataset_fn=disturbed(3, KILL), procs=2, checkpoint={"every_steps": 2}))
     assert outcome(result) == undisturbed
-    assert "SIGKILL; starting again from step" in events("restarted")[0]["text"]
+    assert "SIGKILL; restarting from step" in events("restarted")[0]["text"]
 
 
 def test_a_time_limit_stops_the_loop_and_loses_nothing(undisturbed: dict) -> None:
@@ -168,8 +168,8 @@ def test_sums_of_different_types_and_of_ranks_without_samples() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda run: run.sum([1, 2]), "run.sum got a list; give a number or a tensor"),
-        (lambda run: run.gather([1, 2]), "run.gather got a list; give a tensor"),
+        (lambda run: run.sum([1, 2]), "run.sum got a list; pass a number or a tensor"),
+        (lambda run: run.gather([1, 2]), "run.gather got a list; pass a tensor"),
         (lambda run: run.gather(torch.zeros(3, 1 + run.rank)), "rows of the ranks differ"),
         (
             lambda run: run.gather(torch.zeros(3, dtype=[torch.int32, torch.float32][run.rank])),
@@ -333,7 +333,7 @@ def broken(mistake: Callable[..., Any]) -> Callable[..., Any]:
             lambda run, optimizer, loss: run.log(image=torch.zeros(2, 2, 9)),
             r"run\.log\(image=…\) has the shape \(2, 2, 9\)",
         ),
-        (lambda run, optimizer, loss: run.ema_weights(), "needs an average; set ema"),
+        (lambda run, optimizer, loss: run.ema_weights(), "needs averaged weights; set ema"),
         (
             lambda run, optimizer, loss: (run.backward(loss), run.step(optimizer)) if run.rank == 0 else 1 / 0,
             "ZeroDivisionError",

@@ -203,11 +203,11 @@ accumulated.batches = left_out.batches = 0
         (left_out, r"called for some batches of a step and not for others; .* with 0 \* loss"),
         (twice, "run.step was called twice for one batch"),
         (by_closure, "LBFGS several times"),
-        (untracked, r"run\.step\(optimizer\) got an optimizer that run\.track does not name"),
-        (untracked_plainly, r"optimizer\.step\(\) got an optimizer that run\.track does not name"),
+        (untracked, r"run\.step\(optimizer\) got an optimizer that is not tracked"),
+        (untracked_plainly, r"optimizer\.step\(\) got an optimizer that is not tracked"),
         (wrapped, "has wrapped the model in DistributedDataParallel"),
         (detached, "a loss that depends on no trainable parameter"),
-        (as_number, r"run\.backward\(loss\) got a float; give a tensor"),
+        (as_number, r"run\.backward\(loss\) got a float; pass a tensor"),
         (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
         (clipped_by_hand, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
         (rate_of_each_batch, r"the learning rate changed between the batches of a step"),
@@ -570,7 +570,7 @@ def test_a_tracked_object_that_differs_between_ranks_is_reported() -> None:
                 step_of(model, run, optimizer, x, y)
 
     [warning] = warnings_in(start(train, procs=4).run_dir)
-    assert warning.startswith("the state of pool, which run.track names, differs between the ranks")
+    assert warning.startswith("the state of pool, passed to run.track, differs between the ranks")
 
 
 def test_a_loop_over_batches_of_its_own_is_reported() -> None:
@@ -692,7 +692,7 @@ def test_a_state_that_cannot_be_saved_is_refused_after_the_first_step(make: Call
             for batch in train_loader:
                 step_of(model, run, optimizer, *batch)
 
-    with pytest.raises(ConfigError, match=r"run\.state cannot be kept in a checkpoint"):
+    with pytest.raises(ConfigError, match=r"run\.state cannot be in a checkpoint"):
         start(train)
 
 

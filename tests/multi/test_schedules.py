@@ -55,7 +55,7 @@ class Unsavable(LRScheduler):
 
 
 def test_a_scheduler_that_no_checkpoint_can_hold_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match=r"state_dict\(\) of the scheduler of scheduler_fn cannot be kept"):
+    with pytest.raises(ConfigError, match=r"state_dict\(\) of the scheduler of scheduler_fn cannot be in"):
         start(schedule="constant", scheduler_fn=Unsavable)
     assert events("step") == []
 

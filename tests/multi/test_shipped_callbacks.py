@@ -152,5 +152,5 @@ def test_an_error_in_a_callback_names_the_callback_and_the_line() -> None:
 
 
 def test_freezing_what_does_not_exist_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"run.freeze\('body'\) names no parameter of the model"):
+    with pytest.raises(ConfigError, match=r"run.freeze\('body'\) matches no parameter of the model"):
         start(callbacks=[GradualUnfreeze("body", every_epochs=1)])

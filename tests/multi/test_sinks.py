@@ -69,7 +69,7 @@ def test_a_tracker_that_fails_does_not_fail_the_run(
     assert result.step == 7
     warnings = [event["text"] for event in events("warning")]
     assert warnings == [
-        "wandb does not receive the events of this run: no connection; training continues, and wandb is tried again"
+        "wandb does not receive the events of this run: no connection; training continues, and wandb is retried"
     ]
     assert "warning: wandb did not receive all events: RuntimeError: no connection" in capsys.readouterr().err
 

@@ -98,7 +98,7 @@ def projected(model: Any, batch: Any) -> torch.Tensor:
 REFUSED = {
     "a queue": (Queue().step, "step_fn gives another value when it is called again .* a buffer of the model"),
     "weights": (clipping, r"step_fn changes encoder\.0\.weight, which is trained; do that in a callback's on_step"),
-    "backward": (backwards, "step_fn computes gradients, which validation does not have; .*backward, return the loss"),
+    "backward": (backwards, "step_fn computes gradients, which are disabled in .*backward, return the loss"),
     "weights outside": (projected, "step_fn uses projection, which is outside the model and has trainable weights"),
     "no loss": (lambda model, batch: {"cost": model(batch[0]).sum()}, "step_fn returned a dict with 'cost'; it must"),
     "a tensor": (lambda model, batch: model(batch[0]), "step_fn's val_loss returned a tensor of shape"),

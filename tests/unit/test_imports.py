@@ -28,8 +28,9 @@ ROOMS = [
 
 # Imports that go up, each inside a function and for a reason.
 UPWARDS = {
-    # The method of a loaded run that people look for; the tool itself uses what anybody can.
+    # Methods of results that people look for; the tools themselves use what anybody can.
     ("results.load", "tools.export.export"),
+    ("results.result", "tools.report.inline"),
 }
 
 # Files of the user's kind: they are run or copied, never imported as a part of the package.

@@ -33,8 +33,8 @@ def test_every_mistake_is_reported_together(tmp_path: Path) -> None:
         tmp_path,
     )
     beginnings = [
-        "val_fraction=1.0 input should be less than 1",
-        "num_epochs='three' input should be a valid integer",
+        "val_fraction=1.0 must be less than 1",
+        "num_epochs='three' must be a valid integer",
         "log.evry_steps is not a known key; did you mean log.every_steps?",
         "bath_size is not a known key; did you mean batch_size?",
         "dataset_fn is missing;",
@@ -137,8 +137,8 @@ def test_an_unknown_keyword_is_answered_with_the_word_to_write() -> None:
         paceline.Trainer(**MANAGED, bath_size=4, epochs=5, lr=0.1)
     assert caught.value.problems == [
         "bath_size is not a known key; did you mean batch_size?",
-        "epochs=5 is called num_epochs here; write num_epochs=5",
-        'lr=0.1 is called optimizer.lr here; write optimizer={"lr": 0.1}',
+        "epochs=5 is called num_epochs in Paceline; write num_epochs=5",
+        'lr=0.1 is called optimizer.lr in Paceline; write optimizer={"lr": 0.1}',
     ]
 
 

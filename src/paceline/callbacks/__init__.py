@@ -1,7 +1,7 @@
-"""What is attached to a training loop: the interface `Callback`, what it sees of a run, and the callbacks we ship.
+"""Callbacks of a training loop: the interface `Callback`, the view `Run` of a run, and the callbacks we ship.
 
-Owns what each callback does at the points where a loop calls it. Promises that its state is in every checkpoint, and
-that all ranks call it with the same numbers. Must not know how a loop is built: a loop calls methods of `Callback`.
+Owns the behaviour of each callback where a loop calls it. Promises that its state is in every checkpoint, and
+that all ranks call it with the same numbers. Must not depend on the loops, which call the methods of `Callback`.
 """
 
 from paceline.callbacks.best_checkpoint import BestCheckpoint

@@ -1,4 +1,4 @@
-"""What the arguments of our callbacks must be, as a table of rules; a mistake is an error where the object is made."""
+"""Rules for the arguments of our callbacks; a mistake raises an error where the object is created."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.errors import ConfigError
 
 
 class Rule(NamedTuple):
-    """What an argument must be."""
+    """A condition that an argument must meet."""
 
     holds: Callable[[Any], bool]
-    words: str  # what is wrong, and what to do
+    words: str  # the problem and the fix
 
 
 def _is_number(value: Any) -> bool:
@@ -22,14 +22,16 @@ def _is_number(value: Any) -> bool:
 
 COUNT = Rule(
     lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1,
-    "is not a whole number from 1; give one, such as 5",
+    "is not a positive integer; use one, such as 5",
 )
-NOT_NEGATIVE = Rule(lambda value: _is_number(value) and value >= 0, "is not a number from 0; give one, such as 0.01")
+NOT_NEGATIVE = Rule(
+    lambda value: _is_number(value) and value >= 0, "is not a number of at least 0; use one, such as 0.01"
+)
 SHARE = Rule(
-    lambda value: _is_number(value) and 0 <= value <= 1, "is not a number between 0 and 1; give one, such as 0.999"
+    lambda value: _is_number(value) and 0 <= value <= 1, "is not a number between 0 and 1; use one, such as 0.999"
 )
-TEXT = Rule(lambda value: isinstance(value, str) and bool(value), 'is not a name; give a text, such as "val_loss"')
-FUNCTION = Rule(callable, "is not a function; give a function")
+TEXT = Rule(lambda value: isinstance(value, str) and bool(value), 'is not a name; use a string, such as "val_loss"')
+FUNCTION = Rule(callable, "is not a function; pass a function")
 
 
 def check(owner: str, rule: Rule, **arguments: Any) -> None:

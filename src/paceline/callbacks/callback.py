@@ -1,4 +1,4 @@
-"""`Callback`: what users and our own features attach to a training loop."""
+"""`Callback`: the interface by which users and our own features attach code to a training loop."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from paceline.callbacks.run import Run
 
 
 class Callback:
-    """Attached to a training loop by `Trainer(callbacks=[...])`; every method is optional.
+    """Code that a training loop calls, from `Trainer(callbacks=[...])`; every method is optional.
 
     Each rank has a copy and calls it at the same step with the same numbers. A method that is not overridden costs
     nothing.
     """
 
-    needs_step_metrics = True  # False: `on_step` gets an empty mapping, and the ranks exchange nothing for it
+    needs_step_metrics = True  # False: `on_step` receives an empty mapping, and the ranks exchange no values for it
 
     def on_start(self, run: Run) -> None:
-        """Before the first step of this attempt, after a checkpoint was restored."""
+        """Called before the first step of this attempt, after a checkpoint was restored."""
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """After an update, with its loss, values, grad_norm and lr. May change the model under `torch.no_grad()`."""
+        """Called after an update, with loss, values, grad_norm and lr. May change the model under `torch.no_grad()`."""
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """After an evaluation, with its row: at the end of an epoch, and within it by `evaluate.every_steps`."""
+        """Called after an evaluation, with its row: at the end of an epoch, and within it by `evaluate.every_steps`."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """After a checkpoint was published."""
+        """Called after a checkpoint was published."""
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """At the end of the loop: the reason of a stop, or None where the run is complete."""
+        """Called at the end of the loop, with the reason of a stop, or None if the run is complete."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: plain values."""
+        """The state of this callback for a checkpoint: plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

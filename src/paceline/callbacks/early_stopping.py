@@ -30,14 +30,14 @@ class EarlyStopping(Callback):
         self.patience = Patience(self.watched, patience, min_delta)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Count the evaluation; the user's own loop may have epochs without one."""
+        """Count the evaluation; the user's own loop may have epochs without an evaluation."""
         if run.is_own_loop and self.watched.name not in metrics:
             return
         if self.patience.is_exhausted_by(metrics):
             run.finish(self.patience.describe())
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the evaluations since."""
+        """The best value and the number of evaluations since."""
         return self.patience.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`GradualUnfreeze`: parts of a pretrained model begin to train one after the other."""
+"""`GradualUnfreeze`: parts of a pretrained model start to train one after the other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class GradualUnfreeze(Callback):
         every = {"every_steps": every_steps} if every_epochs is None else {"every_epochs": every_epochs}
         check("GradualUnfreeze", COUNT, **every)
         self.modules, self.every_epochs, self.every_steps = modules, every_epochs, every_steps
-        self._trained = 0  # modules that train already
+        self._trained = 0  # the number of modules that already train
 
     def on_start(self, run: Run) -> None:
-        """Freeze the modules that do not train yet, and no others of these."""
+        """Freeze the modules that do not train yet, and unfreeze the others."""
         self._trained = self._trained_at(run)
-        run.unfreeze(*self.modules[: self._trained])  # the checkpoint may be of a run with other intervals
+        run.unfreeze(*self.modules[: self._trained])  # the checkpoint may come from a run with other intervals
         run.freeze(*self.modules[self._trained :])
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:

@@ -1,4 +1,4 @@
-"""`ImageLogger`: images that the model makes, or that show what it has learned, in TensorBoard."""
+"""`ImageLogger`: images that the model generates, or that visualise it, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ImageLogger(Callback):
-    """Logs what `images(model)` returns after each evaluation, or every `every_steps` steps.
+    """Logs the images that `images(model)` returns, after each evaluation or every `every_steps` steps.
 
     It is called on all ranks, in evaluation mode and without gradients, with keyed random numbers: the images are the
     same on any number of ranks. They are (C, H, W) or a batch of them, with values between 0 and 1 or bytes.

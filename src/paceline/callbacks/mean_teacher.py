@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 class MeanTeacher(Callback):
     """After each step, teacher = decay × teacher + (1 − decay) × student; buffers are copied.
 
-    Both are modules of the model, by their names. The teacher begins as a copy of the student. It is saved with the
+    Both are modules of the model, given by name. The teacher starts as a copy of the student. It is saved with the
     weights of the model, so this callback has no state.
     """
 
@@ -40,7 +40,7 @@ class MeanTeacher(Callback):
             raise ConfigError(f"MeanTeacher: {self.teacher} and {self.student} have different weights")
         if any(parameter.requires_grad for parameter in teacher.parameters()):
             raise ConfigError(
-                f"MeanTeacher: {self.teacher} is trained by the optimizer, too; "
+                f"MeanTeacher: {self.teacher} is also trained by the optimizer; "
                 f"call {self.teacher}.requires_grad_(False) in model_fn"
             )
         self._averages, self._weights = list(teacher.parameters()), list(student.parameters())
@@ -51,7 +51,7 @@ class MeanTeacher(Callback):
                 self._copy_buffers()
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Move the teacher."""
+        """Update the teacher."""
         import torch
 
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A metric that is watched, and the evaluations since it last improved: for early stopping, best checkpoints, rates."""
+"""A metric and the evaluations since it last improved, for early stopping, best checkpoints and learning rates."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class WatchedMetric:
     """A metric of evaluations, of which lower or higher values are better."""
 
     def __init__(self, key: str, metric: str, mode: Mode | None) -> None:
-        """`key` is what the user has named the metric by, for errors."""
+        """`key` is the name of the user's setting for the metric, for errors."""
         if not TEXT.holds(metric):
             raise ConfigError(f"{key}={metric!r} {TEXT.words}")
         if mode is None and not metric.endswith("loss"):
             raise ConfigError(
-                f'{key}={metric!r} needs a mode, whether higher or lower is better; give mode="max" or mode="min"'
+                f'{key}={metric!r} needs a mode: whether higher or lower is better; set mode="max" or mode="min"'
             )
         if mode not in (None, "min", "max"):
-            raise ConfigError(f'{key}={metric!r} has mode={mode!r}, which is not known; give mode="max" or mode="min"')
+            raise ConfigError(f'{key}={metric!r} has mode={mode!r}, which is unknown; set mode="max" or mode="min"')
         self.key, self.name, self.sign = key, metric, -1 if mode == "max" else 1
 
     def check_measured(self, names: Iterable[str]) -> None:
@@ -45,10 +45,10 @@ class Patience:
     def __init__(self, metric: WatchedMetric, patience: int, min_delta: float = 0.0) -> None:
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.best: float | None = None  # multiplied by the sign, so that lower is better
-        self.waited = 0  # evaluations since the best one
+        self.waited = 0  # the number of evaluations since the best one
 
     def is_exhausted_by(self, metrics: Mapping[str, float | None]) -> bool:
-        """Count an evaluation; a metric that is not a number is no improvement."""
+        """Count an evaluation; NaN is not an improvement."""
         self.metric.check_measured(metrics)
         number = self.metric.value_in(metrics)
         if number < (math.inf if self.best is None else self.best - self.min_delta):
@@ -58,8 +58,8 @@ class Patience:
         return self.waited >= self.patience
 
     def describe(self) -> str:
-        """How long the metric has not improved, for the reason of a stop."""
-        best = "it was never a number" if self.best is None else f"the best value is {self.metric.sign * self.best:.6g}"
+        """The time without improvement, as the reason of a stop."""
+        best = "it was always NaN" if self.best is None else f"the best value is {self.metric.sign * self.best:.6g}"
         return f"{self.metric.name} has not improved in {self.waited} evaluations; {best}"
 
     def state_dict(self) -> dict[str, Any]:

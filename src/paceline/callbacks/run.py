@@ -1,4 +1,4 @@
-"""`Run`: the run as callbacks and the user's own loop see it. `worker/rank_run.py` implements its methods."""
+"""`Run`: the interface of a run for callbacks and the user's own loop, implemented by `worker/rank_run.py`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
     is_own_loop: bool = False  # whether the loop is the user's train_fn, whose epochs may have no evaluation
     state: dict[str, Any] = field(default_factory=dict)  # plain values of the user's own loop; in every checkpoint
-    stop_requested: str | None = None  # why all ranks stop after this step: by `stop`, a signal or the time limit
+    stop_requested: str | None = (
+        None  # the reason why all ranks stop after this step: `stop`, a signal or the time limit
+    )
     finish_requested: str | None = None  # the reason given to `finish`, once all ranks have agreed to end the run
-    # What was asked for on this rank alone; the loop shares it with the others.
+    # Requests made on this rank only; the loop shares them with the other ranks.
     save_requested: bool = False
     asked_to_stop: str | None = None
     asked_to_finish: str | None = None
@@ -47,19 +49,19 @@ class Run:
         return self.rank == 0
 
     def save(self) -> None:
-        """Ask for a checkpoint: of this step in `on_evaluate` and after an epoch, of the next one elsewhere."""
+        """Request a checkpoint: of this step in `on_evaluate` and after an epoch, of the next step elsewhere."""
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to save and stop after the next step; the run can be resumed, and is not complete."""
+        """Request all ranks to save and stop after the next step; the run is not complete and can be resumed."""
         self.asked_to_stop = _reason("stop", reason)
 
     def finish(self, reason: str) -> None:
-        """Ask to end the run as complete: after this step in `on_evaluate` and after an epoch, else after the next."""
+        """End the run as complete: after this step in `on_evaluate` and after an epoch, else after the next step."""
         self.asked_to_finish = _reason("finish", reason)
 
     def freeze(self, *names: str) -> None:
-        """Leave parameters unchanged from the next step on; a name is that of a parameter, or of a module above it."""
+        """Keep parameters unchanged from the next step on; a name is that of a parameter or of a module around it."""
         self.frozen |= self._parameters_in(names)
 
     def unfreeze(self, *names: str) -> None:
@@ -67,13 +69,13 @@ class Run:
         self.frozen -= self._parameters_in(names)
 
     def _parameters_in(self, names: Sequence[str]) -> set[str]:
-        """The names of the parameters that have one of these names, or are in a module with it."""
+        """The names of the parameters that have one of these names, or are in a module that has one."""
         known, found = [name for name, _ in self.model.named_parameters()], set()
         for name in names:
             inside = [each for each in known if f"{each}.".startswith(f"{name}.")]
             if not inside:
                 modules = ", ".join(name for name, _ in self.model.named_children())
-                raise ConfigError(f"run.freeze({name!r}) names no parameter of the model; its parts are {modules}")
+                raise ConfigError(f"run.freeze({name!r}) matches no parameter of the model; its modules are {modules}")
             found.update(inside)
         return found
 
@@ -93,7 +95,7 @@ class Run:
         self._unavailable("mean")
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
-        """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        """The rows of all ranks in rank order; with `with_grad`, gradients flow to the rank of each row. All ranks."""
         self._unavailable("gather")
 
     # --- the user's own loop -----------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class Run:
         self._unavailable("track")
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the one at which the run is, counted from 0. All ranks."""
+        """The remaining epochs, counted from 0; a resumed run starts at its current epoch. All ranks."""
         self._unavailable("epochs")
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -117,7 +119,7 @@ class Run:
     def step(
         self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
     ) -> bool:
-        """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
+        """On the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear the gradients.
 
         Returns whether the step is complete. All ranks.
         """
@@ -126,7 +128,7 @@ class Run:
     def log(self, **values: Any) -> None:
         """Log numbers, images (C, H, W), and tensors of one or two dimensions as histograms; once, from rank 0.
 
-        In a batch of the user's own loop numbers are averaged over lanes and ranks, and after an epoch they are its
+        Within a batch of the user's own loop, numbers are averaged over lanes and ranks; after an epoch they are its
         metrics; in a callback they are logged as they are.
         """
         self._unavailable("log")
@@ -134,12 +136,12 @@ class Run:
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group in the last step.
 
-        In the user's own loop the current one: that of the next step once a scheduler has stepped.
+        In the user's own loop it is the current one: that of the next step after a scheduler has stepped.
         """
         self._unavailable("learning_rates")
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has the average of its weights (`ema` in the config), to evaluate it."""
+        """A context in which the model has its averaged weights (`ema` in the config), for evaluation."""
         self._unavailable("ema_weights")
 
     def _unavailable(self, name: str) -> NoReturn:
@@ -149,7 +151,7 @@ class Run:
 def _reason(method: str, reason: str) -> str:
     """The reason given to a method; a ConfigError if it is not a text."""
     if not isinstance(reason, str) or not reason:
-        raise ConfigError(f"run.{method}({reason!r}) needs a reason; give a text that says why the run ends")
+        raise ConfigError(f"run.{method}({reason!r}) needs a reason; pass a string that explains why the run ends")
     return reason
 
 
@@ -157,9 +159,9 @@ _current: list[Run] = []
 
 
 def current_run() -> Run:
-    """The run that this process trains, for code deeper inside the user's loop."""
+    """The run that this process trains, for code that is called by the user's loop."""
     if not _current:
-        raise ConfigError("paceline.current_run() is known only while a rank trains")
+        raise ConfigError("paceline.current_run() works only while a rank trains")
     return _current[-1]
 
 

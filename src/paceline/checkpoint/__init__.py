@@ -1,5 +1,5 @@
-"""Checkpoints: what they hold, and how they are written, published, verified, retained and found.
+"""Checkpoints: their contents, and how they are written, published, verified, retained and found.
 
 Promises that a checkpoint is published complete or not at all, and that its files do not depend on the number of ranks.
-Must not know what a step or an epoch computes.
+Must not depend on what a step or an epoch computes.
 """

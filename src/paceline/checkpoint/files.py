@@ -1,4 +1,4 @@
-"""How a checkpoint's state is stored: which tensors form which file, which rank writes each file, and reading them.
+"""The files of a checkpoint's state: their tensors, the rank that writes each file, and loading them.
 
 Tensors are in safetensors files, which depend on the sizes of the tensors and not on the number of ranks. The plain
 values are in a small file that loads with `weights_only=True`.
@@ -82,7 +82,7 @@ def write_values(folder: Path, state: CheckpointState) -> FileRecord:
 
 
 def load(path: Path, only: Collection[str] | None = None) -> CheckpointState:
-    """Return the state in a checkpoint's folder, on the CPU; with `only`, the tensors of these groups alone."""
+    """Return the state in a checkpoint's folder, on the CPU; with `only`, just the tensors of these groups."""
     values = torch.load(path / VALUES_FILE, weights_only=True, map_location="cpu")
     groups: dict[str, Tensors] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -93,5 +93,5 @@ def load(path: Path, only: Collection[str] | None = None) -> CheckpointState:
 
 
 def has_ema(path: Path) -> bool:
-    """Whether a checkpoint holds an average of the weights."""
+    """Whether a checkpoint contains an average of the weights."""
     return any(path.glob("ema*.safetensors"))

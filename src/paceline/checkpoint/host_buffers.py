@@ -25,11 +25,11 @@ class HostBuffers:
         """Allocate the buffers and touch their pages, so that the first copy is as fast as later ones."""
         for group, name, tensor in self._tensors_to_hold(state, files, self._transfers(state)):
             # By NumPy: a multi-threaded torch operation in this thread makes libgomp count more threads than
-            # there are cores, and then every operation of the training thread waits for its threads to wake up.
+            # there are cores, which delays every operation of the training thread until its threads wake up.
             self._buffer_for(group, name, tensor).reshape(-1).view(torch.uint8).numpy().fill(0)
 
     def copy(self, state: CheckpointState, files: Sequence[TensorFile]) -> Callable[[], dict[str, Tensors]]:
-        """Start to copy the tensors of the files; return a function that waits and gives each file's tensors by name.
+        """Start to copy the tensors of the files; return a function that waits and returns each file's tensors by name.
 
         With a sharded optimizer, all ranks must call that function.
         """
@@ -59,7 +59,7 @@ class HostBuffers:
     def _tensors_to_hold(
         self, state: CheckpointState, files: Sequence[TensorFile], transfers: Sequence[Transfer]
     ) -> list[tuple[str, str, torch.Tensor]]:
-        """Return group, name and tensor of what this rank writes, and of what it sends to other ranks."""
+        """Return group, name and tensor of all tensors that this rank writes, or sends to other ranks."""
         written = [(file.group, name) for file in files for name in file.tensor_names]
         rank = self._sharding.world.rank if self._sharding is not None else None
         sent = [("optimizer", transfer.name) for transfer in transfers if transfer.source == rank]

@@ -1,4 +1,4 @@
-"""Which run a config refers to, a new one or one to resume, and whether a checkpoint fits the config."""
+"""Finds the run to resume for a config, if any, and checks whether a checkpoint matches the config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
 
-# What gives the step number its meaning. Other values may change in the middle of a run; the changes are reported.
+# Values that define what a step is. Other values may change in the middle of a run; the changes are reported.
 FIXED_VALUES = ("lanes", "samples", "config.batch_size", "config.seed", "config.ema")
 
 
@@ -41,8 +41,7 @@ class RestorePoint:
             key = "lanes" if config.global_batch_size is None else "global_batch_size"
             given = "" if key == "lanes" else f"{key}={config.global_batch_size} gives "
             raise ConfigError(
-                f"{given}lanes={config.lanes} but the run began with lanes={settled}; leave {key} out, "
-                "or begin a new run"
+                f"{given}lanes={config.lanes} but the run started with lanes={settled}; omit {key}, or start a new run"
             )
         return config.lanes or settled
 
@@ -61,7 +60,7 @@ def find_restore_point(config: Config) -> RestorePoint:
         folder = RunFolder(config.run_dir.resolve())
         if not config.keeps_state and folder.has_result():  # a second run would overwrite the result
             raise ConfigError(
-                f"run_dir={config.run_dir} holds a finished run, and a train_fn without `run` starts from the "
+                f"run_dir={config.run_dir} contains a finished run, and a train_fn without `run` starts from the "
                 "beginning; choose another folder or remove it"
             )
         return _restore_point_of(folder) if _is_run(folder) else RestorePoint()
@@ -77,7 +76,7 @@ def find_restore_point(config: Config) -> RestorePoint:
 
 
 def named_checkpoint(resume: str) -> Path | None:
-    """The checkpoint that `resume` names, to start a new run from; None if it names none."""
+    """The checkpoint that `resume` names as the start of a new run; None if it does not name a checkpoint."""
     path = Path(resume).resolve()
     return path if resume not in ("auto", "never") and (path / MANIFEST).is_file() else None
 
@@ -89,7 +88,7 @@ def _restore_point_at(path: Path, config: Config) -> RestorePoint:
     folder = RunFolder(path.resolve())
     if _is_run(folder):
         if config.run_dir is not None and config.run_dir.resolve() != folder.path:
-            raise ConfigError(f"resume={path} and run_dir={config.run_dir} are two folders; keep one of them")
+            raise ConfigError(f"resume={path} and run_dir={config.run_dir} are different folders; keep one of them")
         return _restore_point_of(folder)
     try:
         identity = read_manifest(path).identity
@@ -149,12 +148,12 @@ def identity_of(config: Config, *, lanes: int, samples: int | None, device: torc
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], source: Path) -> list[str]:
-    """Describe what has changed since a checkpoint; raise a ConfigError if the run cannot be resumed with it."""
+    """Describe the changes since a checkpoint; raise a ConfigError if the run cannot be resumed with them."""
     before, after = _flatten(saved), _flatten(current)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     problems = [
-        f"{_name(key)}={after.get(key)} but {source} was made with {_name(key)}={before.get(key)}; "
-        f"keep that, or begin a new run with --resume never"
+        f"{_name(key)}={after.get(key)} but {source} was saved with {_name(key)}={before.get(key)}; "
+        f"use that value, or start a new run with --resume never"
         for key in changed
         if key in FIXED_VALUES
     ]

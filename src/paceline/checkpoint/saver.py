@@ -1,17 +1,17 @@
-"""Saves checkpoints while a run trains: a step waits for a copy of the state, and files are written in the background.
+"""Saves checkpoints during training: a step waits for a copy of the state, and files are written in the background.
 
 The stages of one save, in the order of the methods of `Saver`:
 
 1. `start`: every rank copies its part of the state into host memory; training continues.
 2. `_write_files`, in each rank's writer thread: send tensors of a sharded optimizer to the ranks that write them, then
    write this rank's files.
-3. `advance`, called by the loop when no rank is writing: gather what all ranks wrote; `_publish`, in rank 0's writer
+3. `advance`, called by the loop when no rank is writing: gather the files of all ranks; `_publish`, in rank 0's writer
    thread: write the manifest, rename the folder, remove old checkpoints.
 4. `advance`, called again: `_report` the checkpoint, or a warning if any rank failed.
 
-All ranks hold the same state, and each writes some of the files. Ranks learn of each other through the numbers that the
-loop exchanges at every step. The writer threads call no collective; they only send and receive a sharded optimizer's
-tensors, before any operation that could fail.
+All ranks have the same state, and each writes some of the files. Ranks know each other's progress from the numbers
+that the loop exchanges at every step. The writer threads call no collective; they only send and receive a sharded
+optimizer's tensors, before any operation that could fail.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Saver:
         self._last_time = time.monotonic()
         self._is_requested = False
         self._has_warned = False
-        self.saved_step = -1  # the last step that this rank knows to be published
-        self._published: list[int] = []  # steps since the last call of `newly_published`
+        self.saved_step = -1  # the last published step, as far as this rank was informed
+        self._published: list[int] = []  # steps published since the last call of `newly_published`
 
     def reserve(self, state: CheckpointState) -> None:
         """Allocate the host memory for copies in the background."""
@@ -89,7 +89,7 @@ class Saver:
         return self._pending is not None and not self._pending.work.done()
 
     def request(self, step: int, *, is_time: bool, is_asked: bool) -> None:
-        """Note that this step is to be saved, by `every_steps` or for one of the reasons; the same on all ranks."""
+        """Request a checkpoint of this step, by `every_steps` or for one of the reasons; the same on all ranks."""
         every = self._options.every_steps
         self._is_requested = self._is_requested or is_asked or is_time or (every is not None and step % every == 0)
 
@@ -188,7 +188,7 @@ class Saver:
             self.advance()
 
     def save_now(self, step: int, state: Callable[[], CheckpointState], metrics: Mapping[str, float]) -> bool:
-        """Save this step unless it is saved already, and wait for it; return whether it is saved. All ranks."""
+        """Save this step unless it has been saved, and wait for it; return whether it is saved. All ranks."""
         self.finish()
         if not self._world.decide(lambda: self.saved_step == step):
             self.start(step, state(), metrics)

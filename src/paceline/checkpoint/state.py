@@ -1,6 +1,6 @@
-"""What a checkpoint holds: `capture` collects it from a run, and the `restore_…` functions put it back.
+"""The state in a checkpoint: `capture` collects it from a run, and the `restore_…` functions put it back.
 
-A state is groups of named tensors, and nested plain values in which references stand for the tensors. How it is stored
+A state is groups of named tensors, and nested plain values in which references replace the tensors. How it is stored
 is in `files.py`. Nothing here depends on the number of ranks.
 """
 
@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.run import tensor_files
 
 REFERENCE = "tensor of"  # the only key of the dict that replaces a tensor in the values; part of the file format
-KEEP_MODEL = "keep the model, or begin a new run with --resume never"
+KEEP_MODEL = "keep the model, or start a new run with --resume never"
 KERNEL_OPTIONS = ("fused", "foreach", "capturable")  # optimizer options that depend on the device, not on the run
 
 Tensors = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ def capture(
 ) -> CheckpointState:
     """Return the current state. It refers to the model's own tensors and copies none.
 
-    All ranks, if the optimizer is sharded. Tensors that other ranks hold are then on the device "meta".
+    All ranks, if the optimizer is sharded. Tensors that other ranks own are then on the device "meta".
     """
     weights, aliases = split_aliases(model.state_dict())
     values: dict[str, Any] = {"aliases": aliases, "counters": counters}
@@ -84,7 +84,7 @@ def capture_own(
 
 
 def tracked_states(state: CheckpointState) -> dict[str, Any]:
-    """Return the state dicts that `capture_own` was given."""
+    """Return the state dicts that were passed to `capture_own`."""
     states: dict[str, Any] = _insert_tensors(state.values.get("tracked", {}), state.groups.get("tracked", {}))
     return states
 
@@ -106,7 +106,7 @@ def split_aliases(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common only if they are the same view of the same memory."""
+    """Return a key that two tensors share only if they are the same view of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -143,7 +143,7 @@ def _extract_tensors(tree: Any, tensors: Tensors) -> Any:
 
 
 def restore_weights(state: CheckpointState, model: torch.nn.Module, source: Path, advice: str = KEEP_MODEL) -> None:
-    """Load the weights into a model; raise a ConfigError that shows both sides where they do not fit."""
+    """Load the weights into a model; raise a ConfigError with the differences if they do not fit."""
     weights = _insert_tensors(state.values["weights"], state.groups.get("weights", {}))
     weights |= {name: weights[kept] for name, kept in state.values["aliases"].items()}
     load_fitting(model, weights, source, advice)
@@ -159,7 +159,7 @@ def load_fitting(model: torch.nn.Module, values: Mapping[str, Any], source: Path
 def _differences(model: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Describe where two state dicts differ in names or shapes: the first four differences."""
     problems = [f"the model has no {name}" for name in saved if name not in model]
-    problems += [f"no {name} is saved" for name in model if name not in saved]
+    problems += [f"{name} was not saved" for name in model if name not in saved]
     for name, value in saved.items():
         own = model.get(name)
         if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape != value.shape:
@@ -205,14 +205,14 @@ def _check_param_groups(saved: list[dict[str, Any]], current: list[dict[str, Any
     for group, own in zip(saved, current, strict=False):
         if group.keys() != own.keys() or len(group["params"]) != len(own["params"]):
             raise ConfigError(
-                f"{source} holds an optimizer with {_extra_keys(group, own)} over {len(group['params'])} parameters; "
-                f"the config's has {_extra_keys(own, group)} over {len(own['params'])}; "
-                "keep the optimizer, or begin a new run with --resume never"
+                f"{source} has an optimizer with {_extra_keys(group, own)} over {len(group['params'])} parameters; "
+                f"that of the config has {_extra_keys(own, group)} over {len(own['params'])}; "
+                "keep the optimizer, or start a new run with --resume never"
             )
     if len(saved) != len(current):
         raise ConfigError(
-            f"{source} holds an optimizer with {len(saved)} groups of parameters; the config's has {len(current)}; "
-            "keep the optimizer, or begin a new run with --resume never"
+            f"{source} has an optimizer with {len(saved)} parameter groups; that of the config has {len(current)}; "
+            "keep the optimizer, or start a new run with --resume never"
         )
 
 
@@ -233,14 +233,14 @@ def _match_strides(values: dict[str, Any], parameter: torch.Tensor) -> None:
 
 @torch.no_grad()
 def restore_loss(state: CheckpointState, loss: Any, source: Path) -> None:
-    """Load the buffers of a loss. Checkpoints of older versions and of losses without buffers hold none."""
+    """Load the buffers of a loss. Checkpoints of older versions and of losses without buffers have none."""
     saved: Tensors = _insert_tensors(state.values.get("loss", {}), state.groups.get("loss", {}))
     is_module = isinstance(loss, torch.nn.Module)
     own = {**dict(loss.named_parameters()), **dict(loss.named_buffers())} if is_module else {}
     if any(name not in own or own[name].shape != tensor.shape for name, tensor in saved.items()):
         raise ConfigError(
-            f"{source} holds {', '.join(saved)} of a loss, but loss_fn has no such buffers; "
-            "keep the loss, or begin a new run with --resume never"
+            f"{source} contains the buffers {', '.join(saved)} of a loss, but loss_fn does not have them; "
+            "keep the loss, or start a new run with --resume never"
         )
     for name, tensor in saved.items():
         own[name].copy_(tensor)

@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints: names, manifests, atomic publishing, verification and retention.
 
-A checkpoint is written into a hidden folder. Its manifest, which holds the size and checksum of every other file, is
+A checkpoint is written into a hidden folder. Its manifest, which lists the size and checksum of every other file, is
 written last; then the folder is renamed. So a checkpoint under its final name is complete, unless the disk has damaged
 it. Metrics that are measured later are added by a new manifest, which replaces the old one atomically.
 """
@@ -34,11 +34,11 @@ DAMAGED_PREFIX = "damaged-"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint cannot be used; the text is the reason, in one sentence."""
+    """A checkpoint cannot be used; the message is the reason."""
 
 
 class Identity(TypedDict, total=False):
-    """What determines the results of a run; it is compared when the run is resumed."""
+    """The settings that determine the results of a run; they are compared when the run is resumed."""
 
     config: dict[str, Any]
     config_sha256: str
@@ -91,7 +91,7 @@ def read_manifest(path: Path) -> Manifest:
     if sha256 != content_sha256(content):
         raise DamagedCheckpoint(f"{MANIFEST} has changed since it was written")
     if content.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{MANIFEST} has format {content.get('format')}, this version reads {FORMAT}")
+        raise DamagedCheckpoint(f"{MANIFEST} has format {content.get('format')}; this version reads {FORMAT}")
     try:
         return _manifest_adapter().validate_json(json.dumps(content))
     except ValidationError as error:
@@ -113,7 +113,7 @@ def verify(path: Path) -> Manifest:
             if size != file.size:
                 raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
             if tensor_files.sha256_of_file(path / file.name) != file.sha256:
-                raise DamagedCheckpoint(f"{file.name} has a different checksum than when it was written")
+                raise DamagedCheckpoint(f"{file.name} has a wrong checksum")
         except OSError as error:
             raise DamagedCheckpoint(f"{file.name} cannot be read: {error.strerror}") from None
     return manifest
@@ -162,7 +162,7 @@ class Store:
         if damaged := [*damaged, *(path.name for path in self.damaged_paths())]:
             raise CheckpointsDamaged(
                 f"none of the checkpoints in {self.folder} can be used: {', '.join(damaged)}; "
-                "begin a new run with --resume never, or resume from another checkpoint with --resume PATH"
+                "start a new run with --resume never, or resume from another checkpoint with --resume PATH"
             )
         return None
 
@@ -186,7 +186,7 @@ class Store:
                 if measured and not found.metrics:
                     self._replace_manifest(path, replace(found, metrics=measured))
                 return path
-        for file in written:  # by all ranks, perhaps on other machines
+        for file in written:  # by all ranks, possibly on other machines
             if (size := (partial / file.name).stat().st_size) != file.size:
                 raise OSError(f"{partial / file.name} has {size} bytes instead of {file.size}")
         manifest = Manifest(
@@ -214,7 +214,7 @@ class Store:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def leftovers(self) -> list[Path]:
-        """The folders that killed runs were writing or removing. Valid only while no process writes here."""
+        """The folders that killed runs were writing or removing. Correct only while no process writes here."""
         return [path for path in self._entries() if path.name.endswith(".partial")]
 
     def remove_leftovers(self) -> None:
@@ -223,7 +223,7 @@ class Store:
             shutil.rmtree(path, ignore_errors=True)
 
     def retain(self, keep: int, best: tuple[str, str] | None) -> None:
-        """Remove all checkpoints but the newest `keep` and the best. Call this after a new one is published."""
+        """Remove all checkpoints except the newest `keep` and the best. Call this after a new one is published."""
         kept = {*self.paths()[:keep]}
         if best is not None:
             kept.add(self.best(*best) or Path())

@@ -21,11 +21,11 @@ from paceline.engine.digest import sha256_of
 from paceline.run import tensor_files
 
 PICKLED = "paceline.rest"  # the metadata key of pickled values, in base64: extra states, tensors of other dtypes
-ADVICE = "give the model that was trained"
+ADVICE = "use the model that was trained"
 
 
 def save_weights(model: torch.nn.Module, path: Path) -> str:
-    """Write the weights to a file, which appears complete or not at all; return their SHA-256."""
+    """Write the weights to a file atomically; return their SHA-256."""
     values, metadata = split_aliases(model.state_dict())
     tensors = {name: value for name, value in values.items() if tensor_files.can_hold(value)}
     if others := {name: value for name, value in values.items() if name not in tensors}:

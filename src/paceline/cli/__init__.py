@@ -1,15 +1,17 @@
 """The command line: registers the commands, runs one of them, and is the only place that
 ends the process of a command.
 
-A command is a function in a module of this package and a line of `COMMANDS`; other packages add theirs by entry points
-(`extensions.py`). Commands import torch and most of Paceline inside their functions, so that help is shown fast.
+A command is a function in a module of this package and an entry in `COMMANDS`; other packages add commands by entry
+points (`extensions.py`). Commands import torch and most of Paceline inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,20 +58,20 @@ GROUPS = {
 
 
 def main() -> None:
-    """The entry point: runs a command, prints its errors in one line each, and exits with their code."""
+    """Run a command, print its errors on one line each, and exit with their code."""
     try:
         app()
     except PacelineError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print_error(problem)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended; the run itself is done
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited; the run itself is complete
         sys.stdout = None  # type: ignore[assignment]
         sys.exit(0)
 
 
 def _interruptible(command: Command) -> Command:
-    """The command with its paths checked before it runs, and with one line on Ctrl-C, where typer prints none."""
+    """Wrap a command: check its paths before it runs, and print one line on Ctrl-C, where typer prints none."""
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
@@ -83,7 +85,7 @@ def _interruptible(command: Command) -> Command:
 
 
 def _check_paths(arguments: Mapping[str, Any]) -> None:
-    """Refuse paths that no local file or folder can have, in all arguments of a command."""
+    """Reject arguments that cannot be the path of a local file or folder."""
     for name, value in arguments.items():
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and (problem := problem_with(path)):
@@ -92,7 +94,7 @@ def _check_paths(arguments: Mapping[str, Any]) -> None:
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"paceline {__version__}")
+        typer.echo(f"paceline {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -118,7 +120,7 @@ def _root(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The options of `paceline` itself."""
+    """Options of `paceline` without a command."""
 
 
 app = _app()

@@ -1,4 +1,4 @@
-"""Arguments that several commands share (CONFIG, overrides, run folders, lists of numbers), and how they are read."""
+"""Arguments that several commands share (CONFIG, overrides, run folders, lists of numbers), and their parsing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES = PACKAGE / "recipes"
 
 
 def _recipe_name(path: Path) -> str:
-    """The name of a recipe: that of the folder for its config.yaml, else that of the file."""
+    """The name of a recipe: its folder's name for a config.yaml, else the file's name."""
     return path.parent.name if path.stem == "config" else path.stem
 
 
@@ -28,10 +28,10 @@ RECIPE_CONFIGS = dict(sorted((_recipe_name(path), path) for path in RECIPES.glob
 
 CONFIG = typer.Argument(metavar="CONFIG", help=f"A config.yaml, or a recipe: {', '.join(RECIPE_CONFIGS)}.")
 Target = Annotated[str, CONFIG]
-Run = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; by default the newest in runs.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")]
+Run = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; by default the newest one in runs.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.")]
 Procs = Annotated[
-    str | None, typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1.")
+    str | None, typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, or 1.")
 ]
 
 
@@ -46,13 +46,13 @@ def find_config(target: str) -> Path:
 
 
 def hint(name: str, *others: str) -> str:
-    """The recipe, or other name, that is closest to a name; else all recipes."""
+    """A suggestion for an unknown name: the closest known name, or the list of recipes."""
     near = difflib.get_close_matches(name, [*RECIPE_CONFIGS, *others], n=1)
     return f"did you mean {near[0]}?" if near else f"recipes: {', '.join(RECIPE_CONFIGS)}"
 
 
 def build_config(target: str, overrides: list[str] | None, **options: Any) -> tuple[Config, Path]:
-    """The config of a command line, and the folder of its file."""
+    """The config that a command line describes, and the folder of its file."""
     from paceline import config, launch, trainer
 
     path = find_config(target)
@@ -65,13 +65,13 @@ def build_config(target: str, overrides: list[str] | None, **options: Any) -> tu
 
 
 def newest_run() -> Path:
-    """The run in `runs` that was started last; prints which one it is."""
+    """The run in `runs` that was started last; prints its path."""
     from paceline.run.layout import newest_run_below
 
     found = newest_run_below(Path("runs"))
     if found is None:
-        raise ConfigError("there is no run in runs; give a run folder")
-    typer.echo(printable(f"the newest run: {found}"), err=True)
+        raise ConfigError("the folder runs contains no run; give a run folder")
+    typer.echo(printable(f"using the newest run: {found}"), err=True)
     return found
 
 
@@ -90,7 +90,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--{option} {text} is not a list of numbers; write for instance --{option} 1,2,4") from None
+        raise ConfigError(f"--{option} {text} is not a list of numbers; write, for example, --{option} 1,2,4") from None
     if min(numbers) < 1:
-        raise ConfigError(f"--{option} {text} has a number below 1; use numbers from 1")
+        raise ConfigError(f"--{option} {text} contains a number below 1; use numbers of at least 1")
     return numbers

@@ -18,11 +18,11 @@ def bench(
     procs: Annotated[int, typer.Option(help="The number of processes.")] = 1,
     scaling: Annotated[
         str,
-        typer.Option(help="Also measure the hand-written loop and Paceline on these numbers of processes: 1,2,4."),
+        typer.Option(help="Also measure the hand-written loop and Paceline with 1,2,4 or other numbers of processes."),
     ] = "",
     steps: Annotated[int | None, typer.Option(help="Steps to measure; the default depends on the model.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each loop is measured; medians are shown.")] = 3,
-    workers: Annotated[int, typer.Option(help="DataLoader workers of each process.")] = 0,
+    rounds: Annotated[int, typer.Option(help="The number of measurements of each loop; medians are shown.")] = 3,
+    workers: Annotated[int, typer.Option(help="DataLoader workers per process.")] = 0,
     only: Annotated[str, typer.Option(help="The loops, such as hand-written,paceline; by default all.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
@@ -74,7 +74,8 @@ def _figures(row: dict[str, Any]) -> list[str]:
     if row["error"]:
         return ["", escape(row["error"])]
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"  # on a busy machine, more than loops differ
+    # On a busy machine, rounds differ more than loops do.
+    spread = f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"
     return ["yes" if row["has_ddp"] else "no", f"{row['us_per_step']:,.0f}", ratio, spread]
 
 

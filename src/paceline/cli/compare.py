@@ -16,7 +16,7 @@ def compare(
     target: Target,
     overrides: Overrides = None,
     procs: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4.")] = "1,2",
-    run_dir: Annotated[Path | None, typer.Option(help="The folder of all runs of the comparison.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The folder for all runs of the comparison.")] = None,
 ) -> None:
     """Compare plain training with DDP: time, loss and weights.
 

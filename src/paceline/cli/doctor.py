@@ -21,7 +21,7 @@ def doctor(
     target: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     procs: Annotated[str | None, typer.Option(help="The number of processes; by default at most 2.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only a JSON list.")] = False,
 ) -> None:
     """Check this machine and try one step of a config.
 
@@ -34,7 +34,7 @@ def doctor(
     if not is_main():
         return
     findings = []
-    with redirect_stdout(sys.stderr):  # what the user's functions print
+    with redirect_stdout(sys.stderr):  # the user's functions may print
         for finding in examine(path, overrides or [], procs, _report, prepare=launch.prepare):
             findings.append(finding)
             if not as_json:

@@ -19,10 +19,10 @@ GROUP = "paceline.commands"
 
 
 class ExtensibleGroup(AnsweringGroup):
-    """Our own commands, then those of entry points. A name of ours cannot be replaced."""
+    """Paceline's commands, followed by those of entry points, which cannot replace a command of Paceline."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands that can be loaded; each of the others is reported in one line on stderr."""
+        """The names of all commands that can be loaded; reports each other command in one line on stderr."""
         names = super().list_commands(ctx)
         for name in sorted(entry_points(group=GROUP).names - self.commands.keys()):
             try:
@@ -34,7 +34,7 @@ class ExtensibleGroup(AnsweringGroup):
         return names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name, None if there is none. Raises PacelineError if its entry point cannot be loaded."""
+        """The command with a name, or None. Raises PacelineError if its entry point cannot be loaded."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         return next(map(_load, entry_points(group=GROUP, name=cmd_name)), None)

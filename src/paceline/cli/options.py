@@ -1,7 +1,7 @@
-"""Keys of a config that are typed as options, such as `--num_epochs 5`, and names of other libraries: `--epochs 5`.
+"""Config keys that are typed as options, such as `--num_epochs 5`, and names of other libraries, such as `--epochs 5`.
 
-Each is replaced by the word or the option that it means before the command parses its arguments, or answered with the
-words to type.
+Each is replaced by the key or the option that it means before the command parses its arguments, or rejected with the
+words to type instead.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.formatting import printable
 
 UsageError: Any = typer.BadParameter.__base__  # of the click that typer uses, which may be typer's own copy
 
-KEYS = "[KEY=VALUE]..."  # the metavar of the argument that takes them
+KEYS = "[KEY=VALUE]..."  # the metavar of the argument that receives them
 OPTION = re.compile(r"--[A-Za-z]|-[A-Za-z][\w-]")  # also -lr, as argparse allows; not -1
 ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "0", "1")
 
-EXAMPLES = {  # values of options that are given without one
+EXAMPLES = {  # example values for options that are given without a value
     "resume": "auto", "procs": "2", "nodes": "2", "rendezvous": "HOST:29400", "launcher": "local", "run-dir": "runs/x",
 }  # fmt: skip
 
 
 class AnsweringGroup(TyperGroup):
-    """A group of commands that answers an option without a value with an example."""
+    """A group of commands whose error for an option without a value contains an example."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -44,12 +44,12 @@ class AnsweringGroup(TyperGroup):
             option = getattr(error, "option_name", None)
             example = EXAMPLES.get(str(option).lstrip("-"))
             if example and type(error).__name__ == "BadOptionUsage":
-                raise ConfigError(f"{option} has no value; write for instance {option} {example}") from None
+                raise ConfigError(f"{option} has no value; write, for example, {option} {example}") from None
             raise
 
 
 class ConfigCommand(TyperCommand):
-    """A command that takes keys of a config also as options."""
+    """A command that also accepts config keys as options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace the options that are keys or names of other libraries, then parse."""
@@ -60,7 +60,7 @@ class ConfigCommand(TyperCommand):
 
 
 class Typed(NamedTuple):
-    """An option that is not one of the command's own."""
+    """An option that the command does not define."""
 
     option: str  # as it was typed, without its value
     name: str  # without dashes at its beginning, with underscores
@@ -89,7 +89,7 @@ def translated(args: Sequence[str], own: Mapping[str, bool]) -> list[str]:
         lines += filter(None, [line])
         before, earlier = found.setdefault(key, (option, word))
         if earlier != word:
-            problems.append(f"{before} and {option} are both {key}; keep one of them")
+            problems.append(f"{before} and {option} both set {key}; keep one of them")
     if problems:
         raise ConfigError(problems)
     for line in lines if is_main() else ():
@@ -108,7 +108,7 @@ def _own_options(params: Sequence[Any]) -> dict[str, bool]:
 
 
 def _separated(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[Typed], list[str], dict[str, str]]:
-    """The options that are not a command's own, all other words, and the values of its own options."""
+    """The options that a command does not define, all other words, and the values of the options that it defines."""
     typed, rest, chosen = list[Typed](), list[str](), dict[str, str]()
     pending = list(args)
     while pending:
@@ -151,7 +151,7 @@ def _is_switch(name: str) -> bool:
 
 
 class Context:
-    """What the options of one command line mean, given its config and its other words."""
+    """Translates the options of one command line, given its config and its other words."""
 
     def __init__(self, own: Mapping[str, bool], words: Sequence[str], chosen: Mapping[str, str]) -> None:
         from paceline import config
@@ -193,7 +193,7 @@ class Context:
         takers = list(self._functions_with(name))
         if len(takers) == 1:
             word = f"{takers[0]}.{name}={text}"
-            return f"{takers[0]}.{name}", word, f"{option} is {quote(word)}"
+            return f"{takers[0]}.{name}", word, f"{option} means {quote(word)}"
         if takers:
             words = " ".join(quote(f"{taker}.{name}={text}") for taker in takers)
             raise ConfigError(f"{option} is an argument of model_fn and of dataset_fn; write {words}, or one of them")
@@ -202,7 +202,7 @@ class Context:
         raise ConfigError(f"{option.option} is not an option; {self._hint(name)}")
 
     def _as_word(self, option: Typed, value: Any, text: str, key: str, setting: Any, note: str) -> tuple[str, str, str]:
-        """An option of the command, or a word KEY=VALUE, for a setting."""
+        """Write a setting as an option of the command, or as KEY=VALUE."""
         from paceline.config import in_one_line
 
         text = text if setting == value else in_one_line(setting)
@@ -213,36 +213,38 @@ class Context:
         has_option = self.own.get(key, False)
         word = f"--{key.replace('_', '-')}={text}" if has_option else f"{key}={text}"
         shown = f"--{key.replace('_', '-')} {quote(text)}" if has_option else quote(word)
-        return key, word, f"{option} is {shown}" + (f", {note}" if note else "")
+        return key, word, f"{option} means {shown}" + (f", {note}" if note else "")
 
     def _functions_with(self, name: str) -> Iterator[str]:
-        """`model_args` and `dataset_args`, as far as the function takes an argument of this name."""
+        """`model_args` and `dataset_args`, if their function has an argument with this name."""
         for key in ("model", "dataset"):
-            if name in self._arguments_of(f"{key}_fn"):
+            if name in (self._arguments_of(f"{key}_fn") or ()):
                 yield f"{key}_args"
 
-    def _arguments_of(self, key: str) -> list[str]:
-        """The names of the arguments of a function of the config; none if it cannot be imported."""
+    def _arguments_of(self, key: str) -> list[str] | None:
+        """The names of the arguments of a function of the config; None if it cannot be imported or takes any."""
         from paceline.config.functions import FunctionNotFound, resolve
         from paceline.config.signatures import arguments_of
 
         name = self.given.get(key)
         if not isinstance(name, str):
-            return []
+            return None
         try:
-            return arguments_of(resolve(name, self.folder)) or []
+            return arguments_of(resolve(name, self.folder))
         except (ConfigError, FunctionNotFound):  # the command itself reports it
-            return []
+            return None
 
     def _hint(self, name: str) -> str:
-        """The option that is closest to a name, or where the options are listed."""
+        """A suggestion for an unknown option: the closest option, or the lists of options."""
         from paceline.config import Config
         from paceline.config.other_names import TABLE
 
         taken = {key: self._arguments_of(key) for key in ("model_fn", "dataset_fn")}
         others = [each for rows in TABLE.values() for row in rows for each in row.names]
-        for known in (self.own, Config.model_fields, *taken.values(), others):
+        for known in (self.own, Config.model_fields, *filter(None, taken.values()), others):
             if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
                 return f"did you mean --{near[0].replace('_', '-') if known is self.own else near[0]}?"
-        lists = [f"{key} takes {', '.join(names)}" for key, names in taken.items() if names]
-        return "; ".join(lists) or "add --help to see the options; docs/configuration.md lists the keys of a config"
+        lists = [
+            f"{key} accepts {', '.join(names) or 'no arguments'}" for key, names in taken.items() if names is not None
+        ]
+        return "; ".join(lists) or "use --help to list the options; docs/configuration.md lists the keys of a config"

@@ -1,4 +1,4 @@
-"""Output that commands share: tables and errors, and which process prints."""
+"""Tables and errors on the terminal, and the choice of the process that prints them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.formatting import printable
 
 
 def is_main() -> bool:
-    """Whether this process prints: of several that run the same command, only one does."""
+    """Whether this process prints; of several processes that run the same command, only one does."""
     from paceline.launch.environment import is_main_process
 
     return is_main_process()

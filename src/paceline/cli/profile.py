@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.tools.profile.facts import Profile
 
 Measure = Callable[[Iterable[float]], float]
-NAME_WIDTH = 60  # the names of kernels can have hundreds of characters
+NAME_WIDTH = 60  # names of kernels can be hundreds of characters long
 
 
 def profile(
@@ -30,15 +30,15 @@ def profile(
     overrides: Overrides = None,
     procs: Annotated[
         str | None,
-        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1."),
+        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, or 1."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="The number of steps to time, and then to trace.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="The number of steps to time; as many steps are then traced.")] = 10,
     run_dir: Annotated[
         Path | None, typer.Option(help="The run folder; by default runs/NAME/profile/DATE-TIME.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only a JSON object.")] = False,
 ) -> None:
-    """Show where the time of a step goes and what to change.
+    """Show where a step spends its time and what to change.
 
     Also writes traces for Perfetto. Example: paceline profile config.yaml --procs 4 --steps 10
     """
@@ -58,18 +58,18 @@ def profile(
 
 
 def show(found: Profile, advice: list[str]) -> None:
-    """Print the phases of a step, the operators that take most time, and the advice."""
+    """Print the phases of a step, the operators with the longest total time, and the advice."""
     steps = f"steps: {found.steps}, {fmean(found.step_ms):,.2f} ms each"
     typer.echo(f"{ranks_text(found.ranks)} on {found.device}, {steps}\n")
     show_table(_phases(found))
     if found.device == "cuda":
-        typer.echo(f" (hosts wait {fmean(found.data_ms):,.2f} ms a step for data)")
+        typer.echo(f" (the CPU waits {fmean(found.data_ms):,.2f} ms per step for data)")
     typer.echo()
     show_table(_operators(found))
     typer.echo()
     for sentence in advice:
         typer.echo(f"→ {sentence}")
-    typer.echo(f"\ntraces, for Perfetto: {Path(found.traces[0]).with_name('rank-*.json.gz')}")
+    typer.echo(f"\ntraces for Perfetto: {Path(found.traces[0]).with_name('rank-*.json.gz')}")
 
 
 def _phases(found: Profile) -> Table:

@@ -1,4 +1,4 @@
-"""`paceline init`, `schema`, `data get` and `model get`: a new project, help for its editor, its data and its model."""
+"""`paceline init`, `schema`, `data get` and `model get`: a new project, its JSON schema, its data and its model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MANAGED = [TEMPLATES / "project", TEMPLATES / "managed"]
 
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create.")],
-    managed: Annotated[bool, typer.Option("--managed", help="With the managed loop, without train.py.")] = False,
+    managed: Annotated[bool, typer.Option("--managed", help="Use the managed loop, without train.py.")] = False,
     recipe: Annotated[str | None, typer.Option(help=f"Copy a recipe: {', '.join(RECIPE_CONFIGS)}.")] = None,
 ) -> None:
-    """Create a project folder that runs as it is.
+    """Create a project folder that is ready to train.
 
     Writes model_fn.py, dataset_fn.py, train.py (your loop), main.py, config.yaml with a schema for editors, train.slurm
-    and a little data.
+    and a small data set.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not an empty folder; choose another name")
+        raise ConfigError(f"{folder} already exists and is not an empty folder; choose another name")
     if recipe is not None and recipe not in RECIPE_CONFIGS:
-        raise ConfigError(f"--recipe {recipe} is not known; {hint(recipe)}")
+        raise ConfigError(f"--recipe {recipe} is unknown; {hint(recipe)}")
     if recipe is not None and managed:
         raise ConfigError(f"--managed and --recipe {recipe} are both given; keep one of them")
     if recipe is not None:
@@ -43,7 +43,7 @@ def init(
         _copy(MANAGED if managed else OWN_LOOP, folder)
         _rename(folder)
     _add_schema(folder)
-    typer.echo(f"{folder} is ready. Try next:")
+    typer.echo(f"{folder} is ready. Next:")
     for line in _commands(folder, recipe):
         typer.echo(f"  {line}")
 
@@ -55,7 +55,7 @@ def _copy(sources: list[Path], folder: Path, *left_out: str) -> None:
 
 
 def _rename(folder: Path) -> None:
-    """Replace the template's name by that of the folder, in the two files that name the run."""
+    """Replace the template's name with the folder's name in the two files that name the run."""
     from paceline.config.yaml import dump_yaml
 
     name = re.sub(r"[^\w.-]+", "-", folder.resolve().name)
@@ -68,7 +68,7 @@ def _rename(folder: Path) -> None:
 
 
 def _add_schema(folder: Path) -> None:
-    """Write the JSON schema of config.yaml beside it, and the line by which editors find it."""
+    """Write the JSON schema of config.yaml beside it, and add a line with its path for editors."""
     (folder / SCHEMA).write_text(_schema_text(), encoding="utf-8")
     config = folder / "config.yaml"
     text = config.read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def _add_schema(folder: Path) -> None:
 def schema() -> None:
     """Print the JSON schema of config.yaml.
 
-    Editors complete and check keys with it. Example: paceline schema > config.schema.json
+    Editors use it to complete and check keys. Example: paceline schema > config.schema.json
     """
     typer.echo(_schema_text(), nl=False)
 
@@ -94,7 +94,7 @@ def _commands(folder: Path, recipe: str | None) -> list[str]:
     there = f"cd {quote(str(folder))} && "
     if recipe is None:
         return [f"{there}python main.py", f"{there}paceline train config.yaml num_epochs=5"]
-    about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # ends with the shell commands
+    about = RECIPE_CONFIGS[recipe].read_text(encoding="utf-8").partition("\n")[0]  # its end lists the shell commands
     *before, train = re.findall(r"`(paceline [^`]+)`", about)
     train = train.replace(f"train {recipe}", "train config.yaml", 1)
     return [*before, f"{there}{train} num_epochs=5"]
@@ -109,7 +109,7 @@ def get_data(
 ) -> None:
     """Download a data set, or copy it from a folder.
 
-    Complete files are kept, an interrupted download is resumed, and checksums are verified.
+    Keeps complete files, resumes an interrupted download, and verifies checksums.
     """
     from paceline.hub import download
 
@@ -118,12 +118,12 @@ def get_data(
 
 
 def get_model(
-    name: Annotated[str, typer.Argument(help="Its name on the hub, such as google-bert/bert-base-uncased.")],
+    name: Annotated[str, typer.Argument(help="The model's name on the hub, such as google-bert/bert-base-uncased.")],
     to: Annotated[Path | None, typer.Option(help="The folder; by default $PACELINE_HOME/models/NAME.")] = None,
 ) -> None:
     """Download a pretrained model, or resume its download.
 
-    Complete files are kept.
+    Keeps complete files.
     """
     from paceline import models
 

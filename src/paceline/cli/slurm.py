@@ -20,21 +20,21 @@ def submit(
     target: Target,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="The number of nodes.", min=1)] = 1,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of each node.")] = None,
-    procs: Annotated[str | None, typer.Option(help="Processes on each node; by default one per GPU, else 1.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs per node.")] = None,
+    procs: Annotated[str | None, typer.Option(help="Processes per node; by default one per GPU, or 1.")] = None,
     time: Annotated[str | None, typer.Option(help="The time limit of the job, such as 4:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="The partition; by default Slurm's.")] = None,
-    notice: Annotated[int, typer.Option(help="Save this many seconds before the time limit.")] = 120,
-    max_requeues: Annotated[int, typer.Option(help="How often the job may be requeued.")] = 100,
+    partition: Annotated[str | None, typer.Option(help="The partition; by default the cluster's default.")] = None,
+    notice: Annotated[int, typer.Option(help="The run saves this many seconds before the time limit.")] = 120,
+    max_requeues: Annotated[int, typer.Option(help="The maximum number of requeues.")] = 100,
     sbatch: Annotated[
-        list[str] | None, typer.Option(help="Another option of sbatch, such as --sbatch=--account=lab.")
+        list[str] | None, typer.Option(help="A further option of sbatch, such as --sbatch=--account=lab.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the job script and submit nothing.")] = False,
 ) -> None:
-    """Train as a Slurm job that saves and requeues itself.
+    """Submit a Slurm job that saves and requeues itself.
 
-    The run saves before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
+    The job saves a checkpoint before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
     from paceline import config
     from paceline.run.layout import RunFolder
@@ -51,7 +51,7 @@ def submit(
     words = [str(path.resolve()), *(overrides or [])]
     wanted = run_dir or built.run_dir
     shown = wanted or Path("runs") / built.name / "DATE-TIME"
-    text = script(request, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is made
+    text = script(request, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is created
     if dry_run:
         typer.echo(text, nl=False)
         return
@@ -74,7 +74,7 @@ def status(run: Run = None) -> None:
 def watch(run: Run = None) -> None:
     """Show the live view of a run that was started elsewhere.
 
-    It may run in another terminal, on another host, or as a Slurm job.
+    The run may be in another terminal, on another host, or in a Slurm job.
     """
     from paceline.observe.screen.follower import show
 
@@ -96,8 +96,8 @@ def logs(
 
     folder = find_run(run or newest_run())
     path = find_log(folder, rank)
-    if path.stat().st_size == 0:  # ranks of the managed loop print nothing themselves
-        typer.echo(f"{path} is empty: nothing was printed so far", err=True)
+    if path.stat().st_size == 0:  # the managed loop itself prints nothing in the ranks
+        typer.echo(f"{path} is empty: nothing has been printed yet", err=True)
         if rank is None:
             replay(folder)
     try:
@@ -118,14 +118,14 @@ def _print_file(path: Path, *, follow: bool) -> None:
 def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a submitted run.")]) -> None:
     """Cancel the Slurm job of a run; the run saves first.
 
-    `paceline submit … --run-dir RUN` continues it.
+    Resume the run with `paceline submit … --run-dir RUN`.
     """
     from paceline.tools.submit import cancel as cancel_job
     from paceline.tools.submit import job_of
 
     job = job_of(find_run(run))
     if job is None:
-        raise ConfigError(f"{run} was not submitted; end it with Ctrl-C or SIGTERM where it was started")
+        raise ConfigError(f"{run} is not a Slurm job; stop it with Ctrl-C or SIGTERM where it was started")
     cancel_job(job)
     again = f"paceline submit … --run-dir {quote(str(run))}"
-    typer.echo(printable(f"job {job} ends when the run has saved; resume it with {again}"))
+    typer.echo(printable(f"job {job} ends as soon as the run has saved; resume the run with {again}"))

@@ -16,7 +16,7 @@ from paceline.system.signals import requests_deferred
 if TYPE_CHECKING:
     from paceline.results.result import Result
 
-# Overrides that the command suggested after a run changes or leaves out.
+# Overrides that `next_steps` does not repeat, because the suggested command sets them itself or needs none.
 NOT_REPEATED = ("num_epochs", "procs", "nodes", "rendezvous", "run_dir", "resume")
 
 
@@ -24,23 +24,23 @@ def train(
     target: Target,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optimizer.lr=3e-4."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as optimizer.lr=3e-4."),
     ] = None,
     procs: Annotated[
         str | None,
-        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, else 1."),
+        typer.Option(help="The number of processes, or a range such as 1:4; by default one per GPU, or 1."),
     ] = None,
     nodes: Annotated[
         str | None, typer.Option(help="The number of hosts, or a range; run the same command on each host.")
     ] = None,
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="One of the hosts, and a free port on it.")
+        str | None, typer.Option(metavar="HOST:PORT", help="The address of one of the hosts, and a free port on it.")
     ] = None,
-    launcher: Annotated[str | None, typer.Option(help="local, torchrun, slurm or ray; by default detected.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local, torchrun, slurm or ray; detected by default.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="auto (the unfinished run, if any), never, a run folder or a checkpoint."),
+        typer.Option(help="auto (resume an unfinished run, if there is one), never, a run folder or a checkpoint."),
     ] = None,
 ) -> None:
     """Train the model that a config describes.
@@ -76,11 +76,11 @@ def next_steps(result: Result, target: str, overrides: Sequence[str], *, can_eva
 
     words = [target, *(word for word in overrides if word.partition("=")[0] not in NOT_REPEATED)]
     folder = quote(str(result.run_dir))
-    lines = [f"paceline train {' '.join(map(quote, words))} --procs 1 num_epochs=2     # other processes, other values"]
+    lines = [f"paceline train {' '.join(map(quote, words))} --procs 1 num_epochs=2     # change processes and keys"]
     if result.metrics and can_evaluate:
         lines.append(f"paceline evaluate {folder}")
     if any(RunFolder(result.run_dir).tensorboard.glob("*")):
-        lines.append(f"paceline board {folder}     # curves, in TensorBoard")
+        lines.append(f"paceline board {folder}     # curves in TensorBoard")
     if find_config(target) in RECIPE_CONFIGS.values():
-        lines.append("paceline init mylab     # a folder of your own")
+        lines.append("paceline init mylab     # your own project")
     return lines

@@ -31,13 +31,13 @@ Data = Annotated[
     Path | None,
     typer.Option(resolve_path=True, help="A CSV or Parquet file; by default the run's validation data."),
 ]
-Procs = Annotated[int | None, typer.Option(min=1, help="The number of processes; by default as in training.")]
+Procs = Annotated[int | None, typer.Option(min=1, help="The number of processes; by default that of training.")]
 Extra = Annotated[
     Path | None,
-    typer.Option("--config", help="A config whose keys replace those of the run, such as its functions."),
+    typer.Option("--config", help="A config whose keys override those of the run, such as its functions."),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Execute the functions of a run that another user trained or that was moved.")
+    bool, typer.Option("--trust", help="Execute the code of a run that another user trained or that was moved.")
 ]
 
 
@@ -48,11 +48,11 @@ def evaluate(
     procs: Procs = None,
     config: Extra = None,
     trust: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only a JSON object.")] = False,
 ) -> None:
     """Measure the loss and metrics of a trained model.
 
-    They are the same on any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
+    The values are the same for any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
     """
     with redirect_stdout(sys.stderr):  # the user's functions may print
         run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
@@ -77,9 +77,9 @@ def predict(
     config: Extra = None,
     trust: Trust = False,
 ) -> None:
-    """Write the predictions of a trained model as a table.
+    """Write a table with a prediction for each sample.
 
-    The rows are in the order of the data set. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
+    The rows have the order of the data set. Example: paceline predict runs/NAME/DATE-TIME --out preds.csv
     """
     from paceline.results import tables
 
@@ -118,13 +118,13 @@ def export(
         _check_trust(run_dir, config, trust=trust)
         run = load(run_dir, checkpoint, config, trust=True)
         write_export(run, format, to, data, on_progress=lambda text: typer.echo(f"{text} …", err=True))
-    typer.echo(f"{to}: {format}, weights: {run.origin}; compared with the trained model, see {to / 'README.md'}")
+    typer.echo(f"{to}: {format}, weights: {run.origin}; {to / 'README.md'} describes how it was verified")
 
 
 def checkpoints(run_dir: Run) -> None:
     """List the checkpoints of a run.
 
-    Shows the step, size and metrics of each, and whether it can be used.
+    Shows the step, size and metrics of each checkpoint, and whether it can be used.
     """
     from paceline.checkpoint.store import DamagedCheckpoint, Store, verify
     from paceline.formatting import size_text
@@ -132,7 +132,7 @@ def checkpoints(run_dir: Run) -> None:
 
     folder = RunFolder(run_dir)
     if not folder.config.exists():
-        raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
+        raise ConfigError(f"{run_dir} is not a run folder; give one, such as runs/NAME/DATE-TIME")
     table = Table("checkpoint", "size", "saved", "metrics", "state", box=None)
     store, measured = Store(folder.checkpoints), _measured_in(folder)
     for path in (*store.paths(), *store.damaged_paths()):
@@ -153,7 +153,7 @@ def checkpoints(run_dir: Run) -> None:
 
 
 def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """The metrics of each step that ended an epoch, for checkpoints that were saved before their evaluation."""
+    """The metrics at each step that ended an epoch, for checkpoints that were saved before the evaluation."""
     from paceline.observe.events import read
 
     epochs = (event for event in read(folder.events) if event["event"] == "epoch") if folder.events.exists() else ()
@@ -166,7 +166,7 @@ def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:
 def _load(
     run_dir: Path, checkpoint: str | None, data: Path | None, procs: int | None, config: Path | None, *, trust: bool
 ) -> Any:
-    """The run in a folder. While torch and its functions are imported here, another process imports them for ranks."""
+    """Load the run in a folder. While this process imports torch and the functions, another imports them for ranks."""
     from paceline import launch
     from paceline.config import read_yaml
     from paceline.run.layout import RunFolder

@@ -29,34 +29,34 @@ def tune(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to change.",
+            help="Keys to search, such as optimizer.lr=log:1e-4:1e-1 or batch_size={32,64}, and keys to set.",
         ),
     ] = None,
     trials: Annotated[int, typer.Option(help="The total number of trials in the study.")] = 20,
-    parallel: Annotated[int, typer.Option(help="Trials at the same time; they share the GPUs, or the cores.")] = 1,
-    procs: Annotated[str | None, typer.Option(help="The number of processes of a trial.")] = None,
+    parallel: Annotated[int, typer.Option(help="The number of parallel trials; they share the GPUs or cores.")] = 1,
+    procs: Annotated[str | None, typer.Option(help="The number of processes per trial.")] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="The metric to optimize, such as accuracy; by default that of checkpoint.best, else val_loss."
+            help="The metric to optimize, such as accuracy; by default the metric of checkpoint.best, or val_loss."
         ),
     ] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; needed only for metrics of your own.")] = None,
-    study: Annotated[str | None, typer.Option(help="The name of the study; by default the config's.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; required only for custom metrics.")] = None,
+    study: Annotated[str | None, typer.Option(help="The name of the study; by default the config's name.")] = None,
     storage: Annotated[
-        str | None, typer.Option(help="The URL of Optuna's database; by default study.db in the folder of the study.")
+        str | None, typer.Option(help="The URL of Optuna's database; by default study.db in the study's folder.")
     ] = None,
-    sampler: Annotated[str, typer.Option(help="How Optuna chooses values: tpe or random.")] = "tpe",
+    sampler: Annotated[str, typer.Option(help="Optuna's sampler: tpe or random.")] = "tpe",
     pruner: Annotated[
-        str, typer.Option(help="The rule that ends bad trials early: median, hyperband or none.")
+        str, typer.Option(help="Optuna's pruner, which stops poor trials early: median, hyperband or none.")
     ] = "median",
-    seed: Annotated[int | None, typer.Option(help="The seed of the sampler; by default the config's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of the sampler; by default the config's seed.")] = None,
     engine: Annotated[
-        str, typer.Option(help="optuna runs the trials on this machine, ray on a Ray cluster.")
+        str, typer.Option(help="Where trials run: optuna (on this machine) or ray (on a Ray cluster).")
     ] = "optuna",
     run_dir: Annotated[Path | None, typer.Option(help="The folder of the study; by default runs/NAME-tune.")] = None,
 ) -> None:
-    """Search for good hyperparameters in many runs.
+    """Search for good hyperparameters with many runs.
 
     Example: paceline tune config.yaml --trials 20 optimizer.lr=log:1e-4:1e-1
     """

@@ -1,4 +1,4 @@
-"""`paceline board` and `report`: runs as curves, in TensorBoard and on an HTML page."""
+"""`paceline board` and `report`: the curves of runs in TensorBoard and on an HTML page."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from paceline.formatting import printable
 
 def board(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them; by default runs.")
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders, or folders with runs in them; by default runs."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="The port; by default the first free one from 6006; 0 for any."),
+        typer.Option(min=0, max=65535, help="The port; by default the first free port from 6006; 0 for any free port."),
     ] = None,
 ) -> None:
-    """Open TensorBoard on runs.
+    """Show runs in TensorBoard.
 
-    Only this machine can connect to it. Example: paceline board runs/mnist runs/tabular
+    The server accepts connections from this machine only. Example: paceline board runs/mnist runs/tabular
     """
     from paceline.tools.board import serve
 
@@ -33,13 +34,15 @@ def board(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Run folders; several are compared; by default the newest in runs."),
+        typer.Argument(
+            metavar="[RUN]...", help="Run folders; several are compared; by default the newest one in runs."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write an HTML report of one or more runs.
 
-    The page is one file that needs no network. Example: paceline report runs/NAME/DATE-TIME --out report.html
+    The page is one file and works offline. Example: paceline report runs/NAME/DATE-TIME --out report.html
     """
     from paceline.run.atomic_files import write_text
     from paceline.tools.report.facts import facts_of_all
@@ -53,16 +56,16 @@ def report(
         write_text(out, page)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; choose another file") from None
-    typer.echo(f"{out}: {len(page) / 1e6:.1f} MB; open it in a browser, no network is needed")
+    typer.echo(f"{out}: {len(page) / 1e6:.1f} MB; open it in a browser (works offline)")
 
 
 def _runs_among(paths: list[Path]) -> list[Path]:
-    """The folders that hold runs. Others, which `runs/NAME/*` may match too, are listed in one line and left out."""
+    """The folders that contain runs. Prints in one line the others that it skips, which `runs/NAME/*` may match too."""
     from paceline.run.layout import RunFolder
 
     others = [path for path in paths if path.exists() and not RunFolder(path).holds_run()]
     if len(others) == len(paths):
         find_run(paths[0])  # raises
     if others:
-        typer.echo(printable(f"left out, no run folder: {', '.join(map(str, others))}"), err=True)
+        typer.echo(printable(f"skipped, not a run folder: {', '.join(map(str, others))}"), err=True)
     return [find_run(path).path for path in paths if path not in others]

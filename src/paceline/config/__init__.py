@@ -1,6 +1,6 @@
-"""The typed config: everything a user can set, from YAML, the command line or Python.
+"""The typed config: all settings of a user, from YAML, the command line or Python.
 
-Reports all mistakes of a config at once. Must not know torch, devices, processes or the environment.
+Reports all mistakes of a config at once. Must not depend on torch, devices, processes or the environment.
 """
 
 from paceline.config.answers import answers_to

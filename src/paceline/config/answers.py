@@ -1,4 +1,4 @@
-"""What to write instead of a key or a value of another library, in Python, in a config or on the command line."""
+"""Suggests the replacement of a key or a value of another library, in Python, in a config or on the command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.config.other_names import REMOVE, TABLE, VALUES, Row
 from paceline.config.written import COMMAND_LINE, OPEN, Origin, leaves, written
 from paceline.config.yaml import parse
 
-VALUE = "VALUE"  # stands for the user's value in the table
-LONGEST = 60  # characters of a value that is repeated in an answer
-Path = tuple[str, ...]  # the keys that lead to a value
+VALUE = "VALUE"  # placeholder of the user's value in the table
+LONGEST = 60  # maximum number of characters of a value that is repeated in an answer
+Path = tuple[str, ...]  # the keys from the root to a value
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Answer:
 
     path: Path
     value: Any
-    key: str  # what it is called here; empty if there is no such key
+    key: str  # its name in Paceline; empty if there is none
     words: dict[Path, Any]
-    usual: frozenset[Path] = frozenset()  # those of the words that give way to what the user has chosen
+    usual: frozenset[Path] = frozenset()  # the words that are overridden by the user's choices
     note: str = ""
-    times: str = ""  # the key of the number by which the user's value is multiplied
+    times: str = ""  # the key of the factor for the user's value
 
     @property
     def chosen(self) -> dict[Path, Any]:
-        """The words that follow from the user's value."""
+        """The words that are derived from the user's value."""
         return {path: value for path, value in self.words.items() if path not in self.usual}
 
     @property
@@ -46,9 +46,9 @@ class Answer:
 
 
 def answers_to(unknown: Mapping[Path, Any], given: Mapping[str, Any], origin: Origin) -> dict[Path, str]:
-    """A sentence for each unknown key that the table has; keys of one section, typed in one place, share a sentence.
+    """A sentence for each unknown key in the table; keys of one section, typed in one place, share a sentence.
 
-    The words to write include what is given in the same section, as they replace it.
+    The words to write include the given keys of the same section, because they replace the section.
     """
     found = [answer for path, value in unknown.items() if (answer := _answer_to(path, value))]
     known = dict(chain.from_iterable(answer.chosen.items() for answer in found)) | dict(_flat(given))
@@ -65,18 +65,18 @@ def answers_to(unknown: Mapping[Path, Any], given: Mapping[str, Any], origin: Or
 
 
 def advice_on_value(key: str, value: Any, given: Mapping[str, Any], origin: Origin) -> str | None:
-    """The rest of a sentence about a value that only other libraries have; None if the table does not have it."""
+    """The rest of a sentence about a value that only other libraries have; None if the table does not contain it."""
     write, note = ("", "") if value is None else template(Row(values=VALUES.get(key, {})), value)
     if not write and not note:
         return None
     path = tuple(key.split("."))
     answer = Answer(path, value, key, dict(leaves(settings(write, value))), note=note.replace(VALUE, _text(value)))
     kept = {at: inner for at, inner in _flat(given) if at[: len(path)] != path}
-    return f"is not a value here; {_advice([answer], kept, origin.of(key))}"
+    return f"is not a value of Paceline; {_advice([answer], kept, origin.of(key))}"
 
 
 def advice_on_key(name: str, value: Any, given: Mapping[str, Any]) -> str | None:
-    """The rest of a sentence about a name and a value on the command line; None if the table does not have the name."""
+    """The rest of a sentence about a name and a value on the command line; None if the name is not in the table."""
     if (answer := _answer_to((name,), value)) is None:
         return None
     kept = dict(_flat(given))
@@ -84,9 +84,9 @@ def advice_on_key(name: str, value: Any, given: Mapping[str, Any]) -> str | None
 
 
 def setting_of(name: str, value: Any, given: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """The key that a name of another library means without a condition, its value here, and a note; else None.
+    """The key that a name of another library means unconditionally, its value in Paceline, and a note; else None.
 
-    None also if the name means several settings, or if the user's value is lost or not enough.
+    None also if the name means several settings, or if the user's value is not used or not sufficient.
     """
     known = dict(_flat(given))
     found = [_one_setting(row, name, value, known) for row in rows_of(name)]
@@ -97,7 +97,7 @@ def _one_setting(row: Row, name: str, value: Any, known: Mapping[Path, Any]) -> 
     write, _ = template(row, value)
     answer = _multiplied(_answer_by(row, (name,), value), known)
     is_condition = answer.note.startswith("if ") and (not row.unless or (row.unless,) in known)
-    if is_condition or (row.times and answer.times):  # the number by which the value is multiplied is not known
+    if is_condition or (row.times and answer.times):  # the factor for the value is unknown
         return None
     words = [(path, word) for path, word in answer.words.items() if path not in answer.usual or path not in known]
     patterns = dict(leaves(settings(write))) if write else {}
@@ -110,13 +110,13 @@ def _one_setting(row: Row, name: str, value: Any, known: Mapping[Path, Any]) -> 
 
 
 def is_switch(name: str) -> bool:
-    """Whether a name of another library is given without a value, as `--fp16` is."""
+    """Whether a name of another library has no value, such as `--fp16`."""
     rows = rows_of(name)
     return bool(rows) and not any(VALUE in row.write for row in rows)
 
 
 def _answer_to(path: Path, value: Any) -> Answer | None:
-    """The answer to an unknown key; None if the table does not have it."""
+    """The answer to an unknown key; None if the key is not in the table."""
     *sections, name = path
     rows = [row for row in rows_of(name) if key_of(row.write) != ".".join(path)]
     rows.sort(key=lambda row: not key_of(row.write).startswith(".".join((*sections, ""))))  # of the same section first
@@ -138,7 +138,7 @@ def _answer_by(row: Row, path: Path, value: Any) -> Answer:
 
 
 def _renamed(section: str, values: Mapping[Any, Any]) -> Iterator[tuple[Path, Any]]:
-    """The values of a section of another library by the paths that they have here."""
+    """The values of a section of another library by their paths in Paceline."""
     for name, value in values.items():
         path = (section, str(name))
         inner = _answer_to(path, value)
@@ -152,7 +152,7 @@ def _renamed(section: str, values: Mapping[Any, Any]) -> Iterator[tuple[Path, An
 
 
 def _multiplied(answer: Answer, known: Mapping[Path, Any]) -> Answer:
-    """The answer with the user's value multiplied by the number that it depends on, if that is known."""
+    """The answer with the user's value multiplied by its factor, if that is known."""
     number = str(known.get((answer.times,), ""))
     if not number.isdigit() or ("nodes",) in known or not isinstance(answer.value, int):
         return answer
@@ -166,10 +166,10 @@ def _sentence(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> st
 
 
 def _what(answers: list[Answer]) -> str:
-    """What all these are here."""
+    """The names of these keys in Paceline, as a phrase."""
     keys = list(dict.fromkeys(answer.key for answer in answers if answer.key))
     verb = "is" if len(answers) == 1 else "are"
-    return f"{verb} called {', '.join(keys)} here" if keys else f"{verb} not a key here"
+    return f"{verb} called {', '.join(keys)} in Paceline" if keys else f"{verb} not a key of Paceline"
 
 
 def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
@@ -181,7 +181,7 @@ def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
     values = {} if place == COMMAND_LINE else dict(same)
     for answer in answers:
         values |= {at: value for at, value in answer.words.items() if at not in answer.usual or at not in same}
-    if place == COMMAND_LINE and not values | chosen:  # all of them are given already
+    if place == COMMAND_LINE and not values | chosen:  # all of them are already given
         values = answers[0].words
     tree = _tree((values | chosen).items())
     if isinstance(metrics := kept.get(("metrics",)), (str, list, tuple)) and isinstance(tree.get("metrics"), str):
@@ -192,7 +192,7 @@ def _advice(answers: list[Answer], kept: Mapping[Path, Any], place: str) -> str:
 
 
 def _flat(given: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The user's settings by their paths, with the names of sections that are given by name alone."""
+    """The user's settings by their paths, with the names of sections that are given only by name."""
     sections = {key: {"name": value} if key in NAMED_SECTIONS and isinstance(value, str) else value
         for key, value in given.items()}  # fmt: skip
     return ((path, _shown(value)) for path, value in leaves(sections))
@@ -221,13 +221,13 @@ def rows_of(name: str) -> list[Row]:
 
 
 def key_of(write: str) -> str:
-    """The key in a piece of YAML, such as optimizer.lr: the one that gets the user's value, else the first one."""
+    """The key in a piece of YAML, such as optimizer.lr: the key with the user's value, or the first key."""
     found = sorted(leaves(settings(write)), key=lambda leaf: VALUE not in str(leaf[1]))
     return ".".join(found[0][0]) if found else ""
 
 
 def template(row: Row, value: Any) -> tuple[str, str]:
-    """The YAML to write instead of giving this value under one of the row's names, and a note about it."""
+    """The YAML to write instead of this value under one of the row's names, and a note about it."""
     if value is None:
         return "", REMOVE
     special = next((row.values[kind] for kind in _kinds(value) if kind in row.values), None)
@@ -244,7 +244,7 @@ def settings(write: str, value: Any = VALUE) -> dict[str, Any]:
 
 
 def _kinds(value: Any) -> list[str]:
-    """What the advice about a value is looked up by: the value in lower case, then what kind of value it is."""
+    """The keys to look up the advice about a value: the value in lower case, then its kinds."""
     if isinstance(value, (list, tuple)):
         is_one_name = len(value) == 1 and isinstance(value[0], str)
         return _kinds(value[0]) if is_one_name else ["list"] if value else ["none"]
@@ -263,7 +263,7 @@ def _kinds(value: Any) -> list[str]:
 
 
 def _filled(tree: Any, value: Any, key: str = "") -> Any:
-    """The settings with the user's value; an ellipsis where a function is needed and the value does not name one."""
+    """The settings with the user's value; an ellipsis if a function is needed and the value is not the name of one."""
     if isinstance(tree, dict):
         return {each.replace(VALUE, str(value)): _filled(inner, value, each) for each, inner in tree.items()}
     if isinstance(tree, list):
@@ -277,7 +277,7 @@ def _filled(tree: Any, value: Any, key: str = "") -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A short simple value, or a list or section of such; an ellipsis for any other."""
+    """A short simple value, or a list or section of short values; an ellipsis for any other value."""
     if isinstance(value, Mapping):
         return {str(key): _shown(inner) for key, inner in value.items()}
     parts = value if isinstance(value, (list, tuple)) else [value]

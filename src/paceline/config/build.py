@@ -33,7 +33,7 @@ def build(
     relative to it. `overridden` are the keys of the command line. `checks` find further problems once the functions are
     imported.
     """
-    # A known key without a value keeps its default; an unknown key without a value is still a mistake.
+    # A known key without a value keeps its default; an unknown key without a value is an error.
     values = {str(k): value for k, value in raw.items() if value is not None or k not in Config.model_fields}
     config, problems = _validated(values, Origin(PYTHON if folder is None else FILE, tuple(overridden)))
     if config.folder is not None:
@@ -56,7 +56,7 @@ def build(
 
 
 def _validated(values: dict[str, Any], origin: Origin) -> tuple[Config, list[str]]:
-    """The config and its problems; keys with an invalid value have their default, so that all others are checked."""
+    """The config and its problems; keys with an invalid value have their default, so that the others are checked."""
     invalid, problems = set[str](), list[str]()
     try:
         config = Config.model_validate(values)
@@ -69,17 +69,17 @@ def _validated(values: dict[str, Any], origin: Origin) -> tuple[Config, list[str
 
 
 def override(raw: dict[str, Any], assignments: Iterable[str]) -> list[str]:
-    """Apply `key=value` and `key.inner=value` from the command line, and return the keys; values are read as YAML.
+    """Apply `key=value` and `key.inner=value` from the command line, and return the keys; values are parsed as YAML.
 
     A name alone, as in `optimizer=sgd`, keeps the other options of the section.
-    A table that exists in the working folder, which the user sees while typing, precedes one in the config's folder.
+    A table that exists in the working folder has precedence over a table in the config's folder.
     """
     problems, keys = [], []
     for assignment in assignments:
         dotted, separator, text = assignment.partition("=")
         *sections, last = dotted.split(".")
         if not separator or not all([*sections, last]):
-            problems.append(f"{assignment!r} is not key=value; write for instance batch_size=128 or optimizer.lr=3e-4")
+            problems.append(f"{assignment!r} is not key=value; write, for example, batch_size=128 or optimizer.lr=3e-4")
             continue
         target = raw
         for section in sections:
@@ -140,7 +140,7 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
             setattr(config, key, found := map_functions(value, resolved, key))
             if isinstance(value, str) and is_object(found):
                 config._names[key] = full_name(key, value)
-    if isinstance(config.sample_weights, str) and ":" in config.sample_weights:  # else it is a column
+    if isinstance(config.sample_weights, str) and ":" in config.sample_weights:  # otherwise it is a column
         config.sample_weights = resolved("sample_weights", config.sample_weights)
     if isinstance(config.metrics, dict):
         config.metrics = {name: resolved(f"metrics.{name}", metric) for name, metric in config.metrics.items()}
@@ -149,19 +149,17 @@ def _resolve_functions(config: Config, folder: Path | None) -> list[str]:
 
 
 def unusable_callbacks(config: Config) -> list[str]:
-    """What is wrong with the objects and classes in `callbacks`, one sentence each; ranks call the classes."""
+    """The problems with the objects and classes in `callbacks`, one sentence each; ranks call the classes."""
     problems = []
     for index, value in enumerate(config.callbacks):
         if isinstance(value, type) and issubclass(value, Callback):
             try:
                 problems += wrong_methods(f"callbacks.{index}", value())
             except TypeError as error:
-                problems.append(
-                    f"callbacks.{index}=<{value.__name__}> cannot be made without arguments ({error}); give an object"
-                )
+                problems.append(f"callbacks.{index}=<{value.__name__}> needs arguments ({error}); give an object")
         elif isinstance(value, Callback):
             problems += wrong_methods(f"callbacks.{index}", value)
-        elif not isinstance(value, str):  # a name that cannot be imported is already reported
+        elif not isinstance(value, str):  # a name that cannot be imported has been reported
             problems.append(
                 f"callbacks.{index}=<{type(value).__name__}> is not a callback; derive its class from paceline.Callback"
             )

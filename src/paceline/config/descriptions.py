@@ -1,4 +1,4 @@
-"""The keys of a config as text: what each is for and which default it has, from its field in `Config`."""
+"""The keys of a config as text: the purpose and the default of each, from its field in `Config`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section of settings that a key has; None if it has a plain value."""
+    """The section of settings under a key; None if the key has a plain value."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -32,12 +32,12 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def description_of(field: FieldInfo) -> str:
-    """What a key is for, in one line of Markdown."""
+    """The description of a key, in one line of Markdown."""
     return " ".join((field.description or "").split())
 
 
 def without_links(text: str) -> str:
-    """Markdown with the texts of links alone; links to more about a key are left out."""
+    """Markdown with only the texts of links; links to more about a key are removed."""
     return _LINK.sub(r"\1", _MORE.sub("", text))
 
 
@@ -48,7 +48,7 @@ def summary_of(field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """The default of a key in Markdown, or what applies where it is not given; empty if that is nothing."""
+    """The default of a key in Markdown, or the rule that applies if it is not given; empty if there is neither."""
     otherwise = next((each.text for each in field.metadata if isinstance(each, Otherwise)), None)
     if otherwise is not None or field.is_required():
         return otherwise or REQUIRED

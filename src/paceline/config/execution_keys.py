@@ -1,6 +1,6 @@
-"""The keys of a config that say how a run is carried out: its size and speed, its safety, its processes; in groups.
+"""The keys of a config for the execution of a run: its size and speed, its safety, its processes; in groups.
 
-Descriptions are used as those in `training_keys.py`.
+Descriptions are used in the same way as those in `training_keys.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SizeAndSpeed(Section):
     """
 
     workers: int = Field(0, ge=0)
-    """The number of DataLoader processes for each rank."""
+    """The number of DataLoader processes per rank."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The floating-point format of the forward pass.
@@ -64,17 +64,17 @@ class SizeAndSpeed(Section):
     channels_last: bool | Literal["auto"] = "auto"
     """Stores filters and images in channels-last format, which tensor cores prefer.
 
-    `auto` does so on GPUs, in the managed loop, if the model has a `Conv2d`. Checkpoints do not depend on it; the
+    `auto` uses it on GPUs, in the managed loop, if the model has a `Conv2d`. Checkpoints do not depend on it; the
     kernels, and so the last bits of the weights, may.
     """
 
     step_mode: Literal["auto", "eager", "compile", "graph"] = "auto"
-    """How a step is run: kernel by kernel, as a CUDA graph, or compiled.
+    """How a step is executed: kernel by kernel, as a CUDA graph, or compiled.
 
-    `eager`: kernel by kernel. `graph`: steps of full lanes are recorded once as CUDA graphs and replayed, with the same
-    bits, including NCCL's sums over ranks; a single rank records each combination of shapes that occurs often.
-    `compile`: also uses `torch.compile`. `auto`: `graph` on a GPU. A step that cannot be recorded runs eagerly, and one
-    line gives the reason.
+    `eager`: kernel by kernel. `graph`: steps of full lanes are recorded once as CUDA graphs and replayed, with
+    identical results, including NCCL's sums over ranks; a single rank records each combination of shapes that occurs
+    often. `compile`: also uses `torch.compile`. `auto`: `graph` on a GPU. A step that cannot be recorded runs eagerly,
+    and one line gives the reason.
     """
 
     data_on_device: float = Field(0.5, ge=0, le=1)
@@ -86,7 +86,7 @@ class SizeAndSpeed(Section):
     """
 
     exact: bool = True
-    """Sums in a fixed order and with deterministic kernels, in the managed loop and with `run`
+    """Computes sums in a fixed order and with deterministic kernels, in the managed loop and with `run`
     ([exactness](exactness.md))."""
 
     check_replicas_every: int = Field(100, ge=1)
@@ -117,9 +117,9 @@ class SizeAndSpeed(Section):
     shard_optimizer: bool = False
     """Each rank of the managed loop keeps the optimizer state of only a part of the parameters (ZeRO-1).
 
-    The bits and the checkpoints are the same; a run can be resumed with or without it. For optimizers that update each
-    parameter from its own gradient, which all of `torch.optim` do except LBFGS. With `muon`, matrices of one shape stay
-    on one rank.
+    The weights and the checkpoints are identical; a run can be resumed with or without it. For optimizers that update
+    each parameter from its own gradient, such as all of `torch.optim` except LBFGS. With `muon`, matrices of one shape
+    stay on one rank.
     """
 
 
@@ -144,15 +144,15 @@ class NeverLoseARun(Section):
     """Saves and stops after this time: seconds, `1h30m` or `1:30:00`."""
 
     nan: Annotated[Literal["skip", "stop", "off"], false_as("off")] = "skip"
-    """`skip` leaves out a step whose loss or gradients are not finite; `stop` stops the run; `off` does not check."""
+    """`skip` discards a step whose loss or gradients are not finite; `stop` stops the run; `off` does not check."""
 
     nan_limit: int = Field(20, ge=1)
     """Stops the run after this number of consecutive skipped steps."""
 
     max_restarts: Annotated[int | None, Otherwise("3, or 0 with a `train_fn` without `run`")] = Field(None, ge=0)
-    """How often the ranks restart after one was killed or all have hung.
+    """The maximum number of restarts after a rank was killed or all ranks have hung.
 
-    The count begins again when the run has made progress.
+    The count is reset when the run has made progress.
     """
 
     hang_timeout_s: float = Field(600, ge=0)
@@ -166,10 +166,10 @@ class WhereItRuns(Section):
     """Where it runs."""
 
     launcher: str = "auto"
-    """What starts the processes: `local`, `torchrun`, `slurm` or `ray`.
+    """The program that starts the processes: `local`, `torchrun`, `slurm` or `ray`.
 
-    `local` starts them itself; `torchrun` joins processes that torchrun has started; `slurm` joins the tasks of an
-    `srun` step; `ray` lets Ray Train start them ([clusters](clusters.md)). `auto` detects the first three. Other
+    `local`: Paceline starts them; `torchrun` joins processes that torchrun has started; `slurm` joins the tasks of an
+    `srun` step; with `ray`, Ray Train starts them ([clusters](clusters.md)). `auto` detects the first three. Other
     packages can [add launchers](clusters.md#a-launcher-of-your-own).
     """
 
@@ -194,10 +194,10 @@ class WhereItRuns(Section):
     """
 
     rendezvous: Annotated[str | None, BeforeValidator(address)] = None
-    """`HOST:PORT`: one of the hosts, and a free port on it."""
+    """`HOST:PORT`: the address of one of the hosts, and a free port on it."""
 
     threads: Annotated[int | None, Otherwise("cores ÷ lanes; without `lanes`, cores ÷ processes")] = Field(None, ge=1)
-    """The number of CPU threads of each process."""
+    """The number of CPU threads per process."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`cuda` or `cpu`; `auto` is CUDA if there is a GPU."""
@@ -206,4 +206,4 @@ class WhereItRuns(Section):
     """`nccl` or `gloo`; `auto` is NCCL if every process has its own GPU."""
 
     log: Log = Log()
-    """How often values are logged, and where to ([logged values](#logged-values-and-tensorboard))."""
+    """How often and where values are logged ([logged values](#logged-values-and-tensorboard))."""

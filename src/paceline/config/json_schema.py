@@ -1,4 +1,4 @@
-"""The JSON schema of `config.yaml`, from which editors complete keys and mark mistakes."""
+"""The JSON schema of `config.yaml`, with which editors complete keys and mark errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.config.values import REQUIRED
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema: all keys with types, limits, defaults and descriptions; functions are texts "module:name"."""
+    """The schema: all keys with types, limits, defaults and descriptions; functions are strings "module:name"."""
     schema = Config.model_json_schema(schema_generator=_Schema)
     parts = {Config.__name__: schema, **schema["$defs"]}
     for section in _sections_in(Config):
@@ -44,7 +44,7 @@ def _sections_in(section: type[Section]) -> list[type[Section]]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Leaves out titles of keys, which only repeat their names."""
+    """Omits the titles of keys, which only repeat their names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Names of keys by what they hold, and by the loops and commands that use them."""
+"""Names of keys by their kind, and by the loops and commands that use them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FUNCTION_KEYS = (
     "predict_fn", "optimizer_fn", "schedule_fn", "scheduler_fn", "difficulty_fn", "order_fn",
 )  # fmt: skip
 TABLE_KEYS = ("df", "val_df")
-NAMED_SECTIONS = ("optimizer", "schedule")  # may be given by name alone
+NAMED_SECTIONS = ("optimizer", "schedule")  # may be given only by name
 MANAGED_KEYS = (  # have no effect on a train_fn without `run`
     "metrics", "optimizer", "optimizer_fn", "schedule", "schedule_fn", "scheduler_fn", "early_stop", "evaluate",
     "clip_norm", "ema", "max_steps", "lanes", "global_batch_size", "precision", "exact", "check_replicas_every",

@@ -1,4 +1,4 @@
-"""Pydantic's validation errors as sentences of the form `<key>=<value> <what is wrong>; <what to do>`."""
+"""Pydantic's validation errors as sentences of the form `<key>=<value> <problem>; <fix>`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.config.schema import Config
 from paceline.config.sections import Section
 from paceline.config.written import OPEN, Origin, written
 
-_MADE_BY = {  # how to give an object where a section of settings is expected
+_MADE_BY = {  # the key to use for an object, where a section of settings is expected
     "optimizer": "write optimizer_fn, a function of the model that returns it",
     "schedule": "write scheduler_fn, a function of the optimizer that returns it",
 }
@@ -38,26 +38,27 @@ def _path(detail: ErrorDetails) -> tuple[str, ...]:
 def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{'.'.join(_path(detail))} is not a known key; {_hint([*_path(detail)])}"
-    # For a union, the location also names the branch that failed, such as "list[str]"; the user knows only the key.
+    # For a union, the location also names the branch that failed, such as "list[str]"; users know only the key.
     path = [part for part in detail["loc"] if isinstance(part, str) and not re.search(r"[\[(-]", part)]
     path = [part for part in path if part not in ("str", "callable", "bool")]
     key, value = ".".join(path), shortened(detail["input"])
     if advice := advice_on_value(key, detail["input"], given, origin):
         return f"{key}={value} {advice}"
     if key in _MADE_BY:
-        return f"{key}={value} is neither a name nor a section; to give an object, {_MADE_BY[key]}"
+        return f"{key}={value} is neither a name nor a section; to use an object, {_MADE_BY[key]}"
     if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
-        return f'{key}={value} is not a function; give a function, or "module:name" in a config'
+        return f'{key}={value} is not a function; pass a function, or write "module:name" in a config'
     if detail["type"] == "model_type":
         return f"{key}={value} is not a section of settings; its keys are {', '.join(_known_keys(path))}"
     if detail["type"] == "list_type":
         return f"{key}={value} is not a list; write {written({key: [OPEN]}, origin.of(key))}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    message = message.replace("Input should", "must")
     return f"{key}={value} {message[0].lower()}{message[1:]}"
 
 
 def _hint(path: list[str]) -> str:
-    """What the user may have meant: a key that is spelled almost the same, or the same word inside a section."""
+    """A suggestion for an unknown key: a key with a similar spelling, or the same word in a section."""
     *sections, last = path
     known = _known_keys(sections)
     near = difflib.get_close_matches(last, known, n=1, cutoff=0.75)
@@ -69,7 +70,7 @@ def _hint(path: list[str]) -> str:
 
 
 def _known_keys(sections: list[str]) -> list[str]:
-    """The keys of a section, given by the names that lead to it; empty if it is not a section."""
+    """The keys of a section, given by its path; empty if it is not a section."""
     model: type[Section] | None = Config
     for name in sections:
         model = section_of(model.model_fields[name]) if model is not None else None

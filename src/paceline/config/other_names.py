@@ -1,4 +1,4 @@
-"""The names that Lightning, transformers, Accelerate, torchrun and scripts have for the keys of a config.
+"""The names that Lightning, transformers, Accelerate, torchrun and scripts use for the keys of a config.
 
 The table answers unknown keys (`answers.py`) and is printed in docs/coming_from.md, which a test compares with it.
 """
@@ -15,17 +15,17 @@ BY_DEFAULT = "remove it, this is the default"
 
 
 class Row(NamedTuple):
-    """One or more names of other libraries, separated by spaces, and what to write here instead."""
+    """One or more names of other libraries, separated by spaces, and their replacement in Paceline."""
 
-    write: str = ""  # YAML; VALUE stands for the user's value, … for one that the user knows. Empty: no such key
+    write: str = ""  # YAML; VALUE is the user's value, … a value to fill in. Empty: there is no equivalent key
     note: str = ""
     values: Mapping[str, str] = {}  # the advice for some values or kinds of values: "write YAML; note", or a note
     lightning: str = ""
     transformers: str = ""
     accelerate: str = ""
-    times: str = ""  # the key of a number by which the user's value is multiplied
-    unless: str = ""  # the key of a number with which the names have the other meaning that the note describes
-    others: str = ""  # torchrun, and what people call it in their own scripts
+    times: str = ""  # the key of the factor for the user's value
+    unless: str = ""  # a key; if it is set, the names have the other meaning that the note describes
+    others: str = ""  # names of torchrun, and usual names in scripts
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +78,7 @@ _SAMPLES = "a number of samples"
 _BEST = "checkpoint: {best: {metric: val_loss, mode: min}}"
 _IN_STEPS = "a number of steps"
 _ALL_ON_ONE_HOST = "the number of processes on each host"
-_HOSTS = "if there are several hosts; else remove it"
+_HOSTS = "if there are several hosts; otherwise remove it"
 
 _TRACKERS = {
     **dict.fromkeys(("tensorboard", "true"), "remove it, TensorBoard's files are always written"),
@@ -92,7 +92,7 @@ _MONITORS = {
     **dict.fromkeys(_LOSSES, "write early_stop: {metric: val_loss}"),
     **dict.fromkeys(_ACCURACIES, "write early_stop: {metric: accuracy, mode: max}, metrics: accuracy"),
 }
-_UNLIMITED = "write num_epochs: 1000, max_steps: …; the run ends with whichever is reached first"
+_UNLIMITED = "write num_epochs: 1000, max_steps: …; the run ends when the first limit is reached"
 
 # Values of other libraries for keys that have the same name here.
 VALUES: dict[str, Mapping[str, str]] = {
@@ -177,7 +177,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("max_steps: VALUE", "of the whole run", values={"1.0": BY_DEFAULT, **_FALSE,
             "fraction": f"write max_steps: …; {_IN_STEPS} of the whole run"},
             lightning="limit_train_batches overfit_batches"),
-        Row(note="give fewer samples in val_df or val_dataset_fn", values={"1.0": BY_DEFAULT,
+        Row(note="use fewer samples in val_df or val_dataset_fn", values={"1.0": BY_DEFAULT,
             "0": "write val_fraction: 0"}, lightning="limit_val_batches"),
         Row("time_limit: …", "in seconds, or as 1h30m", lightning="max_time"),
         Row("batch_size: VALUE", values={"text": f"write batch_size: …; {_SAMPLES}"},
@@ -186,7 +186,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("global_batch_size: VALUE, batch_size: …", "which divides it",
             values={"text": f"write global_batch_size: …, batch_size: …; {_SAMPLES}"},
             others="total_batch_size effective_batch_size"),
-        Row("lanes: VALUE", times="procs", note="times the number of processes, whose micro-batches it counts",
+        Row("lanes: VALUE", times="procs", note="times the number of processes, whose micro-batches lanes counts",
             lightning="accumulate_grad_batches", transformers="gradient_accumulation_steps",
             accelerate="gradient_accumulation_steps", others="grad_accum_steps accumulation_steps"),
         Row("evaluate: {batch_size: VALUE}", transformers="per_device_eval_batch_size",
@@ -210,7 +210,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             values={"table": "write val_df: VALUE; the table that dataset_fn gets for validation"},
             lightning="val_dataloaders val_dataloader", transformers="eval_dataset", others="val_dataset val_data"),
         Row("val_fraction: VALUE",
-            values={"count": "write val_fraction: …; the part of the samples, less than 1"},
+            values={"count": "write val_fraction: …; a fraction of the samples, less than 1"},
             others="val_split validation_split test_size valid_size"),
         Row(note="use it in dataset_fn or collate_fn", transformers="tokenizer processing_class"),
         Row("collate_fn: VALUE", transformers="data_collator", others="collate"),
@@ -259,7 +259,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "Precision and speed": (
         Row("precision: fp16", values=_FALSE, transformers="fp16", others="half use_fp16"),
         Row("precision: bf16", values=_FALSE, transformers="bf16", others="use_bf16"),
-        Row("precision: auto", "the default, which is bf16 on GPUs that support it",
+        Row("precision: auto", "the default: bf16 on GPUs that support it",
             values={"false": "write precision: fp32"}, others="amp use_amp autocast"),
         Row("precision: VALUE", values=_PRECISIONS, accelerate="mixed_precision", others="dtype torch_dtype"),
         Row("step_mode: compile", values=_FALSE, transformers="torch_compile",
@@ -296,7 +296,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             lightning="enable_checkpointing", others="checkpointing"),
         Row("resume: VALUE", values=dict.fromkeys(("true", "last", "latest"), "write resume: auto") | _FALSE,
             lightning="ckpt_path", transformers="resume_from_checkpoint", others="resume_from checkpoint_path"),
-        Row("run_dir: VALUE", "the folder of this run alone, not one for several runs; the default is runs/NAME/TIME",
+        Row("run_dir: VALUE", "the folder of this run, not of several runs; the default is runs/NAME/TIME",
             lightning="default_root_dir", transformers="output_dir logging_dir",
             accelerate="project_dir", others="save_dir log_dir out_dir work_dir"),
         Row("name: VALUE", transformers="run_name", others="experiment_name exp_name project project_name"),
@@ -306,12 +306,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("log: {trackers: mlflow}", values=_FALSE, others="mlflow use_mlflow"),
         Row("log: {tensorboard: true}", values={"false": "write log: {tensorboard: false}", "true": BY_DEFAULT},
             others="tensorboard use_tensorboard"),
-        Row("log: {every_steps: VALUE}", values={"0": "remove it, the first steps and then fewer of them are logged",
+        Row("log: {every_steps: VALUE}", values={"0": "remove it, the first steps are logged, then fewer of them",
             "fraction": f"write log: {{every_steps: …}}; {_IN_STEPS}"},
             lightning="log_every_n_steps", transformers="logging_steps",
             others="log_every log_interval"),
         Row(note="run paceline export RUN --format hf", transformers="push_to_hub hub_model_id"),
-        Row(note="remove it, a terminal shows the live view and a file gets plain lines",
+        Row(note="remove it, terminals show a live view and files get plain lines",
             lightning="enable_progress_bar enable_model_summary", transformers="disable_tqdm", others="verbose"),
     ),
     "Processes and machines": (
@@ -330,7 +330,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("rendezvous: VALUE:29400, nodes: …", _HOSTS, accelerate="main_process_ip", others="master_addr"),
         Row("rendezvous: HOST:VALUE, nodes: …", _HOSTS, accelerate="main_process_port", others="master_port"),
         Row("rendezvous: HOST:29400, nodes: …", _HOSTS, others="init_method dist_url"),
-        Row(note="remove it, the processes agree on their ranks; run.rank has it", transformers="local_rank",
+        Row(note="remove it, ranks are assigned automatically; run.rank contains it", transformers="local_rank",
             accelerate="machine_rank", others="node_rank rank local_process_index"),
         Row("device: VALUE", values={"auto": BY_DEFAULT,
             **dict.fromkeys(("gpu", "cuda"), "write device: cuda"), "cpu": "write device: cpu",
@@ -344,7 +344,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "text": "remove it, the backends are nccl and gloo"}, transformers="ddp_backend",
             others="dist_backend distributed_backend"),
         Row("hang_timeout_s: VALUE", transformers="ddp_timeout", others="timeout"),
-        Row(note="remove it, several processes train with DDP; for large models there is the key shard_optimizer",
+        Row(note="remove it, several processes train with DDP; for large models, see the key shard_optimizer",
             values={"ddp_find_unused_parameters_true": "write find_unused_parameters: true"},
             lightning="strategy", others="distributed distributed_type"),
         Row("sync_batchnorm: true, exact: false", values=_FALSE, others="sync_bn"),

@@ -11,11 +11,11 @@ Function = Callable[..., Any] | str
 
 
 class Every:
-    """The function of a phase that runs only at each `n`-th step; made by `every`."""
+    """The function of a phase that runs only at every `n`-th step; created by `every`."""
 
     def __init__(self, n: int, function: Function) -> None:
         if not _is_count(n):
-            raise ConfigError(f"every({n!r}, …) needs a number of steps from 1; use every(5, function)")
+            raise ConfigError(f"every({n!r}, …) needs a positive number of steps; use every(5, function)")
         if not _is_function(function):
             raise ConfigError(
                 f"every({n}, {function!r}) needs a function of the model and a batch; use every(5, function)"
@@ -23,7 +23,7 @@ class Every:
         self.n, self.function = n, function
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """What the function returns."""
+        """Call the function and return its value."""
         assert callable(self.function)
         return self.function(model, batch)
 
@@ -37,14 +37,14 @@ class Every:
 
 
 def every(n: int, function: Function) -> Every:
-    """A phase of `step_fn` that runs only at each `n`-th step: `{"generator": every(5, generator_step)}`."""
+    """A phase of `step_fn` that runs only at every `n`-th step: `{"generator": every(5, generator_step)}`."""
     return Every(n, function)
 
 
 def with_every(value: Any) -> Any:
-    """The value of `step_fn`, in which `{every: n, fn: function}` of a config file has become `every(n, function)`.
+    """The value of `step_fn`, with `{every: n, fn: function}` of a config file replaced by `every(n, function)`.
 
-    A ValueError says what is wrong with the first phase that cannot be one.
+    Raises a ValueError that describes the first invalid phase.
     """
     if not isinstance(value, Mapping):
         return value
@@ -53,18 +53,18 @@ def with_every(value: Any) -> Any:
 
 def _phase(name: Any, phase: Any) -> Any:
     if not isinstance(name, str):
-        raise ValueError(f"has a phase named {name!r}, which is not a text; give it a name, as optimizer_fn does")
+        raise ValueError(f"has a phase named {name!r}, which is not a string; name the phase as in optimizer_fn")
     if isinstance(phase, Mapping) and phase.keys() == {"every", "fn"}:
         if not _is_count(phase["every"]):
-            raise ValueError(f"has the phase {name} at every={phase['every']!r}; give a number of steps from 1")
+            raise ValueError(f"has the phase {name} at every={phase['every']!r}; use a positive number of steps")
         return Every(phase["every"], phase["fn"])
     if not isinstance(phase, Every) and not _is_function(phase):
-        raise ValueError(f"has the phase {name}={phase!r}; give a function, or {{every: 5, fn: function}}")
+        raise ValueError(f"has the phase {name}={phase!r}; use a function, or {{every: 5, fn: function}}")
     return phase
 
 
 def _is_function(value: Any) -> bool:
-    """Whether a value is a function or the name of one; a function that runs at times already has its interval."""
+    """Whether a value is a function or the name of one; an `Every` already has its interval."""
     return (callable(value) or isinstance(value, str)) and not isinstance(value, Every)
 
 
@@ -73,7 +73,7 @@ def _is_count(n: Any) -> bool:
 
 
 def map_functions(value: Any, change: Callable[[str, Any], Any], key: str = "step_fn") -> Any:
-    """The value of a key with `change(key, function)` in place of each function: of one, or of each phase."""
+    """The value of a key with `change(key, function)` in place of its function, or of the function of each phase."""
     if isinstance(value, Mapping):
         return {name: map_functions(inner, change, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, Every):

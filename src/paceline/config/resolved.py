@@ -1,4 +1,4 @@
-"""The settings of a run: its config with a value in place of every None or "auto" that a rank must know."""
+"""The settings of a run: its config, with every None or "auto" that a rank needs resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Config`: the settings of one run, and what follows from them alone."""
+"""`Config`: the settings of one run, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ GROUPS: tuple[type[Section], ...] = (
 class Config(WhereItRuns, NeverLoseARun, SizeAndSpeed, TheManagedLoop, YourOwnLoop, WhatToTrain, TheRun):
     """The settings of one run, under the same names in Python, in `config.yaml` and on the command line."""
 
-    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the objects that the user gave by name
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # of the objects that the user specified by name
     _origin: Origin = PrivateAttr(default_factory=Origin)  # for the words in messages about the config
 
     @property
     def origin(self) -> Origin:
-        """Where the user typed the keys, in a config from `build`."""
+        """The places where the user typed the keys, in a config from `build`."""
         return self._origin
 
     def function(self, key: str) -> Callable[..., Any]:
@@ -55,17 +55,17 @@ class Config(WhereItRuns, NeverLoseARun, SizeAndSpeed, TheManagedLoop, YourOwnLo
 
     @property
     def keeps_state(self) -> bool:
-        """Whether checkpoints hold the whole state of the run: in the managed loop, and in a `train_fn` with `run`."""
+        """Whether checkpoints contain the whole state of the run: in the managed loop and a `train_fn` with `run`."""
         return self.train_fn is None or self.takes_run
 
     @property
     def procs_range(self) -> tuple[int, int] | None:
-        """The lowest and highest number of processes; None if the config leaves it open."""
+        """The lowest and highest number of processes; None if the config does not set it."""
         return ends(self.procs)
 
     @property
     def nodes_range(self) -> tuple[int, int] | None:
-        """The lowest and highest number of hosts; None if the config leaves it open."""
+        """The lowest and highest number of hosts; None if the config does not set it."""
         return ends(self.nodes)
 
     def to_yaml(self) -> str:

@@ -1,6 +1,6 @@
 """The sections of a config, such as `optimizer` and `checkpoint`: their keys with types, defaults and descriptions.
 
-The text below a key is its description in the documentation, in the JSON schema and in editors. It may have links of
+The text below a key is its description in the documentation, in the JSON schema and in editors. It may contain links of
 `docs/configuration.md`.
 """
 
@@ -20,22 +20,22 @@ from pydantic import (
 
 from paceline.config.values import Mode, Otherwise, false_as, listed, with_mode
 
-DEFAULT_LRS = {"muon": 0.02}  # of optimizers whose usual learning rate is not near 1e-3
+DEFAULT_LRS = {"muon": 0.02}  # for optimizers whose usual learning rate is not near 1e-3
 
 
 class Section(BaseModel):
-    """Keys that may be given; any other one is an error."""
+    """A section of settings; unknown keys are an error."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses true and false where a number is expected: pydantic would read them as 1 and 0."""
+        """Rejects true and false where a number is expected: pydantic would read them as 1 and 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = get_args(annotation) or (annotation,)
         if isinstance(value, bool) and {int, float} & set(kinds) and not {bool, str} & set(kinds):
-            raise ValueError("is not a number; give one")
+            raise ValueError("is not a number; write a number")
         return value
 
 
@@ -57,7 +57,7 @@ class Optimizer(Section):
         return values if lr is None else {"lr": lr, **values}
 
 
-# The options of each schedule besides `name`, and their defaults; None: must be given.
+# The options of each schedule besides `name`, and their defaults; None: required.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {"warmup_steps": 0},
     "linear": {"warmup_steps": 0, "final": 0.0},
@@ -116,10 +116,10 @@ class Schedule(Section):
     """With `plateau`: the number of evaluations to wait for an improvement."""
 
     min_delta: Annotated[float | None, Otherwise("0")] = Field(None, ge=0)
-    """With `plateau`: a smaller change is no improvement."""
+    """With `plateau`: smaller changes do not count as an improvement."""
 
     def option(self, key: str) -> Any:
-        """The value of an option of this schedule; where it is None, the default of SCHEDULES."""
+        """The value of an option of this schedule, by default that of SCHEDULES."""
         value = getattr(self, key)
         return SCHEDULES[self.name][key] if value is None else value
 
@@ -136,7 +136,7 @@ class Normalize(Section):
     @model_validator(mode="after")
     def _check_lengths(self) -> Normalize:
         if not self.mean or len(self.mean) != len(self.std):
-            raise ValueError("must have as many numbers in mean as in std, at least one; give one number per channel")
+            raise ValueError("must have as many numbers in mean as in std, at least one; write one number per channel")
         return self
 
 
@@ -201,14 +201,14 @@ class Evaluate(Section):
     """Also evaluates within an epoch, each time after this number of steps."""
 
     every_epochs: Annotated[int | None, Otherwise("1")] = Field(None, ge=1)
-    """Evaluates at the end of each n-th epoch, and of the last."""
+    """Evaluates at the end of every n-th epoch, and of the last one."""
 
     batch_size: Annotated[int | None, Otherwise("`batch_size`")] = Field(None, ge=1)
     """The number of samples that one device evaluates at once."""
 
 
 class Log(Section):
-    """How often metrics are logged, and where to."""
+    """How often and where metrics are logged."""
 
     every_steps: Annotated[int | None, Otherwise("every step at first, then less often")] = Field(None, ge=1)
     """How often the loss and [the values below](#logged-values-and-tensorboard) are written to `events.jsonl`.
@@ -218,7 +218,7 @@ class Log(Section):
     """
 
     tensorboard: bool = True
-    """False writes nothing for TensorBoard."""
+    """False writes no TensorBoard files."""
 
     trackers: Annotated[list[str], BeforeValidator(listed, json_schema_input_type=str | list[str])] = []
     """`wandb`, `mlflow`, the name of an installed [sink](events.md#sending-events-elsewhere), or a list of names."""
@@ -228,10 +228,10 @@ class Log(Section):
 
 
 class Best(Section):
-    """The metric that decides which checkpoint is kept besides the newest ones."""
+    """The metric that selects the checkpoint to keep besides the newest ones."""
 
     metric: str = "val_loss"
-    """The metric that decides."""
+    """The metric by which checkpoints are compared."""
 
     mode: Mode = "min"
     """`min` or `max`, whether lower or higher is better. Required unless the metric is a loss."""
@@ -253,4 +253,4 @@ class Checkpoint(Section):
     """`{metric: val_loss, mode: min}` also saves and keeps the best checkpoint by this metric."""
 
     is_async: bool = Field(True, alias="async")
-    """False waits until a checkpoint is on the disk."""
+    """False pauses training until a checkpoint is on the disk."""

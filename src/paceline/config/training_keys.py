@@ -1,4 +1,4 @@
-"""The keys of a config that say what is trained and how: the run, its data, its loop; in groups.
+"""The keys of a config for the training: the run, its data, its loop; in groups.
 
 The text below a key is its description in the documentation, in the JSON schema and in editors; its first sentence is
 in the docstring of `Trainer`. A group's docstring is its heading. After a change run `make reference`.
@@ -39,10 +39,10 @@ Folder = Annotated[Path | None, BeforeValidator(local)]
 
 
 class TimedPhase(Section):
-    """A phase of a step that runs at each n-th step, in a config file; in Python it is made by `paceline.every`."""
+    """A phase of a step that runs at every n-th step, in a config file; in Python, `paceline.every` creates it."""
 
     every: int = Field(ge=1)
-    """The phase runs at each n-th step."""
+    """The phase runs at every n-th step."""
 
     fn: FunctionName
     """The function of the phase."""
@@ -58,7 +58,7 @@ class TheRun(Section):
     """Determines the order of samples, the split, the initial weights, dropout and augmentation."""
 
     run_dir: Folder = None
-    """The run folder itself: a local path. URLs such as `s3://…` are refused."""
+    """The run folder itself: a local path. URLs such as `s3://…` are rejected."""
 
     folder: Annotated[Folder, Otherwise("the config's, or that of your functions' modules")] = None
     """Where functions by name and relative paths of data are looked up.
@@ -107,13 +107,13 @@ class WhatToTrain(Section):
     """The fraction of samples used for validation, selected by the seed. An iterable data set is not split."""
 
     collate_fn: Annotated[Function | None, Otherwise("the data set's own, or torch's")] = None
-    """`collate_fn(samples)` makes a batch of a list of samples, everywhere.
+    """`collate_fn(samples)` builds a batch from a list of samples, for training and evaluation.
 
     A function, or an object such as the data collators of transformers ([more](#which-samples-in-which-order)).
     """
 
     sample_weights: Annotated[Any, BeforeValidator(packed, json_schema_input_type=str | list[float] | None)] = None
-    """Draws the training samples with replacement, by a weight for each.
+    """Draws the training samples with replacement, with a weight for each sample.
 
     The weights are a column of `df`, an array, tensor or list, or `sample_weights(dataset)`, which returns one
     ([more](#which-samples-in-which-order)).
@@ -159,7 +159,7 @@ class TheManagedLoop(Section):
     """`evaluate_fn(model, batch)` returns a dict of numbers for a batch of the validation data.
 
     The numbers are means, or `paceline.Sum(total, count)`. They keep their names, but `loss` becomes `val_loss`.
-    Without it, validation calls `loss_fn`, or `step_fn`, whose numbers become `val_loss`, `val_NAME`. It may be given
+    Without it, validation calls `loss_fn`, or `step_fn`, whose numbers become `val_loss`, `val_NAME`. It may be set
     with `train_fn`, for `paceline evaluate`.
     """
 
@@ -172,12 +172,12 @@ class TheManagedLoop(Section):
     ] = Field(default_factory=list)
     """Names (`accuracy`, `mse`, `mae`), or one name, or `{name: function(output, target)}`.
 
-    Such a function returns the same as `loss_fn` ([more](#metrics)). All metrics are tried on one batch before the
+    A function returns the same as `loss_fn` ([more](#metrics)). All metrics are tried on one batch before the
     first step.
     """
 
     optimizer: Annotated[Optimizer, BeforeValidator(named, json_schema_input_type=str | Optimizer)] = Optimizer()
-    """An optimizer of `torch.optim` with its arguments, or its name alone; or `muon` ([more](#the-optimizer)).
+    """An optimizer of `torch.optim` with its arguments, or only its name; or `muon` ([more](#the-optimizer)).
 
     It is `fused` if it supports that, unless you set `fused` or `foreach`.
     """
@@ -186,7 +186,7 @@ class TheManagedLoop(Section):
     """`optimizer_fn(model)` returns an optimizer, instead of `optimizer`.
 
     It returns a dict of optimizers if `step_fn` has [phases](steps.md#several-optimizers). A scheduler of torch belongs
-    in `scheduler_fn` and is refused here ([more](#the-optimizer)).
+    in `scheduler_fn` and is rejected here ([more](#the-optimizer)).
     """
 
     schedule: Annotated[Schedule, BeforeValidator(named, json_schema_input_type=ScheduleName | Schedule)] = Schedule()
@@ -203,7 +203,7 @@ class TheManagedLoop(Section):
 
     Or `scheduler_fn(optimizer, total_steps)`. The scheduler is stepped after each update, or after each evaluation if
     it needs a metric (`ReduceLROnPlateau`), and saved in checkpoints. The metric is `val_loss`, or `train_loss` if
-    nothing measures `val_loss`; for another one return `(scheduler, "accuracy")`, as is needed with `mode="max"`.
+    nothing measures `val_loss`; for another metric return `(scheduler, "accuracy")`, which `mode="max"` requires.
     """
 
     early_stop: EarlyStop | None = None
@@ -218,7 +218,7 @@ class TheManagedLoop(Section):
     ema: float | None = Field(None, gt=0, lt=1)
     """Keeps an exponential moving average of the weights with this decay (such as 0.999), in at least 32 bits.
 
-    The average is used for evaluation and is what `load` returns.
+    The average is used for evaluation, and `load` returns it.
     """
 
     augment: Augmentation | None = None
@@ -247,6 +247,6 @@ class TheManagedLoop(Section):
 
     Their methods are called on every rank at the same step: `on_start(run)`, `on_step(run, metrics)`,
     `on_evaluate(run, metrics)`, `on_checkpoint(run, path)`, `on_stop(run, reason)`. Their `state_dict()` is saved in
-    checkpoints. `run` describes the run, and has `run.save()`, `run.stop(reason)` (resume it later) and
+    checkpoints. `run` describes the run, and provides `run.save()`, `run.stop(reason)` (resume it later) and
     `run.finish(reason)` (it is complete).
     """

@@ -1,6 +1,6 @@
-"""Values as users write them, such as a name alone, `1h30m` or `1:4`: how each is read, and what JSON schema has it.
+"""Values as users write them, such as a single name, `1h30m` or `1:4`: the reader and the JSON schema of each.
 
-A reader takes the value that was given and returns the one that the config has, or raises a ValueError whose text
+A reader converts the given value to the value in the config, or raises a ValueError whose text
 follows the key and the value in a message.
 """
 
@@ -29,7 +29,7 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class Otherwise:
-    """For the documentation: what applies where a key is not given, if its default does not show it."""
+    """For the documentation: the rule that applies if a key is not given, if its default does not show it."""
 
     text: str
 
@@ -50,28 +50,30 @@ def false_as(word: str) -> BeforeValidator:
 
 
 def named_metrics(value: Any) -> Any:
-    """Metrics as a list of names or a dict of functions; a ValueError says what else they are."""
+    """Metrics as a list of names or a dict of functions; raises a ValueError for other values."""
     if isinstance(value, dict):
         for name, metric in value.items():
             if not isinstance(name, str):
-                raise ValueError(f"has the name {name!r}, which is not a text; give {{name: function(output, target)}}")
+                raise ValueError(
+                    f"has the name {name!r}, which is not a string; use {{name: function(output, target)}}"
+                )
             if isinstance(metric, type):
-                raise ValueError(f"has the class {metric.__name__} as {name}; give an object of it, or a function")
+                raise ValueError(f"has the class {metric.__name__} as {name}; pass an instance of it, or a function")
             if not (callable(metric) or isinstance(metric, str) or hasattr(metric, "compute")):
-                raise ValueError(f"has {name}={metric!r}, which is not a function; give a function(output, target)")
+                raise ValueError(f"has {name}={metric!r}, which is not a function; use a function(output, target)")
         return value
     names = listed(value)
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ValueError("is not a list of names; for functions of your own, give {name: function(output, target)}")
+        raise ValueError("is not a list of names; for your own functions, use {name: function(output, target)}")
     return list(names)
 
 
 def with_mode(value: Any) -> Any:
-    """Refuses a metric without a mode, unless it is a loss."""
+    """Rejects a metric without a mode, unless it is a loss."""
     metric = value.get("metric") if isinstance(value, dict) and value.get("mode") is None else None
     if isinstance(value, str) or (isinstance(metric, str) and not metric.endswith("loss")):
         forms = " or ".join(f"{{metric: {metric or value}, mode: {mode}}}" for mode in ("max", "min"))
-        raise ValueError(f"needs a mode: whether higher or lower is better; give {forms}")
+        raise ValueError(f"needs a mode: whether higher or lower is better; write {forms}")
     return value
 
 
@@ -90,7 +92,7 @@ def seconds(value: Any) -> Any:
 
 
 def number_or_range(what: str) -> Callable[[Any], Any]:
-    """A reader of a positive number, or of a range "least:most"; `what` is counted, for the message."""
+    """A reader of a positive number, or of a range "least:most"; `what` is the counted thing, for the message."""
 
     def read(value: Any) -> Any:
         if value is None:
@@ -112,7 +114,7 @@ def ends(value: int | str | None) -> tuple[int, int] | None:
 
 
 def address(value: Any) -> Any:
-    """Refuses what is not HOST:PORT."""
+    """Rejects values other than HOST:PORT."""
     match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
     if value is not None and (match is None or not 1 <= int(match[1]) <= 65_535):
         raise ValueError("must be a host and a port, such as n1:29400")
@@ -130,7 +132,7 @@ def packed(value: Any) -> Any:
 
 
 def local(value: Any) -> Any:
-    """Refuses what cannot be a path on this machine, such as a URL."""
+    """Rejects values that cannot be a path on this machine, such as a URL."""
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
         raise ValueError(problem)
     return value

@@ -1,4 +1,4 @@
-"""Settings as the user types them: keywords in Python, YAML in a config, `key=value` words on the command line."""
+"""Settings in the syntax of Python keywords, of YAML in a config, or of `key=value` words on the command line."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from paceline.config.yaml import parse
 
-OPEN = "…"  # stands for a value that the user knows
+OPEN = "…"  # placeholder of a value that the user fills in
 PYTHON, FILE, COMMAND_LINE = "Python", "a config file", "the command line"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the user typed the keys of a config: in Python or in a file, and the keys of the command line."""
+    """The places where the keys of a config were typed: Python or a file, and the keys of the command line."""
 
     place: str = field(default=FILE, compare=False)  # configs with the same settings are equal
     overridden: tuple[str, ...] = field(default=(), compare=False)
 
     def of(self, key: str) -> str:
-        """The place of a key such as optimizer.lr, or of the section or the inner keys that were typed."""
+        """The place of a key such as optimizer.lr, or of its section or inner keys."""
         inside = [f"{key}.".startswith(f"{typed}.") or typed.startswith(f"{key}.") for typed in self.overridden]
         return COMMAND_LINE if any(inside) else self.place
 
 
 def written(settings: Mapping[str, Any], place: str) -> str:
-    """Settings as the text to type in a place."""
+    """Settings in the syntax of a place."""
     return _FORMS[place](settings)
 
 
@@ -55,7 +55,7 @@ _FORMS = {PYTHON: _in_python, FILE: in_config, COMMAND_LINE: _on_command_line}
 
 
 def leaves(settings: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested settings, each with the keys that lead to it."""
+    """The values in nested settings, each with its path of keys."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, key))

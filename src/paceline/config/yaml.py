@@ -1,4 +1,4 @@
-"""Reads and writes configs as YAML, without the surprises of YAML 1.1."""
+"""Reads and writes configs as YAML, without the unexpected conversions of YAML 1.1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_VALUES = 100_000  # in a config; a few nested aliases can expand to billion
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; `1e-4` is a number, and a key that is given twice is an error."""
+    """The mapping in a YAML file; `1e-4` is a number, and a repeated key is an error."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
         _check_size(loaded)
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_size(tree: Any) -> None:
-    """Raise ValueError if the values are too many with all aliases expanded, or if one contains itself."""
+    """Raise ValueError if there are too many values with all aliases expanded, or if a value contains itself."""
     pending, count = [tree], 0
     while pending:
         node = pending.pop()
@@ -59,7 +59,7 @@ def dump_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """A config value in types of YAML and JSON: functions by name, tables by their type."""
+    """A config value converted to types of YAML and JSON: functions by name, tables by their type."""
     if isinstance(value, BaseModel):
         defaults = type(value)().model_dump(by_alias=True)
         return {  # None is kept if the default is another value, as in `every_minutes: null`
@@ -99,7 +99,7 @@ def dotted_items(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-4` as a number and `1:4` as text, and refuses a key that is given twice."""
+    """Reads `1e-4` as a number and `1:4` as text, and rejects a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

@@ -1,6 +1,6 @@
 """Augmentation of image batches on the device: normalising, flips, translation, cutout.
 
-What happens to a sample is a pure function of (seed, epoch, its index), a hash in integers. So it needs no generator,
+The augmentation of a sample is a pure function of (seed, epoch, its index), an integer hash. So it needs no generator,
 does not depend on lanes, ranks and batches, is the same on every device, and never synchronises with the host: a step
 that augments can be captured in a CUDA graph once it has run.
 """
@@ -70,7 +70,7 @@ class Augment:
         return (images - shift) / scale
 
     def _shift_and_scale(self, device: torch.device, is_bytes: bool) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation in units of the pixels; cached: a captured step must not copy from the host."""
+        """Mean and standard deviation in units of pixels; cached, as a captured step must not copy from the host."""
         if (device, is_bytes) not in self._constants:
             chosen = self.section.normalize
             units = 255.0 if is_bytes else 1.0
@@ -80,12 +80,12 @@ class Augment:
         return self._constants[device, is_bytes]
 
     def _cut(self, images: Tensor, per_epoch: Tensor) -> Tensor:
-        """The images with a square of zeros at a random place inside each."""
+        """The images, each with a square of zeros at a random place."""
         size, (_, _, height, width) = self.section.cutout, images.shape
         rows = _within(height, _draw(per_epoch, TOP, height - size + 1), size)
         columns = _within(width, _draw(per_epoch, LEFT, width - size + 1), size)
         is_hole = rows[:, None, :, None] & columns[:, None, None, :]
-        return torch.where(is_hole, images.new_zeros(()), images)  # masked_fill does not keep channels_last
+        return torch.where(is_hole, images.new_zeros(()), images)  # masked_fill does not preserve channels_last
 
     def _check(self, images: Tensor) -> None:
         shape = tuple(images.shape)
@@ -112,13 +112,13 @@ def _sources(length: int, offsets: Tensor) -> Tensor:
 
 
 def _within(length: int, starts: Tensor, size: int) -> Tensor:
-    """Whether each place of a line is among the `size` places from each start: (N, length)."""
+    """Whether each position of a line is among the `size` positions from each start: (N, length)."""
     places = torch.arange(length, device=starts.device) - starts[:, None]
     return (places >= 0) & (places < size)
 
 
 def _draw(words: Tensor, begin: int, choices: int) -> Tensor:
-    """A number in 0..choices−1 from the bits of each word that start at `begin`."""
+    """A number in 0..choices−1 from the bits of each word, starting at bit `begin`."""
     return (((words >> begin) & ((1 << BITS) - 1)) * choices) >> BITS
 
 

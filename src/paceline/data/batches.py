@@ -1,6 +1,6 @@
-"""Which positions of an epoch belong to which step, lane and rank (pure).
+"""Assigns the positions of an epoch to steps, lanes and ranks (pure).
 
-Samples are never repeated or dropped: where they do not fill the last step, they are spread evenly over its lanes.
+Samples are never repeated or dropped: if they do not fill the last step, they are spread evenly over its lanes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def steps_per_epoch(size: int, batch_size: int, lanes: int) -> int:
 def step_positions(step_in_epoch: int, size: int, batch_size: int, lanes: int) -> range:
     """The positions of a step's samples; fewer than `lanes × batch_size` only at the end of the epoch."""
     whole, last = batch_size * lanes, steps_per_epoch(size, batch_size, lanes) - 1
-    # A last step of one sample takes another from the step before: BatchNorm needs two.
+    # A last step with one sample gets another from the previous step: BatchNorm needs two.
     borrowed = 1 if size % whole == 1 and last > 0 and batch_size > 2 else 0
     first = step_in_epoch * whole - (borrowed if step_in_epoch == last else 0)
     return range(first, min((step_in_epoch + 1) * whole, size) - (borrowed if step_in_epoch == last - 1 else 0))
 
 
 def lane_positions(step_in_epoch: int, lane: int, size: int, batch_size: int, lanes: int) -> range:
-    """The positions of one micro-batch; empty where a short last step has too few samples for all lanes."""
+    """The positions of one micro-batch; empty if a short last step has too few samples for all lanes."""
     step = step_positions(step_in_epoch, size, batch_size, lanes)
     if len(step) == batch_size * lanes:
         return step[lane * batch_size : (lane + 1) * batch_size]
-    # A short step is spread evenly, but over no more lanes than have two samples each: BatchNorm needs two.
+    # A short step is spread evenly, only over lanes that get at least two samples: BatchNorm needs two.
     used = max(-(-len(step) // batch_size), min(lanes, len(step) // 2))
     if lane >= used:
         return range(step.stop, step.stop)
@@ -63,9 +63,7 @@ def lanes_of(rank: int, world_size: int, lanes: int) -> range:
 def batches_per_rank(size: int, batch_size: int, world_size: int, *, what: str = "the data set") -> int:
     """The number of batches of every rank for `size` samples, none of them empty."""
     if size < world_size:
-        raise DataError(
-            f"{what} has {size} samples, fewer than the {world_size} ranks; give it more samples or use fewer ranks"
-        )
+        raise DataError(f"{what} has {size} samples, fewer than the {world_size} ranks; add samples or use fewer ranks")
     # With batch_size=1 and a size that the ranks do not divide, some batches have two samples: better than a repeated
     # or a dropped one.
     return min(-(-size // (batch_size * world_size)), size // world_size)

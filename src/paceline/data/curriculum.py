@@ -1,4 +1,4 @@
-"""Easy samples first: which samples an epoch may use, as a function of the epoch alone.
+"""Easy samples first: the samples that an epoch may use, as a function of the epoch only.
 
 The number of samples in an epoch and their keyed order stay the same. While an epoch uses only a part of the data, it
 repeats the samples of that part, each equally often (counts differ by at most one).
@@ -18,18 +18,18 @@ from paceline.errors import DataError
 
 
 class Curriculum:
-    """The samples sorted by difficulty, and how many of them each epoch may use."""
+    """The samples sorted by difficulty, and the number that each epoch may use."""
 
     def __init__(self, difficulties: Any, pacing: Pacing, *, first_epoch: int = 0) -> None:
-        """`difficulties` are numbers, one per sample; where two are equal, the order of the data set decides.
+        """`difficulties` are numbers, one per sample; equal samples keep the order of the data set.
 
-        NaN is harder than any number. `first_epoch` is the epoch that uses `pacing.start`.
+        NaN counts as harder than any number. `first_epoch` is the epoch that uses `pacing.start`.
         """
         self._ranked = np.argsort(np.asarray(difficulties, dtype=np.float64), kind="stable")
         self._pacing, self._first_epoch = pacing, first_epoch
 
     def choose(self, indices: Indices, epoch: int) -> Indices:
-        """The samples that replace those of the epoch's order."""
+        """The samples that replace the samples in the epoch's order."""
         return self._ranked[indices % self.samples_in(epoch)]
 
     def samples_in(self, epoch: int) -> int:
@@ -52,7 +52,7 @@ def make_curriculum(config: Config, training: Any) -> Curriculum | None:
     if config.curriculum is None:
         return None
     if is_stream(training):
-        raise DataError("curriculum needs a data set with a length; order the samples of an iterable one yourself")
+        raise DataError("curriculum needs a data set with a length; order the samples of an iterable data set yourself")
     if config.curriculum.by == "loss":
         return None
     if config.difficulty_fn is None:
@@ -71,10 +71,8 @@ def _column(config: Config, training: Any) -> Any:
     assert config.curriculum is not None
     name, table, size = config.curriculum.column, table_of(config.df), len(getattr(training, "base", training))
     if table is None or name not in table:
-        raise DataError(f"curriculum.column={name} is not a column of df; give another one, or a difficulty_fn")
+        raise DataError(f"curriculum.column={name} is not a column of df; name a column, or set difficulty_fn")
     if len(table) != size:
-        raise DataError(
-            f"curriculum.column={name} has {len(table)} rows for {size} samples; give a difficulty_fn instead"
-        )
+        raise DataError(f"curriculum.column={name} has {len(table)} rows for {size} samples; set difficulty_fn instead")
     values = table[name].to_numpy()
     return values[original_indices(training, range(len(training)))] if isinstance(training, SplitSubset) else values

@@ -22,13 +22,13 @@ class EpochSampler(Sampler[list[int]]):
     """The batches of one rank for one epoch; each `iter` is the next epoch, in the order of that epoch."""
 
     def __init__(self, *, size: int, batch_size: int, world: World, order: Order | None, what: str) -> None:
-        """Without an order, each epoch has the samples of this rank in their order, counted from 0 (`share`)."""
+        """Without an order, each epoch has the samples of this rank in order, counted from 0 (`share`)."""
         self.size, self.world, self.order = size, world, order
         self.batches = batches.batches_per_rank(size, batch_size, world.size, what=what)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, as loops written for DistributedSampler do. Not needed here."""
+        """Set the epoch of the next pass, for loops written for DistributedSampler. Not required."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class EpochLoader(DataLoader[Any]):
         if sampler.order is None and sampler.world.size > 1:
             by_rows = RankShare(by_rows, sampler.share())
         super().__init__(by_rows, batch_sampler=sampler, collate_fn=used, **options)
-        # torch leaves an unused default here; loops written for DistributedSampler call loader.sampler.set_epoch.
+        # torch sets an unused default; loops written for DistributedSampler call loader.sampler.set_epoch.
         self.__dict__["sampler"] = sampler
         self.epochs, self.on_batch = sampler, on_batch
 
@@ -96,7 +96,7 @@ def epoch_loader(
 ) -> EpochLoader:
     """A loader with the same number of batches on every rank; `what` names the data set in error messages.
 
-    Without an order, its `dataset` is the rank's own share, so that an average over `len(loader.dataset)` is right.
+    Without an order, its `dataset` is the rank's share, so that an average over `len(loader.dataset)` is correct.
     """
     sampler = EpochSampler(size=len(dataset), batch_size=batch_size, world=world, order=order, what=what)
     return EpochLoader(dataset, sampler, on_batch, collate, **loader_options(workers, world, seed))

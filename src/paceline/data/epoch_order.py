@@ -1,7 +1,7 @@
-"""The order of the samples in each epoch: shuffled, easy ones first, drawn by weights, or the user's own.
+"""The order of the samples in each epoch: shuffled, easy samples first, drawn by weights, or the user's own.
 
 An order is a function of the epoch and of positions in it, without state: a run resumes at any step, and any rank
-computes the samples of its lanes alone.
+computes only the samples of its lanes.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ Order: TypeAlias = Callable[[int, Indices], Indices]  # (epoch, positions) → t
 
 
 def make_order(config: Config, training: Any, world: World, *, epoch: int = 0) -> Order:
-    """The order of the training samples that a config asks for; `epoch` is the first one. All ranks."""
+    """The order of the training samples for a config; `epoch` is the first epoch. All ranks."""
     if config.sample_weights is not None:
         weights = training_weights(config, training)
         if len(set(world.gather_objects(sha256(weights.tobytes()).hexdigest()))) > 1:
-            raise DataError("sample_weights differ between the ranks; compute them from the data set alone")
+            raise DataError("sample_weights differ between the ranks; compute them only from the data set")
         return WeightedOrder(weights, config.seed)
     if config.order_fn is None:
         return shuffled(config.seed, len(training))
     given = GivenOrder(config.function("order_fn"), config.seed, len(training))
-    given.check(min(epoch, config.num_epochs - 1), world)  # after the last step there is no other epoch
+    given.check(min(epoch, config.num_epochs - 1), world)  # after the last step there is no further epoch
     return given
 
 
 def needs_length(config: Config, training: Any) -> None:
-    """Raise if a config asks for an order of an iterable data set."""
+    """Raise if a config requires an order of an iterable data set."""
     for key in ("sample_weights", "order_fn"):
         if getattr(config, key) is not None and is_stream(training):
-            raise DataError(f"{key} needs a data set with a length; order the samples of an iterable one yourself")
+            raise DataError(f"{key} needs a data set with a length; order the samples of an iterable data set yourself")
 
 
 def shuffled(seed: int, size: int) -> Order:
-    """Every sample once in an epoch, in another order in each epoch."""
+    """Every sample once per epoch, in a different order in each epoch."""
     return lambda epoch, positions: indices_at(seed=seed, epoch=epoch, size=size, positions=positions)
 
 
 def paced(order: Order, curriculum: Curriculum | None) -> Order:
-    """The order with the samples that a curriculum, if there is one, allows in each epoch."""
+    """The order, restricted to the samples that the curriculum, if any, allows in each epoch."""
     if curriculum is None:
         return order
     return lambda epoch, positions: curriculum.choose(order(epoch, positions), epoch)
 
 
 class WeightedOrder:
-    """Samples drawn with replacement; the chance of each is its share of the sum of all weights."""
+    """Samples drawn with replacement; the probability of each is its share of the sum of all weights."""
 
     def __init__(self, weights: Weights, seed: int) -> None:
-        self._sums, self._seed = np.cumsum(weights), seed  # numpy adds one after the other, on any machine
+        self._sums, self._seed = np.cumsum(weights), seed  # numpy adds sequentially, on any machine
 
     def __call__(self, epoch: int, positions: Indices) -> Indices:
         total = self._sums[-1]
         draws = uniform_at(seed=self._seed, epoch=epoch, positions=positions) * total
-        # By rounding, a product may reach the total, where there is no sample.
+        # Because of rounding, a product may equal the total, where there is no sample.
         chosen: Indices = np.searchsorted(self._sums, np.minimum(draws, np.nextafter(total, 0)), side="right")
         return chosen
 
@@ -84,17 +84,17 @@ class GivenOrder:
         return self._indices[positions]
 
     def check(self, epoch: int, world: World) -> None:
-        """Raise if `order_fn` fails, or gives another order on another rank or in another call. All ranks."""
+        """Raise if `order_fn` fails, or returns a different order on another rank or in another call. All ranks."""
         try:
             first, again = (sha256(self._call(epoch).tobytes()).hexdigest() for _ in range(2))
-            problem = None if first == again else "gives another order when it is called again for an epoch"
+            problem = None if first == again else "returns a different order when it is called again for an epoch"
         except DataError as error:
             first, problem = "", str(error).removeprefix("order_fn ")
-        # All ranks raise the same error, so none waits for another.
+        # All ranks raise the same error, so no rank waits for another.
         results = world.gather_objects((first, problem))
         problems = [found for _, found in results if found]
         if len({digest for digest, _ in results}) > 1:
-            problems.append("gives different orders on different ranks")
+            problems.append("returns different orders on different ranks")
         if problems:
             hint = "" if ";" in problems[0] else "; compute it from its arguments, or from the global generators"
             raise DataError(f"order_fn {problems[0]}{hint}")
@@ -104,7 +104,7 @@ class GivenOrder:
         size = self._size
         with keyed_generators(self._seed, "order", epoch):
             given = self._function(epoch, size)
-        if hasattr(given, "detach"):  # a tensor, perhaps on a GPU
+        if hasattr(given, "detach"):  # a tensor, possibly on a GPU
             given = given.detach().cpu()
         try:
             indices = np.asarray(given if hasattr(given, "__array__") else list(given))

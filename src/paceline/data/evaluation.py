@@ -17,12 +17,12 @@ class EvalBatch(NamedTuple):
     """One batch of an evaluation: `indices` are known before it is fetched, `data` afterwards."""
 
     batch: int
-    indices: Any  # a list, or a tensor on the device where rows are gathered there (rows.py)
+    indices: Any  # a list, or a tensor on the device if rows are gathered there (rows.py)
     data: Any = None
 
     @property
     def key(self) -> tuple[str, int]:
-        """What its random numbers depend on."""
+        """The key of its random numbers."""
         return "evaluation data", self.batch
 
 
@@ -32,7 +32,7 @@ class EvalSampler(Sampler[EvalBatch]):
     def __init__(
         self, *, size: int, batch_size: int, world: World, convert: Callable[[Indices], Any] = np.ndarray.tolist
     ) -> None:
-        """`convert` makes the indices of a batch into a list or a tensor."""
+        """`convert` converts the indices of a batch to a list or a tensor."""
         self.size, self.batch_size, self.world, self.convert = size, batch_size, world, convert
         self.batches = -(-size // batch_size)
         self.rounds = -(-self.batches // world.size)

@@ -1,7 +1,7 @@
 """The batches that the model receives: from a DataLoader or gathered from rows on the device, then augmented.
 
-`inputs` copies to the device what changes from lane to lane. `batch` makes the model's batch from it on the device
-alone, so that a CUDA graph can contain it.
+`inputs` copies to the device the data that changes from lane to lane. `batch` computes the model's batch from it on the
+device only, so that a CUDA graph can contain it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ALIGNMENT = 64  # bytes; the addresses of torch's own tensors are multiples of i
 
 
 class LaneInputs(NamedTuple):
-    """The inputs of a lane on the device: all that changes from lane to lane."""
+    """The inputs of a lane on the device: all data that changes from lane to lane."""
 
-    data: Any  # a batch; None where rows are gathered
-    indices: torch.Tensor | None  # of the samples, where rows are gathered or images augmented
+    data: Any  # a batch; None if rows are gathered
+    indices: torch.Tensor | None  # of the samples, if rows are gathered or images augmented
     epoch: torch.Tensor | None
 
 
 class Feed:
-    """Makes the batches of a data set for the model of this rank."""
+    """Creates the batches of a data set for the model of this rank."""
 
     def __init__(self, dataset: Any, config: Config, world: World, rows: Rows | None = None) -> None:
         """`rows` are the data set's samples on the device."""
@@ -44,7 +44,7 @@ class Feed:
         self._epoch = -1, torch.tensor(-1)
 
     def lanes(self, sampler: Callable[..., LaneSampler]) -> Iterable[Lane]:
-        """The lanes of a sampler, in order; `sampler` makes it, with the `convert` that the rows need."""
+        """The lanes of a sampler, in order; `sampler` creates it, with the `convert` that the rows need."""
         if self.rows is not None:
             return sampler(convert=self.rows.index_converter(self.dataset))
         lanes = keyed_loader(self.dataset, sampler(), **self._loader_options())
@@ -85,7 +85,7 @@ class Feed:
         return LaneInputs(data, indices, self._epoch[1])
 
     def batch(self, inputs: LaneInputs) -> Any:
-        """The batch that the model trains on, made on the device alone."""
+        """The batch that the model trains on, computed only on the device."""
         data, indices, epoch = inputs
         if self.rows is not None and indices is not None:
             data = self.rows.gather(indices)
@@ -103,7 +103,7 @@ class Feed:
         return to_channels_last(data) if self.is_channels_last else data
 
     def sample(self) -> Any:
-        """A batch to try something out, as in evaluation: two samples, or a full batch where rows make it cheap."""
+        """A batch for trial calls, as in evaluation: two samples, or a full batch if rows make it cheap."""
         indices = np.arange(min(self.config.batch_size if self.rows is not None else 2, len(self.dataset)))
         if self.rows is not None:
             return self.evaluation_batch(EvalBatch(0, self.rows.index_converter(self.dataset)(indices)))
@@ -119,7 +119,7 @@ class Feed:
 
 def make_feeds(training: Any, validation: Any | None, config: Config, world: World) -> tuple[Feed, Feed | None]:
     """The feeds of training and validation; subsets of one data set share its rows. All ranks."""
-    # With a collate_fn of the config, batches are what it makes of the samples.
+    # A collate_fn of the config creates the batches.
     fraction = 0.0 if config.collate_fn is not None else config.data_on_device
     rows = rows_of(training, fraction, world)
     feed = Feed(training, config, world, rows)
@@ -137,7 +137,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _to_device_aligned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device; on the CPU at an aligned address, on which the order of sums in kernels depends."""
+    """The tensor on the device; on the CPU at an aligned address, since the order of sums in kernels depends on it."""
     moved = tensor.to(device, non_blocking=True)
     is_plain = device.type == "cpu" and moved.layout is torch.strided and not moved.is_nested
     return moved.clone() if is_plain and moved.data_ptr() % ALIGNMENT else moved
@@ -163,17 +163,17 @@ def _after_copy(lane: Lane, copied: torch.cuda.Event) -> Lane:
     present = torch.cuda.current_stream()
     present.wait_event(copied)
     for tensor in tensors_in(lane.data):
-        if tensor.device.type == "cuda":  # the lengths of packed sequences are not
+        if tensor.device.type == "cuda":  # the lengths of packed sequences stay on the CPU
             tensor.record_stream(present)  # its memory must not be reused before this stream has read it
     return lane
 
 
 def with_images(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with its images changed: the first input with four dimensions, or else the first input."""
+    """The batch with changed images: the first input with four dimensions, or else the first input."""
     named = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
     inputs = [key for key in named if key != "labels"]
     if not isinstance(batch, Mapping):
-        inputs = inputs[:-1] or inputs  # the last is the target
+        inputs = inputs[:-1] or inputs  # the last item is the target
     images = next((key for key in inputs if getattr(named[key], "ndim", 0) == 4), inputs[0])
     named[images] = change(named[images])
     return named if isinstance(batch, Mapping) else tuple(named.values())

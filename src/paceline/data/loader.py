@@ -1,4 +1,4 @@
-"""What all DataLoaders have in common: their options, how samples become a batch, and keyed random generators."""
+"""The common parts of all DataLoaders: their options, the collation of samples, and keyed random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KeyedBatch(Protocol):
-    """A named tuple that describes a batch before it is fetched, and holds its data afterwards."""
+    """A named tuple that describes a batch before it is fetched, and contains its data afterwards."""
 
     @property
     def indices(self) -> Any:
@@ -27,7 +27,7 @@ class KeyedBatch(Protocol):
 
     @property
     def key(self) -> tuple[int | str, ...]:
-        """What its random numbers depend on."""
+        """The key of its random numbers."""
 
     def _replace(self, *, data: Any) -> Self: ...
 
@@ -54,7 +54,7 @@ class KeyedDataset(Dataset[Any]):
         return self.collate_batch(self.__getitems__(batch))
 
     def collate_batch(self, fetched: tuple[Keyed, Any]) -> Keyed:
-        """The batch with its samples collated; called in the DataLoader's worker, right after they were fetched."""
+        """The batch with its samples collated; called in the DataLoader's worker, directly after they were fetched."""
         batch, samples = fetched
         data = self.collate(samples)
         if data is samples and isinstance(data, (tuple, Mapping)):
@@ -87,7 +87,7 @@ def no_collate(batch: Any) -> Any:
 
 
 def loader_options(workers: int, world: World, seed: int) -> dict[str, Any]:
-    """The keyword arguments that every DataLoader has in common."""
+    """The keyword arguments of every DataLoader."""
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": world.device.type == "cuda"}
     if workers:
         options |= {
@@ -111,5 +111,5 @@ def _check_rows(batch: Any, samples: int) -> None:
 
 
 def _default_collate(samples: Any) -> Any:
-    """Samples as a batch; a tuple or a dict from `__getitems__` is one already."""
+    """Samples as a batch; a tuple or a dict from `__getitems__` is already one."""
     return samples if isinstance(samples, (tuple, Mapping)) else default_collate(samples)

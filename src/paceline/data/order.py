@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 16  # even; with 12, sizes of 5 and 6 still show a bias over 30,000 epochs
 GOLDEN = 0x9E3779B97F4A7C15  # the step between the states of SplitMix64
-CHUNK = 8192  # positions computed at once: numpy's cost per call is then spread over many batches
+CHUNK = 8192  # positions computed at once, which spreads numpy's cost per call over many batches
 
 
 def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) -> Indices:
@@ -29,9 +29,9 @@ def indices_at(*, seed: int, epoch: int, size: int, positions: npt.ArrayLike) ->
     if size < 1:
         raise ValueError(f"size={size} must be at least 1")
     if where.size and (where.min() < 0 or where.max() >= size):
-        raise ValueError(f"positions reach from {where.min()} to {where.max()}; they must be in 0..{size - 1}")
+        raise ValueError(f"positions range from {where.min()} to {where.max()}; they must be in 0..{size - 1}")
     columns = math.isqrt(size - 1) + 1
-    columns += columns % 2  # with both sides odd every shift would be an even permutation
+    columns += columns % 2  # if both sides were odd, every shift would be an even permutation
     rows = -(-size // columns)
     keys = _round_keys(seed, epoch)
     cells = _permute(where.astype(np.uint64).ravel(), rows, columns, keys)
@@ -57,7 +57,7 @@ def indices_of(
 ) -> Iterator[Any]:
     """The indices of each span of positions; `at` computes them for many spans at once.
 
-    `convert` makes the indices of many spans into a list or a tensor, of which each span's are a slice.
+    `convert` converts the indices of many spans to a list or a tensor; the indices of a span are a slice of it.
     """
     remaining = iter(spans)
     while True:
@@ -91,12 +91,12 @@ def _shift(value: Words, *, by: Words, key: np.uint64, modulus: np.uint64, buffe
     offset, other = buffers
     np.add(by, key, out=offset)
     _mix(offset, other)
-    # The hash's upper 32 bits, scaled to 0..modulus-1 by a multiplication; `%` would take five times as long.
+    # The hash's upper 32 bits, scaled to 0..modulus-1 by a multiplication; `%` is five times slower.
     np.right_shift(offset, np.uint64(32), out=offset)
     np.multiply(offset, modulus, out=offset)
     np.right_shift(offset, np.uint64(32), out=offset)
     np.add(value, offset, out=value)
-    # Unsigned: a value below the modulus becomes a huge number by the subtraction, so the minimum keeps the value.
+    # Unsigned: the subtraction turns a value below the modulus into a huge number, so the minimum keeps the value.
     np.minimum(value, np.subtract(value, modulus, out=other), out=value)
 
 

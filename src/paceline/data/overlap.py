@@ -1,4 +1,4 @@
-"""Shards of an iterable data set that yield the same samples, found by digests of their first samples."""
+"""Detects shards of an iterable data set that yield the same samples, by digests of their first samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import DataError
 
 
 def digest_of_samples(samples: Sequence[Any]) -> int:
-    """A positive digest of samples; 0 where they are all equal, as in synthetic data, and nothing can be compared."""
+    """A positive digest of samples; 0 if all are equal, as in synthetic data, so that they cannot be compared."""
     digests = [_digest_of(sample) for sample in samples]
     if len(set(digests)) < 2:
         return 0
@@ -27,8 +27,8 @@ def check_samples_differ(seen: dict[int, int], what: str, digests: Iterable[tupl
     for index, digest in digests:
         if digest and seen.setdefault(digest, index) != index:
             raise DataError(
-                f"the data set yields the same samples for {what} {seen[digest]} and {what} {index}; let __iter__ "
-                "yield different ones: `yield from paceline.shard(samples)`, or select them by "
+                f"the data set yields the same samples for {what} {seen[digest]} and {what} {index}; make __iter__ "
+                "yield different samples: `yield from paceline.shard(samples)`, or select them by "
                 "`index, count = paceline.shard()`"
             )
 

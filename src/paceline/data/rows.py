@@ -1,4 +1,4 @@
-"""Data sets that are tensors, one row per sample: batches are gathered on the device, without collating.
+"""Data sets of tensors with one row per sample: batches are gathered on the device, without collating.
 
 A `TensorDataset` is one; any other data set may provide its tensors with a method `as_tensors()`.
 """
@@ -54,7 +54,7 @@ class RowDataset(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A collated batch, equal to the one that torch's DataLoader would make."""
+        """A collated batch, equal to the batch of torch's DataLoader."""
         batch = self._rows.gather(self._convert(np.asarray(indices)))
         return list(batch) if isinstance(batch, tuple) else batch
 
@@ -89,7 +89,7 @@ def rows_of(dataset: Any, fraction: float, world: World) -> Rows | None:
 
 
 def _tensors_of(dataset: Any) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
-    """The tensors whose rows are the samples; None where the samples come from the data set's own methods."""
+    """The tensors whose rows are the samples; None if the samples come from the data set's own methods."""
     if hasattr(dataset, "collate_fn") or is_stream(dataset):
         return None
     if hasattr(dataset, "as_tensors"):

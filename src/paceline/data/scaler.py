@@ -20,7 +20,7 @@ CHUNK = 4096  # samples per chunk
 class StandardScaler(torch.nn.Module):
     """`(x - mean) / spread` for each feature, as the first layer of a model; spread is the standard deviation.
 
-    Both are computed from the training data alone, never from the validation data. They are buffers, so they are saved,
+    Both are computed only from the training data, never from the validation data. They are buffers, so they are saved,
     broadcast and exported with the weights. A constant feature is only shifted.
     """
 
@@ -28,7 +28,7 @@ class StandardScaler(torch.nn.Module):
     spread: torch.Tensor
 
     def __init__(self, features: int, of: int | str = 0) -> None:
-        """`of` selects the part of a sample that it scales: its place in a tuple, or its key in a dict."""
+        """`of` selects the part of a sample to scale: its position in a tuple, or its key in a dict."""
         super().__init__()
         self.of = of
         self.register_buffer("mean", torch.zeros(features))
@@ -38,7 +38,7 @@ class StandardScaler(torch.nn.Module):
         return (x - self.mean) / self.spread
 
     def fit(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Compute mean and spread of samples, one row each, in 64 bits; chunks are merged by their means."""
+        """Compute mean and spread of samples, one per row, in 64 bits; chunks are merged by their means."""
         count, mean = 0, torch.zeros_like(self.mean, dtype=torch.float64)
         squares = torch.zeros_like(mean)
         for chunk in chunks:
@@ -50,7 +50,7 @@ class StandardScaler(torch.nn.Module):
             mean, count = mean + difference * (len(rows) / total), total
         spread = (squares / max(count, 1)).sqrt()
         self.mean.copy_(mean)
-        # By rounding, the mean of a constant feature may be an ulp beside its value.
+        # Because of rounding, the mean of a constant feature may differ from its value by one ulp.
         self.spread.copy_(torch.where(spread > 1e-12 * mean.abs(), spread, 1.0))
 
 
@@ -63,7 +63,9 @@ def fit_scalers(
         return
     progress.phase = "fitting the scaler"
     if is_stream(training):
-        raise DataError("StandardScaler needs a data set with a length; scale the samples of an iterable one yourself")
+        raise DataError(
+            "StandardScaler needs a data set with a length; scale the samples of an iterable data set yourself"
+        )
     for name, scaler in scalers:
         try:
             scaler.fit(_chunks(training, seed, scaler.of, collate))
@@ -74,7 +76,7 @@ def fit_scalers(
         if not_finite := (~(scaler.mean.isfinite() & scaler.spread.isfinite())).nonzero().flatten().tolist():
             raise DataError(
                 f"StandardScaler {name} cannot be fitted: feature {not_finite[0]} (the first is 0) of the training "
-                "data has values that are not finite; replace them, or remove such samples"
+                "data has values that are not finite; replace them, or remove these samples"
             )
 
 

@@ -1,4 +1,4 @@
-"""Random generators keyed by their purpose, so that the same work draws the same numbers on any rank."""
+"""Random generators keyed by their purpose, so that the same work uses the same random numbers on any rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seed_generators(*key: int | str) -> None:
     import torch
 
     seed = seed_for(*key)
-    # Not torch.manual_seed: until CUDA is initialised it stores every call, with its stack, to repeat it then.
+    # Not torch.manual_seed: until CUDA is initialised it stores every call, with its stack, in order to repeat it.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Which shard of an iterable data set is being read: `shard`, for the user's own `__iter__`."""
+"""`shard`, for the `__iter__` of an iterable data set, and the shard that is being read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DataShard:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make `shard` return this one inside. A generator's body runs in `next`, so call that inside, too."""
+        """Make `shard` return this one in the context. A generator's body runs in `next`, so call that inside, too."""
         token = _current.set(self)
         try:
             yield
@@ -29,7 +29,7 @@ class DataShard:
             _current.reset(token)
 
     def note_call(self) -> None:
-        """Note that the data set has called `shard`."""
+        """Record that the data set has called `shard`."""
         self.is_called = True
         on_first_call, self.on_first_call = self.on_first_call, None
         if on_first_call is not None:
@@ -45,11 +45,11 @@ def shard() -> tuple[int, int]: ...
 @overload
 def shard(samples: Iterable[T]) -> Iterator[T]: ...
 def shard(samples: Iterable[T] | None = None) -> Iterator[T] | tuple[int, int]:
-    """Every `count`-th of `samples`, starting at `index`; without samples `(index, count)`. Outside of a run, all.
+    """Every `count`-th of `samples`, starting at `index`; without `samples`, `(index, count)`. Outside a run, all.
 
     For the `__iter__` of an iterable data set: `yield from shard(lines)`. Until it is called, the generators of torch,
-    numpy and `random` yield the same numbers for all shards, so samples shuffled before the call have one order.
-    After the call each shard has random numbers of its own.
+    numpy and `random` yield the same numbers for all shards, so samples shuffled before the call have the same order.
+    After the call, each shard has different random numbers.
     """
     current = _current.get()
     current.note_call()

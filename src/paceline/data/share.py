@@ -1,4 +1,4 @@
-"""The samples of one rank, as a data set: what `val_loader.dataset` is in the user's own loop on several ranks."""
+"""The samples of one rank as a data set: `val_loader.dataset` in the user's own loop on several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.data.sources import fetch
 
 
 class RankShare(Dataset[Any]):
-    """Some samples of a data set, so that `len()` is their number; all other attributes are those of the data set."""
+    """A subset of a data set, whose `len()` is its size; all other attributes are those of the data set."""
 
     def __init__(self, dataset: Any, indices: Indices) -> None:
         self._dataset, self._indices = dataset, indices

@@ -51,12 +51,12 @@ class SplitSubset(Dataset[Any]):
 
 
 def fetch(dataset: Any, indices: Sequence[int]) -> Any:
-    """The samples at `indices`, by `__getitems__` where the data set has it."""
+    """The samples at `indices`, by `__getitems__` if the data set has it."""
     try:
         if getattr(dataset, "__getitems__", None):
             return dataset.__getitems__(indices)
         return [dataset[index] for index in indices]
-    except StopIteration as error:  # which would end the loop over batches without an error
+    except StopIteration as error:  # it would end the loop over batches without an error
         raise DataError("the data set raised StopIteration for a sample; it must return one for every index") from error
 
 
@@ -78,7 +78,7 @@ def size_of(dataset: Any) -> int | None:
 
 
 def make_datasets(config: Config) -> tuple[Any, Any | None]:
-    """The training data and, if there is any, the validation data, made by the user's functions."""
+    """The training data and, if any, the validation data, created by the user's functions."""
     make = config.function("dataset_fn")
     dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn", may_stream=True)
     if config.val_dataset_fn is not None:
@@ -86,7 +86,7 @@ def make_datasets(config: Config) -> tuple[Any, Any | None]:
     if config.val_df is not None:
         return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), "dataset_fn")
     size = size_of(dataset)
-    if size is None:  # it cannot be split by index
+    if size is None:  # an iterable data set cannot be split by index
         return dataset, None
     held_out = round(size * config.val_fraction)
     if config.val_fraction > 0 and size > 1:

@@ -22,7 +22,7 @@ class ShardReader:
         self._samples: Iterator[Any] | None = None
 
     def take(self, size: int) -> list[Any]:
-        """The next samples: `size` of them, or those that are left."""
+        """The next samples: `size` of them, or the remaining ones."""
         with self.shard.active():
             if self._samples is not None:
                 return list(islice(self._samples, size))

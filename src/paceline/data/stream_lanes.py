@@ -1,7 +1,7 @@
 """Lanes of an iterable data set, read in one process: the rank itself or one of its DataLoader workers.
 
 A lane is a shard of the data, so its samples do not depend on the rank that processes it. One process reads a lane
-from the beginning of an epoch to its end, one step per request.
+from the start of an epoch to its end, one step per request.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from paceline.data.stream import ShardReader, announce_epoch
 
 
 class LaneStatus(NamedTuple):
-    """What all ranks must know about a lane in a step."""
+    """The facts about a lane in a step that all ranks need."""
 
     samples: int = 0
     is_finished: int = 0  # these are its last samples of the epoch
-    is_empty: int = 0  # it has had no samples in this epoch
-    digest: int = 0  # of its first samples; 0 where there is nothing to compare
+    is_empty: int = 0  # the lane has had no samples in this epoch
+    digest: int = 0  # of its first samples; 0 if there is nothing to compare
     is_unsharded: int = 0  # the data set has not called `paceline.shard`
 
 
 class FetchedLane(NamedTuple):
-    """A lane in a step, and its status; `step_samples` is not known yet."""
+    """A lane in a step, and its status; `step_samples` is not set yet."""
 
     lane: Lane
     status: LaneStatus
 
 
 class ReadRequest(NamedTuple):
-    """What one process is to read next: a batch for each of its lanes."""
+    """The next batches that one process must read, one per lane."""
 
     epoch: int
     step: int
@@ -46,7 +46,7 @@ class ReadRequest(NamedTuple):
 
 
 class ReadResponse(NamedTuple):
-    """What one process has read for a request."""
+    """The batches that one process has read for a request."""
 
     epoch: int
     step: int
@@ -54,14 +54,14 @@ class ReadResponse(NamedTuple):
 
 
 class LaneCursor:
-    """How far a lane has been read in an epoch."""
+    """The position up to which a lane has been read in an epoch."""
 
     def __init__(self, reader: ShardReader, batch_size: int) -> None:
         self.reader, self.batch_size = reader, batch_size
-        self.ahead: list[Any] = []  # samples that are read, but belong to later steps
-        self.batch: list[Any] = []  # the last one that was not empty
+        self.ahead: list[Any] = []  # samples that have been read, but belong to later steps
+        self.batch: list[Any] = []  # the last batch that was not empty
         self.first = 0  # the number of its first sample in the lane
-        self.samples = 0  # in the present step
+        self.samples = 0  # in the current step
 
     def advance(self) -> None:
         """Read the next batch."""
@@ -111,7 +111,7 @@ class LaneReader(Dataset[Any]):
         cursor = self._cursors[number]
         # A rank whose lanes are all empty processes its first lane with the samples of that lane's last batch.
         is_needed = bool(cursor.batch) and (cursor.samples > 0 or number == request.lanes[0])
-        # A collate_fn that draws random numbers, such as masks, gives the same ones whichever process has the lane.
+        # A collate_fn that draws random numbers, such as masks, draws the same ones on any process.
         seed_generators(self.seed, "collate", request.step, number)
         lane = Lane(
             step=request.step,

@@ -46,16 +46,16 @@ class CountingCollate:
 
 
 class ShardedStream(IterableDataset[Any]):
-    """The shard of a data set that this rank and DataLoader worker read; each pass of a loader is the next epoch."""
+    """The shard of a data set that this rank and DataLoader worker read; each pass over a loader is the next epoch."""
 
     def __init__(self, dataset: Any, *, seed: int, world: World) -> None:
         self.dataset, self.seed, self.world = dataset, seed, world
         self.epoch = 0  # the next one
-        # Workers persist over epochs, so the number of the present epoch is in memory that they share.
+        # Workers persist over epochs, so the number of the current epoch is in shared memory.
         self._present: torch.Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, as loops written for DistributedSampler do. Not needed here."""
+        """Set the epoch of the next pass, for loops written for DistributedSampler. Not required."""
         self.epoch = epoch
 
     def start_epoch(self) -> int:
@@ -76,7 +76,7 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """A DataLoader over this rank's shard that ends on all ranks at once and reports each batch to `on_batch`."""
+    """A DataLoader over this rank's shard that ends on all ranks together and reports each batch to `on_batch`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StreamLoader(DataLoader[Any]):
         warn: Warn,
         collate: Collate | None = None,
     ) -> None:
-        """`on_batch` takes the epoch, the batch and the number of samples that all ranks have in it. All ranks."""
+        """`on_batch` takes the epoch, the batch and the number of samples of all ranks in it. All ranks."""
         self.sharded = ShardedStream(dataset, seed=seed, world=world)
         counting = CountingCollate(collate_of(dataset, collate))
         options = loader_options(workers, world, seed)
@@ -125,11 +125,11 @@ class StreamLoader(DataLoader[Any]):
         return sizes
 
     def _end(self, epoch: int, batch: int, sizes: list[int]) -> None:
-        """Warn about samples that are not used because another rank has no more."""
+        """Warn about unused samples because another rank has no more."""
         without = ", ".join(str(rank) for rank, size in enumerate(sizes) if not size)
         if not batch:
             raise DataError(
-                f"the data set yields no samples for rank {without} of {self.world.size}; let __iter__ yield some for "
+                f"the data set yields no samples for rank {without} of {self.world.size}; make __iter__ yield some for "
                 "each rank, such as `yield from paceline.shard(samples)`, or use fewer ranks"
             )
         if any(sizes) and not self._has_warned:

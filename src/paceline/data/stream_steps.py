@@ -1,4 +1,4 @@
-"""Steps of the managed loop over an iterable data set: what a rank requests, and what all ranks agree on."""
+"""Steps of the managed loop over an iterable data set: the requests of a rank, and the agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SKIPPING = "skipping steps"  # the phase while a resumed rank reads the samples 
 
 
 class RequestSampler(Sampler[ReadRequest]):
-    """The requests of one step after another, without end; a step has one request for each process."""
+    """The requests of an endless sequence of steps; a step has one request per process."""
 
     def __init__(self, rank_lanes: range, workers: int, *, epoch: int, first_step: int, skip_until: int) -> None:
         self.processes = max(1, min(workers, len(rank_lanes)))
@@ -33,7 +33,7 @@ class RequestSampler(Sampler[ReadRequest]):
         self.start_epoch(epoch, first_step)
 
     def start_epoch(self, epoch: int, first_step: int) -> None:
-        """Request another epoch from now on, which starts with `first_step`."""
+        """Request a new epoch from now on, which starts at `first_step`."""
         self.epoch, self.step = epoch, first_step
 
     def __iter__(self) -> Iterator[ReadRequest]:
@@ -56,7 +56,7 @@ class StreamSteps:
     workers: int
     epochs: int
     max_steps: int | None
-    step: int  # the first to yield
+    step: int  # the first step to yield
     stream_position: tuple[int, int]  # the epoch of that step, and the first step of that epoch
     world: World
     progress: Progress
@@ -64,7 +64,7 @@ class StreamSteps:
     collate: Collate | None = None
 
     def __iter__(self) -> Iterator[StepInputs]:
-        """The inputs of one step after another. All ranks."""
+        """The inputs of each step in order. All ranks."""
         exchange = self.world.exchange(len(LaneStatus._fields) * self.lanes)
         step, (epoch, first_step) = self.step, self.stream_position
         if step > first_step:
@@ -113,7 +113,7 @@ class StreamSteps:
         for response in responses:
             if response.epoch == epoch and response.step < step:
                 self.progress.phase, self.progress.batch = SKIPPING, response.step
-            elif response.epoch == epoch:  # else it was requested before the end of its epoch was known
+            elif response.epoch == epoch:  # otherwise it was requested before the end of its epoch was known
                 fetched += response.fetched
             if len(fetched) == lanes:
                 break
@@ -132,11 +132,11 @@ class StreamSteps:
         return [LaneStatus(*islice(flat, len(LaneStatus._fields))) for _ in range(self.lanes)]
 
     def _check(self, statuses: list[LaneStatus], epoch: int, step: int) -> None:
-        """Raise or warn where a data set is not sharded correctly; the result is the same on all ranks."""
+        """Raise or warn if a data set is not sharded correctly; the result is the same on all ranks."""
         empty = [lane for lane, status in enumerate(statuses) if status.is_empty]
         if empty:
             raise DataError(
-                f"the data set yields no samples for lane {empty[0]} of {self.lanes} in epoch {epoch + 1}; let "
+                f"the data set yields no samples for lane {empty[0]} of {self.lanes} in epoch {epoch + 1}; make "
                 "__iter__ yield some for each lane, such as `yield from paceline.shard(samples)`, or use fewer lanes"
             )
         if not any(status.samples for status in statuses):
@@ -146,12 +146,12 @@ class StreamSteps:
         check_samples_differ({}, "lane", ((lane, status.digest) for lane, status in enumerate(statuses)))
         if epoch == self.stream_position[0] and any(status.is_unsharded for status in statuses):
             self.warn(
-                "the data set does not call paceline.shard: unless it generates random samples, every lane sees all "
+                "the data set does not call paceline.shard: unless it generates random samples, every lane gets all "
                 "samples; write `yield from paceline.shard(samples)` in __iter__"
             )
 
 
 def _start_lane_worker(worker: int) -> None:
-    """Hide the DataLoader's worker info: a data set that divides samples by it would divide those of a lane again."""
+    """Hide the DataLoader's worker info: a data set that shards by it would shard the samples of a lane again."""
     start_worker(worker)
     torch.utils.data._utils.worker._worker_info = None

@@ -1,7 +1,7 @@
-"""Trees of tensors: how batches and states, which are nested tuples, lists and mappings, are walked.
+"""Trees of tensors: walks batches and states, which are nested tuples, lists and mappings.
 
 A mapping of any type becomes a dict; tuples, named tuples and lists keep their type; everything else is a leaf.
-`torch.utils._pytree` knows only exact types (a BatchEncoding is a leaf for it) and takes five times as long.
+`torch.utils._pytree` matches only exact types (a BatchEncoding is a leaf for it) and is five times slower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-TreePath = tuple[Any, ...]  # the keys and places that lead from the root of a tree to a leaf
+TreePath = tuple[Any, ...]  # the keys and positions from the root of a tree to a leaf
 
 
 def map_leaves(
@@ -24,7 +24,7 @@ def map_leaves(
 ) -> Any:
     """The tree with `change(path, leaf)` in place of each leaf.
 
-    `is_leaf` selects containers that are leaves as well. With `is_plain`, subclasses of tuple and list are not kept.
+    `is_leaf` selects containers to be treated as leaves. With `is_plain`, subclasses of tuple and list are not kept.
     """
 
     def walk(path: TreePath, node: Any) -> Any:
@@ -60,7 +60,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The tree with every tensor changed, except for the `batch_sizes` of packed sequences, which stay on the host."""
-    # Most batches are flat, and steps of tiny models are so short that the general walk would be seen.
+    # Most batches are flat, and the general walk would be noticeable in the short steps of tiny models.
     if type(tree) is tuple and set(map(type, tree)) == {torch.Tensor}:
         return tuple(map(change, tree))
     if type(tree) is dict and set(map(type, tree.values())) == {torch.Tensor}:

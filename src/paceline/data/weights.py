@@ -15,7 +15,7 @@ from paceline.errors import DataError
 
 Weights: TypeAlias = npt.NDArray[np.float64]
 
-FORMS = "give a column of df, one number for each sample, or a function of the data set"
+FORMS = "set a column of df, one number for each sample, or a function of the data set"
 
 
 def training_weights(config: Config, training: Any) -> Weights:
@@ -23,23 +23,23 @@ def training_weights(config: Config, training: Any) -> Weights:
     dataset = training.base if isinstance(training, SplitSubset) else training
     weights = _numbers(_given(config, dataset))
     if len(weights) != len(dataset):
-        raise DataError(f"sample_weights has {len(weights)} numbers for {len(dataset)} samples; give one for each")
+        raise DataError(f"sample_weights has {len(weights)} numbers for {len(dataset)} samples; give one per sample")
     if isinstance(training, SplitSubset):
         weights = weights[training.base_index_array(np.arange(len(training)))]
     with np.errstate(over="ignore"):
         total = weights.sum()
     if not 0 < total < np.inf:
-        raise DataError(f"sample_weights of the training samples add up to {total}; give other weights")
+        raise DataError(f"sample_weights of the training samples sum to {total}; use positive, finite weights")
     return weights
 
 
 def weight_problems(config: Config) -> Iterator[str]:
-    """What is wrong with `sample_weights`, as far as this is known before the data set is made."""
+    """The problems with `sample_weights` that are known before the data set is created."""
     given = config.sample_weights
     if given is None or callable(given):
         return
     if isinstance(given, str):
-        if ":" in given:  # a function that is not found, which is reported already
+        if ":" in given:  # a function that is not found, which has been reported
             return
         if config.df is None:
             yield f"sample_weights={given!r} names a column, but there is no df; {FORMS}"
@@ -81,5 +81,5 @@ def _numbers(given: Any) -> Weights:
             f"sample_weights has {weights[bad[0]]:g} for sample {bad[0]}; weights must be finite and not negative"
         )
     if not weights.any():
-        raise DataError("sample_weights has no positive weight; give some")
+        raise DataError("sample_weights has no positive weight; add some")
     return weights

@@ -1,9 +1,9 @@
-"""The worker processes of a DataLoader: forked, so that data sets of a script or notebook need not be pickled.
+"""The worker processes of a DataLoader: forked, so that data sets of a script or notebook do not have to be pickled.
 
-A rank has threads, and a fork beside threads has two hazards. In Python 3.11 the child may wait forever, before it runs
-any of its code, for a lock that a thread of torch held at the fork; so every child must report that it has started, or
-it is killed and forked again. And a child that collects its parent's garbage may destroy a process group, which waits
-for threads that the child does not have.
+A rank has threads, and forking a process with threads has two hazards. In Python 3.11 the child may wait forever,
+before it runs any of its code, for a lock that a thread of torch held at the fork; so every child must report that it
+has started, or it is killed and forked again. And a child that collects its parent's garbage may destroy a process
+group, which waits for threads that the child does not have.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from multiprocessing.popen_fork import Popen
 from paceline.system.processes import die_with_parent
 from paceline.system.signals import ignore_signals
 
-START_TIMEOUT_S = 2.0  # doubled with each fork; a slow child is forked again without harm, it has done nothing yet
+START_TIMEOUT_S = 2.0  # doubled with each fork; forking a slow child again is harmless, because it has done nothing yet
 
 
 class LoaderProcess(ForkProcess):
     """A process that reports when it has started."""
 
-    ready_fd = -1  # the pipe that it reports to
+    ready_fd = -1  # the pipe to which it reports
 
     @staticmethod
     def _Popen(process_obj: LoaderProcess) -> Popen:  # type: ignore[override]  # noqa: N802, the standard library's name
@@ -69,12 +69,12 @@ def _kill_workers() -> None:
 
 
 class LoaderContext(ForkContext):
-    """The `multiprocessing_context` with which a DataLoader starts such processes."""
+    """The `multiprocessing_context` with which a DataLoader starts these processes."""
 
     Process = LoaderProcess
 
 
 def start_worker(worker: int) -> None:
-    """Set up signals in a worker; the DataLoader calls it there before anything is read."""
+    """Set up signals in a worker; the DataLoader calls it before it reads samples."""
     ignore_signals()
     die_with_parent()

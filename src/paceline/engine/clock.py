@@ -1,4 +1,4 @@
-"""How a rank's time is divided among the phases of a step: a clock that is notified when the next phase begins."""
+"""Measures the time of a rank in each phase of a step: a clock that is notified when a phase starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PHASES = ("data", "forward", "backward", "reduction", "optimizer", "other")
 
 
 class PhaseClock:
-    """Seconds of each phase since the last restart, measured on this rank's host."""
+    """The seconds in each phase since the last restart, measured on this rank's host."""
 
     def __init__(self) -> None:
         self._phase, self._since = OTHER, 0.0
         self.restart()
 
     def enter(self, phase: int) -> None:
-        """End the current phase and begin `phase`."""
+        """End the current phase and start `phase`."""
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
@@ -39,14 +39,14 @@ class PhaseClock:
         return time.perf_counter() - self._began
 
     def sample_next_step(self) -> None:
-        """Time the phases of the next step on the device; not needed here, the host times every step."""
+        """Time the phases of the next step on the device; does nothing here, because the host times every step."""
 
     def discard_sample(self) -> None:
         """Do not time this step on the device: it is not typical."""
 
     def mean_ms(self, steps: int) -> list[float]:
         """Mean milliseconds of a step on this rank, then of each phase; NaN where unknown."""
-        PhaseClock.enter(self, self._phase)  # not the method of a subclass: only the host's times are updated
+        PhaseClock.enter(self, self._phase)  # not the method of a subclass, in order to update only the host's times
         return [1e3 * seconds / max(steps, 1) for seconds in (self.elapsed, *self._spent)]
 
     def phases_of(self, means: Sequence[Sequence[float]]) -> dict[str, list[float]]:
@@ -55,20 +55,20 @@ class PhaseClock:
 
 
 class PhaseMark(NamedTuple):
-    """A CUDA event at the beginning of a phase."""
+    """A CUDA event at the start of a phase."""
 
     phase: int
     moment: torch.cuda.Event
 
 
 class DeviceClock(PhaseClock):
-    """A clock for a GPU, which runs behind its host: on request it times one step on the device itself.
+    """A clock for a GPU, which runs asynchronously to its host: on request it times one step on the device itself.
 
-    Only such a step has marks between its phases, and only then does the host wait for the end of a step.
+    Only this step has marks between its phases, and only then does the host wait for the end of a step.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone` is true if this is the only rank."""
+        """`is_alone`: whether this is the only rank."""
         self._is_alone, self._is_requested = is_alone, False
         self._marks: list[PhaseMark] | None = None
         self._sample: list[float] | None = None  # milliseconds of the phases of one step
@@ -84,7 +84,7 @@ class DeviceClock(PhaseClock):
         self._is_requested = True
 
     def enter(self, phase: int) -> None:
-        """End the current phase and begin `phase`."""
+        """End the current phase and start `phase`."""
         super().enter(phase)
         if self._marks is not None:
             self._marks.append(_mark(phase))
@@ -100,7 +100,7 @@ class DeviceClock(PhaseClock):
 
     @contextmanager
     def separate_marks(self, *, with_marks: bool) -> Iterator[list[PhaseMark]]:
-        """Keep marks that are set inside, while a CUDA graph is recorded, out of this step; collect them if wanted."""
+        """A context that excludes marks from this step while a CUDA graph is recorded; collects them if requested."""
         marks: list[PhaseMark] = []
         outer, self._marks = self._marks, marks if with_marks else None
         try:
@@ -129,9 +129,9 @@ class DeviceClock(PhaseClock):
 def split_step(step: float, sample: Sequence[float], *, is_alone: bool) -> list[float]:
     """The phases of a mean step on a GPU, which add up to `step` (pure).
 
-    `sample` has the phases of one step on the device, except its first value: that is the mean time for which the host
-    has waited for data, part of it while the device was busy. The remainder is what one sampled step cannot show, such
-    as waiting for a rank that is slow only sometimes.
+    `sample` has the phases of one step on the device, except its first value: that is the mean time during which the
+    host has waited for data, part of it while the device was busy. The remainder is the time that one sampled step
+    cannot show, such as waiting for a rank that is slow only sometimes.
     """
     own = [sample[phase] for phase in (FORWARD, BACKWARD, OPTIMIZER)]
     scale = min(1.0, step / max(sum(own), 1e-9))

@@ -26,7 +26,7 @@ def unsuitable_loss(config: Config) -> Iterator[str]:
     takes_probabilities = loss is torch.nn.functional.binary_cross_entropy or isinstance(loss, torch.nn.BCELoss)
     if takes_probabilities and isinstance(config.metrics, list) and "accuracy" in config.metrics:
         yield (
-            "metrics=accuracy takes the sign of a logit, but loss_fn=binary_cross_entropy takes probabilities; "
+            "metrics=accuracy uses the sign of a logit, but loss_fn=binary_cross_entropy expects probabilities; "
             "use binary_cross_entropy_with_logits, and no sigmoid in the model"
         )
     if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):

@@ -21,7 +21,7 @@ def sha256_of(state: Mapping[str, Any]) -> str:
 
 
 def sha256_of_each(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The same over pairs of name and tensor, which must be in name order."""
+    """SHA-256 over pairs of name and tensor, which must be in name order."""
     digest = hashlib.sha256()
     for name, value in named:
         dense = value.detach().cpu() if value.layout is torch.strided else value.detach().cpu().to_dense()
@@ -38,7 +38,7 @@ def sha256_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def sha256_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """SHA-256 over the states of several optimizers in their order; None without any."""
+    """SHA-256 over the states of several optimizers in order; None without optimizers."""
     hashes = [sha256_of_optimizer(optimizer) for optimizer in optimizers]
     if len(hashes) > 1:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -61,7 +61,7 @@ def check_replicas(model: torch.nn.Module, world: World, step: int) -> None:
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World) -> None:
-    """Stop the run if a parameter that was frozen when it began is trainable now on any rank. All ranks."""
+    """Stop the run if a parameter that was frozen at its start is now trainable on any rank. All ranks."""
     if not frozen:
         return
     flags = torch.tensor([parameter.requires_grad for _, parameter in frozen], dtype=torch.uint8, device=world.device)
@@ -69,7 +69,7 @@ def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World)
     if any(is_trainable):
         name, _ = frozen[is_trainable.index(True)]
         raise ConfigError(
-            f"{name} was frozen when the run began and requires a gradient now, which is not summed over lanes and "
+            f"{name} was frozen when the run started and now requires a gradient, which is not summed over lanes and "
             "ranks; set requires_grad in model_fn, or use your own train_fn"
         )
 
@@ -77,7 +77,8 @@ def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], world: World)
 def find_difference(model: torch.nn.Module, trained: Collection[str], world: World) -> tuple[str, list[int]] | None:
     """The first parameter whose values differ from rank 0's, and the ranks where they do. All ranks.
 
-    Parameters in `trained` and those that are trainable now are compared; one that a rank lacks is a difference.
+    Parameters in `trained` and those that are trainable now are compared; a parameter that is missing on a rank is a
+    difference.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad or name in trained}
     digests = torch.stack([digest_of(parameter) for parameter in named.values()]).tolist() if named else []

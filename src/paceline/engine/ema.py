@@ -20,7 +20,7 @@ class Ema:
         self._average = [p.detach().to(_wide(p.dtype), copy=True) for p in self._weights]
 
     def averages(self) -> dict[str, torch.Tensor]:
-        """The averages by the names of their parameters; these are not copies, a checkpoint is restored into them."""
+        """The averages by parameter name; these are not copies, since a checkpoint is restored into them."""
         return dict(zip(self._names, self._average, strict=True))
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class Ema:
     def applied(self) -> Iterator[None]:
         """A context in which the model has the averages as its weights."""
         pairs = list(zip(self._weights, self._average, strict=True))
-        # Averages that lose digits in the model are copied.
+        # Averages that lose digits in the dtype of the model are copied.
         wide = [(average, average.clone()) for weights, average in pairs if weights.dtype != average.dtype]
         self._swap()
         try:

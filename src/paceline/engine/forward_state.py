@@ -1,7 +1,7 @@
 """The tensors, besides gradients, that a forward pass may change, and copies of them to restore.
 
-These are the buffers of the model and of the loss, and the frozen parameters that move, such as those of a teacher that
-follows the trained weights.
+These are the buffers of the model and of the loss, and the frozen parameters that change, such as those of a teacher
+that follows the trained weights.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-SCANS = 8  # calls that search the modules again: some make their buffers in the first forward passes
-BufferKey = tuple[str, str, bool]  # the path of the module, the name there, and whether it is saved with the weights
+SCANS = 8  # calls that search the modules again: some create their buffers in the first forward passes
+BufferKey = tuple[str, str, bool]  # the path of the module, the name in it, and whether it is saved with the weights
 LOSS_PREFIX = "loss_fn:"  # before the path of a module of the loss
-ParameterKey = tuple[str, str]  # the path of the module, and the name of the parameter there
+ParameterKey = tuple[str, str]  # the path of the module, and the name of the parameter in it
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class ForwardState:
-    """The tensors that a forward pass may change, each once. Sparse ones, which are only read, are left out."""
+    """The tensors that a forward pass may change, each once. Excludes sparse tensors, which are only read."""
 
     def __init__(self, model: torch.nn.Module, loss: Any = None, moving: set[ParameterKey] | None = None) -> None:
         """`loss` is included if it is a module; `moving` names frozen parameters, and may grow (`add_moving`)."""
@@ -27,7 +27,7 @@ class ForwardState:
         if isinstance(loss, torch.nn.Module):
             self._roots.append((LOSS_PREFIX, loss))
         self.moving = moving if moving is not None else set()
-        self._tables: list[tuple[BufferKey, Any]] = []  # the dict of its module; TorchScript has a type of its own
+        self._tables: list[tuple[BufferKey, Any]] = []  # the dict of its module; TorchScript has its own type
         self._scans = 0
 
     def include(self, name: str, module: torch.nn.Module) -> None:
@@ -40,14 +40,14 @@ class ForwardState:
         self.set_moving({*self.moving, *moving})
 
     def set_moving(self, moving: Iterable[ParameterKey]) -> None:
-        """Include these frozen parameters, and no others."""
+        """Include exactly these frozen parameters."""
         moving = set(moving)
         self.moving.clear()
         self.moving.update(moving)
         self._scans = 0
 
     def tensors(self) -> dict[BufferKey, torch.Tensor]:
-        """The tensors as they are now. Only the first calls search all modules."""
+        """The current tensors. Only the first calls search all modules."""
         if self._scans < SCANS:
             self._scans += 1
             self._tables = list(self._scan())
@@ -81,7 +81,7 @@ class ForwardState:
         return dict(found.values())
 
     def frozen(self) -> dict[ParameterKey, torch.nn.Parameter]:
-        """The frozen parameters of model and loss, each once, whether they move or not."""
+        """The frozen parameters of model and loss, each once, whether they change or not."""
         return {
             key: parameter
             for key, parameter in self.parameters().items()
@@ -113,7 +113,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[BufferKey, torch.Tensor]) -> None:
-        """Copy the present values."""
+        """Copy the current values."""
         if tensors.keys() == self._copies.keys() and not self._changed(tensors):
             _copy((self._copies[key], tensor) for key, tensor in tensors.items())
         else:
@@ -132,7 +132,7 @@ class Snapshot:
         return [(tensors[key], copied) for key, copied in self._copies.items() if key in tensors and key not in changed]
 
     def changed_weights(self, tensors: Mapping[BufferKey, torch.Tensor]) -> list[BufferKey]:
-        """The keys of the parameters among the tensors that differ from their copies."""
+        """The keys of the parameters that differ from their copies."""
         return [
             key
             for key, copied in self._copies.items()
@@ -140,7 +140,7 @@ class Snapshot:
         ]
 
     def reshaped(self, tensors: Mapping[BufferKey, torch.Tensor]) -> Pairs:
-        """The tensors of another shape or dtype, each with its copy. Those that are not saved are caches that grow."""
+        """The tensors whose shape or dtype has changed, each with its copy. Unsaved ones are growing caches."""
         return [(tensors[key], self._copies[key]) for key in self._changed(tensors) if key[2]]
 
     def _changed(self, tensors: Mapping[BufferKey, torch.Tensor]) -> list[BufferKey]:
@@ -149,28 +149,28 @@ class Snapshot:
 
 
 class LaneBuffers:
-    """Gives each lane of a step the buffers of the step's beginning, and keeps those that the first lane leaves.
+    """Sets the buffers of each lane to those of the step's start, and keeps those of the first lane's end.
 
     The first lane is the first one of this rank. On rank 0 it is lane 0, whose buffers are sent to the other ranks. If
-    it has no samples, the buffers do not change. What the user's code does to buffers after the update of a step is
-    kept, too, such as the count of an average that it moves.
+    it has no samples, the buffers do not change. Changes of buffers by the user's code after the update of a step are
+    also kept, such as the count of a moving average.
     """
 
     def __init__(self, state: ForwardState) -> None:
         self._state, self._before, self._after_first = state, Snapshot(), Snapshot()
 
     def begin(self, lanes: int, *, keeps_first: bool) -> None:
-        """Begin a step with this number of lanes on this rank."""
+        """Start a step with this number of lanes on this rank."""
         self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
         self._before.take(self._state.tensors())
 
     def changed_weights(self) -> list[ParameterKey]:
-        """The keys of frozen parameters that differ from those of the step's beginning."""
+        """The keys of frozen parameters that have changed since the step's start."""
         return [(path, name) for path, name, _ in self._before.changed_weights(self._state.tensors())]
 
     def restore_start(self) -> None:
-        """Set the buffers to those of the step's beginning, which all ranks have."""
+        """Set the buffers to those of the step's start, which are equal on all ranks."""
         self._before.restore(self._state.tensors())
 
     def enter(self) -> None:
@@ -180,7 +180,7 @@ class LaneBuffers:
         self._entered += 1
 
     def finish_early(self) -> None:
-        """In the last lane, after the update: what changes buffers from here on is no part of the lane, and is kept."""
+        """In the last lane, after the update: later changes of buffers do not belong to the lane, and are kept."""
         self.leave()
         self.finish()
         self._is_needed = False
@@ -197,14 +197,14 @@ class LaneBuffers:
 
 
 class EvaluationBuffers:
-    """Keeps buffers while the user's own loop evaluates: each batch begins with the same, and they end as before."""
+    """Keeps buffers while the user's own loop evaluates: all batches start with the same, restored at the end."""
 
     def __init__(self, state: ForwardState, lanes: LaneBuffers) -> None:
         self._state, self._lanes = state, lanes
         self._start, self._before, self._is_begun = Snapshot(), Snapshot(), False
 
     def begin(self, *, is_in_batch: bool) -> None:
-        """Copy the buffers. Within a batch, those of the step's beginning are used, which all ranks have."""
+        """Copy the buffers. Within a batch, uses those of the step's start, which are equal on all ranks."""
         self.end()
         tensors = self._state.tensors()
         self._before.take(tensors)
@@ -214,11 +214,11 @@ class EvaluationBuffers:
         self._is_begun = True
 
     def restart(self) -> None:
-        """Before a batch: restore the buffers with which the evaluation began."""
+        """Before a batch: restore the buffers with which the evaluation started."""
         self._start.restore(self._state.tensors())
 
     def end(self) -> None:
-        """Restore the buffers from before the evaluation, if there is one."""
+        """Restore the buffers from before the evaluation, if one has started."""
         if self._is_begun:
             self._before.restore(self._state.tensors())
         self._is_begun = False

@@ -1,4 +1,4 @@
-"""The cross entropy of a linear layer over many classes, such as a vocabulary, without all logits in memory at once.
+"""The cross entropy of a linear layer over many classes, such as a vocabulary, without materialising all logits.
 
 Tokens are processed in chunks. Forward also computes the gradients, while the logits of a chunk are in memory; backward
 only scales them. Softmax and loss of a chunk are computed by `softmax_kernel.py` on a GPU, by torch elsewhere.
@@ -26,7 +26,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(hidden @ weight.T, target)` with the logits of `chunk` tokens at a time.
 
-    Shapes: hidden (…, features), weight (classes, features), target (…). Products have autocast's dtype where it is
+    Shapes: hidden (…, features), weight (classes, features), target (…). Products have autocast's dtype if it is
     on, else that of hidden; softmax, loss and the sum of the weight's gradient are in fp32 or more. The loss is NaN if
     a target is not a class.
     """
@@ -50,7 +50,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, red
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} is not known; use 'mean' or 'sum'")
     if chunk < 1:
-        raise ValueError(f"chunk={chunk} is too few; use 1 or more tokens")
+        raise ValueError(f"chunk={chunk} is too small; use at least 1 token")
 
 
 def _dtype_of(hidden: torch.Tensor) -> torch.dtype:
@@ -79,7 +79,7 @@ def _op(
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses, and its gradients by hidden and by weight, empty where not wanted."""
+    """The sum of the losses, and its gradients by hidden and by weight, empty if not requested."""
     with torch.autocast(hidden.device.type, enabled=False):
         total, by_hidden, by_weight = _loss_in_chunks(
             hidden.to(dtype), _padded(weight, dtype), target,
@@ -111,7 +111,7 @@ def _scale_gradients(ctx: Any, incoming: torch.Tensor, *by_gradients: torch.Tens
     if any(one is not None for one in by_gradients):
         raise RuntimeError("linear_cross_entropy has no second derivative; use cross_entropy on the logits")
     by_hidden, by_weight = ctx.saved_tensors
-    scale = incoming.view(1)  # a vector of one element: then 16 bits times 32 are 32, in one kernel
+    scale = incoming.view(1)  # a vector of one element, so that 16 bits times 32 bits give 32 bits, in one kernel
     # Not in place: backward may run again on a retained graph. Autograd casts to the dtypes of the inputs.
     return (
         by_hidden * scale if ctx.needs_input_grad[0] else None,
@@ -218,7 +218,7 @@ def _has_triton() -> bool:
 
 def _kernel() -> Any:
     from paceline.engine.softmax_kernel import (
-        softmax_by_kernel,  # needs Triton, which torch brings along with CUDA only
+        softmax_by_kernel,  # needs Triton, which is installed only with CUDA builds of torch
     )
 
     return softmax_by_kernel

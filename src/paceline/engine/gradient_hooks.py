@@ -1,4 +1,4 @@
-"""Hooks that see each gradient as backward computes it, where the model is not inside DDP.
+"""Hooks that are called with each gradient during backward, for a model without DDP.
 
 During `run.backward` they send gradients to the other ranks; after a plain `loss.backward()` they average them.
 """
@@ -16,14 +16,14 @@ from paceline.engine.reduce import Reduction, sum_after_backward
 
 
 class GradientHooks:
-    """The hooks of all parameters of one rank. A single rank sends nothing, and only notices a plain `backward`."""
+    """The hooks of all parameters of one rank. A single rank sends nothing, and only detects a plain `backward`."""
 
     def __init__(self, reduction: Reduction, bucket_bytes: float) -> None:
         self._reduction, self._bucket_bytes = reduction, bucket_bytes  # of a plain backward
-        self._watched: dict[torch.nn.Parameter, None] = {}  # in one order on all ranks
-        self._sums: GradientSums | None = None  # that are sent while backward runs
+        self._watched: dict[torch.nn.Parameter, None] = {}  # in the same order on all ranks
+        self._sums: GradientSums | None = None  # the sums that are sent during backward
         self._is_inside = self._is_average_due = False
-        self._arrivals: Counter[torch.nn.Parameter] = Counter()  # in a backward pass that sends nothing
+        self._arrivals: Counter[torch.nn.Parameter] = Counter()  # arrivals in a backward pass that sends nothing
         self._noted: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.is_split = False  # whether a gradient has arrived in several parts of one backward pass
         self.has_seen_plain = False  # whether there was a plain `loss.backward()` since this was set to False
@@ -37,11 +37,11 @@ class GradientHooks:
                 parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def note_gradients(self) -> None:
-        """After `run.backward`: remember the gradients as they are."""
+        """After `run.backward`: store the versions of the gradients."""
         self._noted = {p: (id(p.grad), p.grad._version) for p in self._watched if p.grad is not None}
 
     def have_changed(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether the user's code has changed a gradient since it was noted."""
+        """Whether the user's code has changed a gradient since `note_gradients`."""
         present = ((p, p.grad) for p in parameters if p.grad is not None and p in self._watched)
         return any(self._noted.get(p) != (id(gradient), gradient._version) for p, gradient in present)
 
@@ -51,7 +51,7 @@ class GradientHooks:
 
     @contextmanager
     def sending(self, sums: GradientSums | None) -> Iterator[None]:
-        """The backward pass of `run.backward`; with `sums`, gradients are sent while it runs."""
+        """The context of the backward pass of `run.backward`; with `sums`, gradients are sent while it runs."""
         self._is_inside, self._sums = True, sums
         self._arrivals.clear()
         try:
@@ -60,7 +60,7 @@ class GradientHooks:
             self._is_inside, self._sums = False, None
 
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Called by autograd when it has added to the gradient of a parameter. All ranks."""
+        """Called by autograd after it has accumulated the gradient of a parameter. All ranks."""
         if self._sums is not None:
             self._sums.on_gradient(parameter)
         elif self._is_inside:

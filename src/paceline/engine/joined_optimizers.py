@@ -1,4 +1,4 @@
-"""The optimizers of several phases as one: its groups are those of all, and its state dict has the usual form."""
+"""The optimizers of several phases as one: it has the groups of all, and its state dict has the usual form."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 
-PHASE = "phase"  # the key of a parameter group in the state dict that has the name of its phase
+PHASE = "phase"  # the key for the name of the phase, in a parameter group of the state dict
 
 
 class JoinedOptimizers(Optimizer):
     """Optimizers by the names of their phases. Learning rates and checkpoints treat them as one optimizer."""
 
     def __init__(self, by_phase: Mapping[str, Optimizer]) -> None:
-        # Not Optimizer's constructor, which would refuse a parameter of two optimizers.
+        # Not Optimizer's constructor, which would reject a parameter of two optimizers.
         self.by_phase = dict(by_phase)
         self.defaults: dict[str, Any] = {}
         self._collect_groups()
@@ -31,16 +31,16 @@ class JoinedOptimizers(Optimizer):
         return {parameter: kept for each in self.by_phase.values() for parameter, kept in each.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for optimizer in self.by_phase.values():
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Not called: each phase updates its own parameters."""
+        """Never called: each phase updates its own parameters."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all, with parameters numbered one optimizer after the other."""
+        """The states of all optimizers, with consecutive numbers for their parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for phase, optimizer in self.by_phase.items():
@@ -63,7 +63,7 @@ class JoinedOptimizers(Optimizer):
             if any(name != phase for name in saved):
                 raise ConfigError(
                     f"the phase {phase} is {saved[0] or 'no phase'} in the checkpoint; keep the phases and their "
-                    "order, or begin a new run with --resume never"
+                    "order, or start a new run with --resume never"
                 )
             state = {index - first: kept for index, kept in state_dict["state"].items() if 0 <= index - first < count}
             plain = [{key: value for key, value in group.items() if key != PHASE} for group in own]

@@ -15,7 +15,7 @@ from paceline.world import World
 
 
 class LaneValues:
-    """The sum and the count of each further value in each lane; the names are those of the first step of an attempt."""
+    """The sum and the count of each further value in each lane; the first step of an attempt determines the names."""
 
     def __init__(self, rank_lanes: RankLanes, world: World, objective: Objective) -> None:
         self._lanes, self._world, self._source = rank_lanes, world, objective.key
@@ -24,7 +24,7 @@ class LaneValues:
         self.restart()
 
     def restart(self) -> None:
-        """Before the lanes of a step."""
+        """Reset the values before the lanes of a step."""
         self._of_lanes: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, lane: int, values: Mapping[str, Any], samples: int) -> None:
@@ -33,7 +33,7 @@ class LaneValues:
         if unknown:
             raise ConfigError(
                 f"{self._source} returned {unknown[0]!r}, which it did not return in the first step; return the same "
-                "names each time, paceline.Sum(0, 0) where there is no value"
+                "names in each step, with paceline.Sum(0, 0) if there is no value"
             )
         self._of_lanes[self._lanes.place_of(lane)] = {
             name: self._pair(name, value, samples) for name, value in values.items()
@@ -43,14 +43,16 @@ class LaneValues:
         device, source = self._world.device, f"{self._source}'s {name}"
         is_tensor = isinstance(value[0] if isinstance(value, (tuple, list)) and value else value, torch.Tensor)
         if not is_tensor and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(f"{source} is a number of the host, which a replay would repeat; return a tensor")
+            raise ConfigError(
+                f"{source} is a number on the host, which the replay of a CUDA graph would repeat; return a tensor"
+            )
         total, count = sum_and_count(_detached(value), samples, source)
         return number_on(total, device), number_on(count, device)
 
     def finish(self) -> list[torch.Tensor]:
-        """The sum and the count of each lane, for one name after the other. All ranks.
+        """The sum and the count of each lane, for each name in order. All ranks.
 
-        The first time, the ranks agree on the names.
+        At the first call, the ranks agree on the names.
         """
         if self.names is None:
             mine = [name for index in sorted(self._of_lanes) for name in self._of_lanes[index]]

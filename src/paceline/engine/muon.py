@@ -1,7 +1,7 @@
-"""Muon: hidden weights move along the nearest orthogonal matrix of their momentum; the rest by AdamW or SGD.
+"""Muon: hidden weights are updated along the nearest orthogonal matrix of their momentum; the rest by AdamW or SGD.
 
-A step takes no decision from the values of tensors, so it can be recorded in a CUDA graph; with `found_inf` set to 1 it
-changes nothing, as with torch's fused optimizers.
+A step makes no decisions based on values of tensors, so it can be recorded in a CUDA graph; with `found_inf` set to 1
+it changes nothing, as with torch's fused optimizers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # moves singular values from (0, 1] close to 1 in few iterations
+QUINTIC = (3.4445, -4.7750, 2.0315)  # brings singular values from (0, 1] close to 1 in few iterations
 REST_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0},
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "weight_decay": weight_decay,
             "keep_norm": keep_norm, "use_muon": True, "rest": self._rest["rest"], "betas": (0.9, 0.95), "eps": 1e-8,
-            "fused": True,  # makes torch keep `step` on the device when a state is loaded
+            "fused": True,  # keeps `step` on the device when torch loads a state
         }  # fmt: skip
         given = list(params)
         super().__init__(given if given and isinstance(given[0], dict) else _split_groups(given, set()), defaults)
@@ -59,12 +59,12 @@ class Muon(torch.optim.Optimizer):
         return _split_groups([parameter for parameter in model.parameters() if parameter.requires_grad], embeddings)
 
     def units(self) -> list[list[torch.Tensor]]:
-        """Parameters in lists that are computed in one matrix product: the last bits depend on how many these are."""
+        """Parameters in lists that are computed in one matrix product: the last bits depend on their number."""
         groups = [_stackable(g["params"]) if g["use_muon"] else [[p] for p in g["params"]] for g in self.param_groups]
         return [unit for units in groups for unit in units]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; with `use_muon: False`, the settings of `rest` are its defaults."""
+        """Add a group; with `use_muon: False`, its defaults are the settings of `rest`."""
         if not param_group.get("use_muon", True):
             param_group = {**self._rest, **param_group}
         super().add_param_group(param_group)
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. The attributes `found_inf` and `grad_scale`, if set, are those of torch's GradScaler."""
+        """One update. The attributes `found_inf` and `grad_scale`, if set, come from torch's GradScaler."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -164,16 +164,16 @@ def orthogonal(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
 def _rest_settings(rest: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of groups without Muon; raises ValueError for a wrong one."""
     if not isinstance(rest, Mapping):
-        raise ValueError(f"rest={rest!r} is not a section; write for instance rest: {{name: adamw, lr: 1e-3}}")
+        raise ValueError(f"rest={rest!r} is not a section; write, for example, rest: {{name: adamw, lr: 1e-3}}")
     name = rest.get("name", "adamw")
     if name not in REST_DEFAULTS:
         raise ValueError(f"rest.name={name!r} is not known; use {' or '.join(REST_DEFAULTS)}")
     unknown = [key for key in rest if key not in (*REST_DEFAULTS[name], "name")]
     if unknown:
-        raise ValueError(f"rest.{unknown[0]} is not a setting of {name}; it takes {', '.join(REST_DEFAULTS[name])}")
+        raise ValueError(f"rest.{unknown[0]} is not a setting of {name}; use {', '.join(REST_DEFAULTS[name])}")
     for key, value in rest.items():
         if key not in ("name", "betas") and not (isinstance(value, (int, float)) and value >= 0):
-            raise ValueError(f"rest.{key}={value!r} must be a number, 0 or more")
+            raise ValueError(f"rest.{key}={value!r} must be a number of at least 0")
     return {**REST_DEFAULTS[name], **{key: value for key, value in rest.items() if key != "name"}, "rest": name}
 
 
@@ -197,7 +197,7 @@ def _stackable(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """A stack of matrices in fp32; filters are flattened, whatever their layout in memory."""
+    """A stack of matrices in fp32; filters are flattened, independently of their memory layout."""
     return torch.stack([tensor.reshape(len(tensor), -1) for tensor in tensors if tensor is not None]).float()
 
 

@@ -1,4 +1,4 @@
-"""What a run computes for a batch: the value of `loss_fn` for the model's output, or that of `step_fn`.
+"""The objective of a run for a batch: the value of `loss_fn` for the model's output, or that of `step_fn`.
 
 The value is a loss alone, or a dict with `loss` and further scalars; `parts_of` separates them.
 """
@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
 
 LOSS = "loss"  # the name of the loss among the values of a step
-SAME_NAME = "logs a value {name}, as a phase before it does; rename the value, or the phase"
+SAME_NAME = "logs a value {name}, as does an earlier phase; rename the value or the phase"
 Model = Callable[..., Any]
 
 
@@ -40,7 +40,7 @@ class Objective(NamedTuple):
         return loss_in(output) if self.is_models_own else self.function(output, target)
 
     def compiled(self, *, is_in_ddp: bool) -> Objective:
-        """The same with its function compiled: with the model, unless DDP runs between a model and a `loss_fn`."""
+        """The objective with its function compiled: with the model, unless DDP runs between a model and a `loss_fn`."""
         if self.takes_model or not is_in_ddp:
             return self._replace(function=torch.compile(_with_model(self), dynamic=False), takes_model=True)
         return self if self.is_models_own else self._replace(function=torch.compile(self.function, dynamic=False))
@@ -60,7 +60,7 @@ def _with_model(objective: Objective) -> Callable[[Model, Any], Any]:
 
 
 def objectives_of(settings: Settings) -> dict[str, Objective]:
-    """What the settings ask to compute, by the names of the phases; a step without phases has one, named ""."""
+    """The objectives of the settings, by the names of the phases; a step without phases has one, named ""."""
     if settings.step_fn is None:
         return {} if settings.loss_fn is None else {"": Objective("loss_fn", settings.loss_fn, takes_model=False)}
     if not isinstance(settings.step_fn, Mapping):
@@ -78,21 +78,23 @@ def parts_of(value: Any, source: str) -> tuple[Any, dict[str, Any]]:
     further = {name: each for name, each in value.items() if name != LOSS}
     for name in further:
         if not isinstance(name, str) or name in RESERVED_NAMES:
-            raise ConfigError(f"{source} returned a value named {name!r}, which events use; choose another name")
+            raise ConfigError(
+                f"{source} returned a value named {name!r}, which is reserved in events; choose another name"
+            )
     return value[LOSS], further
 
 
 def run_model(model: Model, batch: Any, *, with_labels: bool = False) -> tuple[Any, Any]:
     """The model's output and the target: `(*inputs, target)` of a tuple, `labels` of a dict.
 
-    The model gets the target, too, if it computes its own loss.
+    The model also gets the target if it computes its own loss.
     """
     if isinstance(batch, Mapping):
         named = {key: value for key, value in batch.items() if with_labels or key != "labels"}
         return model(**named), batch.get("labels")
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise DataError(
-            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+            f"a batch is a {type(batch).__name__}; the data set must return (*inputs, target), or a dict with labels"
         )
     *inputs, target = batch
     return model(*(batch if with_labels else inputs)), target
@@ -103,13 +105,13 @@ def loss_in(output: Any) -> Any:
     loss = output.get(LOSS) if isinstance(output, Mapping) else getattr(output, LOSS, None)
     if loss is None:
         raise ConfigError(
-            f"loss_fn=model but the model returns a {type(output).__name__} without a loss; give it labels in the "
+            f"loss_fn=model but the model returns a {type(output).__name__} without a loss; add labels to the "
             "batch, or use loss_fn or step_fn"
         )
     return loss
 
 
 def logits_in(output: Any) -> Any:
-    """The logits of an output that has them as an attribute, as those of transformers; any other output itself."""
+    """The logits of an output with such an attribute, as in transformers; any other output unchanged."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, torch.Tensor) else output

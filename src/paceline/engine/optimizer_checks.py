@@ -1,4 +1,4 @@
-"""Refuses user-defined optimizers whose learning rate the managed loop cannot set, or whose state it cannot save."""
+"""Rejects user-defined optimizers whose learning rate the managed loop cannot set, or whose state it cannot save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ConfigError
 
-PROBE = 7654321  # part of an optimizer's state while that is checked
+PROBE = 7654321  # part of an optimizer's state during the check
 OWN_LOOP = "or use your own train_fn"
 
 
 def check_optimizer(optimizer: Optimizer, *, is_sharded: bool) -> None:
-    """Refuse learning rate schedulers, and optimizers inside this one that `schedule` or a checkpoint would miss."""
+    """Reject learning rate schedulers, and inner optimizers that `schedule` or a checkpoint would miss."""
     inner = inner_optimizers(optimizer)
     if _have_scheduler([optimizer, *inner]):
         raise ConfigError(
@@ -28,21 +28,21 @@ def check_optimizer(optimizer: Optimizer, *, is_sharded: bool) -> None:
     if not inner:
         return
     names = ", ".join(sorted({type(each).__name__ for each in inner}))
-    holds = f"optimizer_fn returned a {type(optimizer).__name__}, which holds another optimizer ({names})"
+    holds = f"optimizer_fn returned a {type(optimizer).__name__}, which contains another optimizer ({names})"
     if is_sharded:
         raise ConfigError(f"{holds}, and shard_optimizer=true cannot divide their state; set shard_optimizer: false")
     one = f"return one optimizer with a group for each set of parameters, {OWN_LOOP}"
     if not _shares_groups(optimizer, inner):
-        raise ConfigError(f"{holds} with param_groups of its own, so schedule would not set its learning rate; {one}")
+        raise ConfigError(f"{holds} with its own param_groups, so schedule would not set its learning rate; {one}")
     if lacking := {"state", "param_groups"} - optimizer.state_dict().keys():
         keys = " and ".join(sorted(lacking))
-        raise ConfigError(f"{holds}, and its state_dict lacks {keys}; add what is missing, {OWN_LOOP}")
+        raise ConfigError(f"{holds}, and its state_dict lacks {keys}; add them, {OWN_LOOP}")
     if not _restores_state(optimizer, inner):
-        raise ConfigError(f"{holds}, whose state its state_dict and load_state_dict leave out; {one}")
+        raise ConfigError(f"{holds}, whose state is missing in its state_dict and load_state_dict; {one}")
 
 
 def inner_optimizers(outer: Optimizer) -> list[Optimizer]:
-    """The optimizers in the attributes of an optimizer, in lists and dicts there, and in the attributes of those."""
+    """The optimizers in the attributes of an optimizer, in lists and dicts in them, and in the attributes of those."""
     seen, waiting, found = {id(outer)}, [*vars(outer).values()], []
     while waiting:
         each = waiting.pop()
@@ -60,11 +60,11 @@ def inner_optimizers(outer: Optimizer) -> list[Optimizer]:
 
 
 def _have_scheduler(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether one of these optimizers has a scheduler, by the traces it leaves there and by references to them."""
+    """Whether one of these optimizers has a scheduler, which changes attributes of the optimizer or refers to it."""
     for optimizer in optimizers:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             return True
-        # In state that optimizer_fn has loaded, it may come from a scheduler of an earlier run.
+        # In a state that optimizer_fn has loaded, it may come from a scheduler of an earlier run.
         if not optimizer.state and any("initial_lr" in group for group in optimizer.param_groups):
             return True
     # ReduceLROnPlateau leaves nothing in the optimizer. In Python 3.10 the scheduler's __dict__ refers to it.
@@ -73,13 +73,13 @@ def _have_scheduler(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def _shares_groups(outer: Optimizer, inner: Sequence[Optimizer]) -> bool:
-    """Whether the groups of the inner optimizers are the outer one's, so that one learning rate is set for both."""
+    """Whether the inner optimizers share the groups of the outer one, so that one learning rate is set for both."""
     known = {id(group) for group in outer.param_groups}
     return all(id(group) in known for each in inner for group in each.param_groups)
 
 
 def _restores_state(outer: Optimizer, inner: Sequence[Optimizer]) -> bool:
-    """Whether the state of the inner optimizers is in the outer one's state dict, and loading that reaches them."""
+    """Whether the outer state dict contains the state of the inner optimizers, and loading it restores them."""
     before = [each.state for each in inner]
     try:
         is_saved = all(_saves_state(outer, each) for each in inner)
@@ -92,7 +92,7 @@ def _restores_state(outer: Optimizer, inner: Sequence[Optimizer]) -> bool:
 
 
 def _saves_state(outer: Optimizer, inner: Optimizer) -> bool:
-    """Whether the outer optimizer's state dict contains the inner one's state, tested with a number of our own."""
+    """Whether the outer optimizer's state dict contains the inner one's state, tested with a marker value."""
     parameter = inner.param_groups[0]["params"][0]
     state = inner.state.get(parameter)
     inner.state[parameter] = {**(state or {}), "paceline_probe": torch.tensor(PROBE)}

@@ -1,4 +1,4 @@
-"""Optimizers by name, and how their learning rates are set.
+"""Creates optimizers by name, and sets their learning rates.
 
 An optimizer class may have two methods besides torch's, which are used if they exist: `groups_of(model)`, a static
 method that returns its parameter groups, and `units()`, lists of parameters that `sharding.py` must not separate.
@@ -21,11 +21,11 @@ from paceline.errors import ConfigError
 
 OWN_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon}
 KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that choose an implementation
-NEEDS_CLOSURE = "evaluates a batch several times in a step, the managed loop once; use your own train_fn"
+NEEDS_CLOSURE = "evaluates a batch several times per step, but the managed loop does so once; use your own train_fn"
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The user's `optimizer_fn(model)`, or the optimizer that the config names, over the trainable parameters."""
+    """The optimizer of `optimizer_fn(model)`, or the one that the config names, for the trainable parameters."""
     if config.optimizer_fn is not None:
         return _from_user(config, model)
     options = dict(config.optimizer.model_extra or {})
@@ -38,7 +38,7 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
 
 
 def _from_user(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """What `optimizer_fn` returns: an optimizer, or one for each phase of a step."""
+    """The value of `optimizer_fn`: an optimizer, or one per phase of a step."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     returned = config.function("optimizer_fn")(model)
     by_phase = _by_phase(returned, list(config.step_fn)) if isinstance(config.step_fn, Mapping) else {"": returned}
@@ -52,7 +52,7 @@ def _from_user(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def left_out_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[str]:
-    """The names of the trainable parameters that an optimizer does not update; those of a whole module as its name."""
+    """The names of the trainable parameters that an optimizer does not update; a module's name means all of its."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found: list[str] = []
     for name, module in model.named_modules():
@@ -80,35 +80,37 @@ def _by_phase(returned: Any, phases: list[str]) -> dict[str, torch.optim.Optimiz
 
 
 def _check(optimizer: Any, model: torch.nn.Module, *, is_sharded: bool) -> None:
-    """Refuse what is not an optimizer of the model that the managed loop can use."""
+    """Reject values that are not an optimizer of the model, or that the managed loop cannot use."""
     if isinstance(optimizer, Mapping):
-        raise ConfigError("optimizer_fn returned a dict; give step_fn as a dict with the same keys, too")
+        raise ConfigError("optimizer_fn returned a dict; step_fn must also be a dict with the same keys")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_fn returned a {type(optimizer).__name__}; it must return an Optimizer")
     if needs_closure(type(optimizer)):
         raise ConfigError(f"optimizer_fn returned {type(optimizer).__name__}, which {NEEDS_CLOSURE}")
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ConfigError("optimizer_fn returned an Optimizer of other parameters; use those of the model it is given")
+        raise ConfigError(
+            "optimizer_fn returned an Optimizer of other parameters; use those of the model that it receives"
+        )
     check_optimizer(optimizer, is_sharded=is_sharded)
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer of torch.optim and our own, by lower-case name; ours replaces torch's of the same name."""
+    """Every optimizer of torch.optim and our own, by lower-case name; ours replace torch's with the same name."""
     found = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     known = {n: v for n, v in found.items() if issubclass(v, torch.optim.Optimizer) and n != "optimizer"}
     return {**known, **OWN_OPTIMIZERS}
 
 
 def needs_closure(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    """Whether `step` requires a closure, as in LBFGS."""
     _, *arguments = inspect.signature(optimizer.step).parameters.values()
     named = [each for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     return any(each.default is each.empty for each in named)
 
 
 def _can_fuse(make: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], model: torch.nn.Module) -> bool:
-    """Whether one kernel can update these parameters: not where they are complex or their gradients sparse."""
+    """Whether one kernel can update these parameters: not if they are complex or have sparse gradients."""
     has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     devices = ("cpu",) if make is torch.optim.Adagrad else ("cpu", "cuda")
     fits = all(p.is_floating_point() and p.device.type in devices for p in parameters)
@@ -119,7 +121,7 @@ def _can_fuse(make: type[torch.optim.Optimizer], parameters: Sequence[torch.Tens
 
 
 def _with_lr_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Keep the learning rate of a fused optimizer in a tensor on the GPU, where a CUDA graph can read it; same bits."""
+    """Keep the learning rate of a fused optimizer in a tensor on the GPU, which a CUDA graph can read; same results."""
     if not _is_fused_on_gpu(optimizer):
         return optimizer
     for group in optimizer.param_groups:
@@ -144,7 +146,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -> None:
 
 
 def lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group; waits for the device only where the user's code has set a tensor."""
+    """The learning rate of each group; waits for the device only if the user's code has set a tensor."""
     return [float(getattr(group["lr"], "filled_with", group["lr"])) for group in optimizer.param_groups]
 
 
@@ -166,7 +168,7 @@ def _is_fused_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """Fill the tensor with a value and keep that on the host, too: reading it from the device would wait for it."""
+    """Fill the tensor with a value and also store it on the host: reading it from the device would wait for it."""
     tensor.fill_(value)
     tensor.filled_with = value  # type: ignore[attr-defined]
     return tensor
@@ -180,7 +182,7 @@ def problems_with(
 ) -> list[str]:
     """One sentence for each problem with an optimizer's name and further keys.
 
-    `section` is what the user wrote under `optimizer`, and `origin` where.
+    `section` contains the user's keys under `optimizer`, and `origin` their places.
     """
     known = optimizers()
     if name.lower() not in known:
@@ -202,7 +204,7 @@ def problems_with(
         return [f"optimizer.name={name.lower()!r} {NEEDS_CLOSURE}"]
     if not problems:
         make: Any = known[name.lower()]
-        # Without this, the first group makes torch load its compiler, which takes seconds and is not needed here.
+        # Without this, the first group makes torch load its compiler, which takes seconds and is not needed.
         unwrapped = {"add_param_group": inspect.unwrap(make.add_param_group)}
         try:
             type(make.__name__, (make,), unwrapped)([torch.zeros(2, 2, requires_grad=True)], **options)
@@ -210,14 +212,14 @@ def problems_with(
             problems.append(f"optimizer={{name: {name}, …}} {error}")
         except Exception as error:  # noqa: BLE001 - a value of a wrong type may raise anything in a constructor
             problems.append(
-                f"optimizer={{name: {name}, …}} cannot be made with these values of {', '.join(options)} "
-                f"({type(error).__name__}: {error}); give them as torch.optim.{make.__name__} takes them"
+                f"optimizer={{name: {name}, …}} cannot be created with these values of {', '.join(options)} "
+                f"({type(error).__name__}: {error}); see torch.optim.{make.__name__} for valid values"
             )
     return problems
 
 
 def _unknown(key: str, class_name: str, accepted: list[str]) -> str:
-    """A sentence about a key that is no argument of the optimizer's class."""
+    """A sentence about a key that is not an argument of the optimizer's class."""
     near = difflib.get_close_matches(key, accepted, n=1)
-    hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(accepted)}"
+    hint = f"did you mean optimizer.{near[0]}?" if near else f"use {', '.join(accepted)}"
     return f"optimizer.{key} is not an argument of {class_name}; {hint}"

@@ -1,6 +1,6 @@
 """Modules outside the model that a step uses, such as a loss with buffers: found in the functions that use them.
 
-Their tensors that a step may change are treated as those of the model: separate for each lane, and saved.
+Tensors in them that a step may change are treated like those of the model: separate for each lane, and saved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def outer_state(settings: Settings) -> torch.nn.Module | None:
 
 
 def modules_of(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that a function refers to, with their names there; also through functions of the same file."""
+    """The modules that a function refers to, with their names in it; also through functions of the same file."""
     seen = {id(function)} if seen is None else seen
     for name, value in _references(function):
         if id(value) in seen:
@@ -51,7 +51,7 @@ def modules_of(function: Any, seen: set[int] | None = None) -> Iterator[tuple[st
 def _in_container(
     name: str, container: Mapping[Any, Any] | Sequence[Any], seen: set[int]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules in a list or dict, with their places there: `teachers[0]`, `heads[first]`."""
+    """The modules in a list or dict, with their positions: `teachers[0]`, `heads[first]`."""
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in items:
         place = f"{name}[{key}]".replace(".", "_")  # torch does not allow a dot in the name of a module
@@ -71,7 +71,7 @@ def _references(function: Any) -> Iterator[tuple[str, Any]]:
         yield from _references(function.func)
     elif isinstance(function, types.FunctionType):
         yield from _of_code(function)
-    else:  # a method, or an object that can be called
+    else:  # a method, or a callable object
         holder = getattr(function, "__self__", function)
         yield "step_fn", holder
         yield from getattr(holder, "__dict__", {}).items()
@@ -109,7 +109,7 @@ def place_loss(loss: Any, device: torch.device) -> Any:
 
 
 def place_steps(value: Any, device: torch.device) -> Any:
-    """The value of `step_fn` for the device: the modules that its functions refer to are there, too."""
+    """The value of `step_fn` with the modules that its functions refer to on the device."""
 
     def placed(_: str, function: Any) -> Any:
         if not isinstance(function, torch.nn.Module):
@@ -121,7 +121,7 @@ def place_steps(value: Any, device: torch.device) -> Any:
 
 
 def check_outer_weights(settings: Settings) -> None:
-    """Refuse modules outside the model that have trainable weights: no optimizer would update them."""
+    """Reject modules outside the model that have trainable weights: no optimizer would update them."""
     if settings.step_fn is None or (outer := outer_state(settings)) is None:
         return
     for name, parameter in outer.named_parameters():

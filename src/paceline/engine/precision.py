@@ -10,7 +10,7 @@ HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision that `auto` stands for: bf16 where a GPU has it in hardware, else fp32."""
+    """The precision of `auto`: bf16 on GPUs that support it in hardware, else fp32."""
     if precision != "auto":
         return precision
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

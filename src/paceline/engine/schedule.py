@@ -1,6 +1,6 @@
 """The learning rate of each update: by `schedule`, by the user's `schedule_fn`, or by a scheduler of torch.
 
-A rate depends on the step and on what `state_dict` returns, so a resumed run has the rates of an uninterrupted one.
+A rate depends only on the step and the `state_dict`, so a resumed run has the rates of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metrics = Mapping[str, float | None]
 
 
 class LearningRates:
-    """Multiplies the learning rates that an optimizer was made with by a factor of the step."""
+    """Multiplies the initial learning rates of an optimizer by a factor that depends on the step."""
 
     watched: WatchedMetric | None = None  # the metric on which the rates depend
 
@@ -56,7 +56,7 @@ class LearningRates:
         """Called after each evaluation, with its row."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rates depend on besides the step."""
+        """The state, besides the step, on which the rates depend."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -89,18 +89,18 @@ class PlateauRates(LearningRates):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if "reductions" in state:  # else the run had another schedule so far
+        if "reductions" in state:  # otherwise the run had another schedule until now
             self.reductions = state["reductions"]
             self.patience.load_state_dict(state["patience"])
 
 
 class SchedulerRates(LearningRates):
-    """Takes the learning rates, and other options such as momentum, from a scheduler of torch."""
+    """Uses the learning rates, and other options such as momentum, of a scheduler of torch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: TorchScheduler) -> None:
         super().__init__(optimizer)
         self.scheduler = scheduler
-        if scheduler.metric is not None:  # its mode is known to the scheduler alone
+        if scheduler.metric is not None:  # only the scheduler has its mode
             self.watched = WatchedMetric("the scheduler's metric", scheduler.metric, "min")
 
     @property
@@ -109,7 +109,7 @@ class SchedulerRates(LearningRates):
         return self.scheduler.changes_options
 
     def lrs_at(self, step: int) -> list[float]:
-        """The learning rates that the scheduler has set last."""
+        """The learning rates that the scheduler set last."""
         return self.scheduler.lrs()
 
     def after_update(self) -> None:
@@ -118,7 +118,7 @@ class SchedulerRates(LearningRates):
             self.scheduler.step()
 
     def after_evaluation(self, metrics: Metrics) -> None:
-        """Step a scheduler that needs a metric: the one it names, or the loss: of validation, or else of training."""
+        """Step a scheduler that needs a metric: its named metric, or the validation loss, or else the training loss."""
         if not self.scheduler.takes_metric:
             return
         if self.watched is not None:
@@ -134,14 +134,14 @@ class SchedulerRates(LearningRates):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scheduler, and set the options that it had set."""
-        if "scheduler" in state:  # else the run had another schedule so far
+        if "scheduler" in state:  # otherwise the run had another schedule until now
             self.scheduler.load_state_dict(state)
 
 
 def make_rates(
     config: Config, optimizer: torch.optim.Optimizer, total_steps: int | None, steps_per_epoch: int | None
 ) -> LearningRates:
-    """The learning rates that the config asks for; a ConfigError if the length of the run must be known and is not."""
+    """The learning rates of the config; a ConfigError if they need the length of the run and it is unknown."""
     if config.scheduler_fn is not None:
         with keyed_generators(config.seed, "scheduler"):
             return SchedulerRates(optimizer, TorchScheduler(config.function("scheduler_fn"), optimizer, total_steps))
@@ -151,13 +151,13 @@ def make_rates(
     schedule = config.schedule
     if schedule.name in NEED_END and total_steps is None:
         raise ConfigError(
-            f"schedule.name={schedule.name} needs the number of steps, which is not known for an iterable data set; "
+            f"schedule.name={schedule.name} needs the number of steps, which is unknown for an iterable data set; "
             "set max_steps, or use schedule.name: constant"
         )
     if schedule.every_epochs is not None and steps_per_epoch is None:
         raise ConfigError(
-            f"schedule.every_epochs={schedule.every_epochs} needs the number of steps in an epoch, which is not known "
-            "for an iterable data set; give schedule.every_steps"
+            f"schedule.every_epochs={schedule.every_epochs} needs the number of steps in an epoch, which is unknown "
+            "for an iterable data set; set schedule.every_steps"
         )
     if schedule.name == "plateau":
         return PlateauRates(optimizer, schedule)
@@ -165,7 +165,7 @@ def make_rates(
 
 
 def checked_schedule(schedule_fn: Callable[..., Any]) -> Callable[[int, int | None], float]:
-    """The user's `schedule_fn`, whose results are checked to be finite numbers, at step 0 at once."""
+    """The user's `schedule_fn`, whose results are checked to be finite numbers; step 0 is checked now."""
 
     def factor_of(step: int, total_steps: int | None) -> float:
         with raising_config_errors(f"schedule_fn({step}, {total_steps})"):
@@ -177,7 +177,7 @@ def checked_schedule(schedule_fn: Callable[..., Any]) -> Callable[[int, int | No
         if not math.isfinite(factor) or factor < 0:
             raise ConfigError(
                 f"schedule_fn returned {value!r} for step {step} of {total_steps}; "
-                "it must return a number ≥ 0, by which the learning rates are multiplied"
+                "it must return a number ≥ 0, the factor of the learning rates"
             )
         return factor
 
@@ -216,7 +216,7 @@ def warm_up_at(step: int, warmup_steps: int) -> float:
 
 
 def _one_cycle_at(step: int, schedule: Schedule, total_steps: int) -> float:
-    """Up from `start` to 1 and down to `final`, each along half a wave of a cosine."""
+    """The factor that rises from `start` to 1 and falls to `final`, each along half a cosine wave."""
     peak = max(0.0, schedule.option("warmup_fraction") * total_steps - 1)
     if step <= peak and peak > 0:
         low, done = schedule.option("start"), 1 - step / peak

@@ -1,6 +1,7 @@
 """Softmax, loss and gradient of a chunk of logits in one kernel: read twice, written once, in place.
 
-Importing it needs Triton. One program computes one row, and nothing is summed across programs: the bits stay the same.
+Importing it needs Triton. One program computes one row, and nothing is summed across programs, so results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _softmax_kernel(logits, targets, losses, columns, classes, ignore_index, BLO
     target = tl.load(targets + row)
     counts = target != ignore_index
     is_known = (target >= 0) & (target < classes)
-    # Read before the reductions below, for which all threads wait: after them the row is overwritten.
+    # Read before the reductions below, which synchronise all threads: after them the row is overwritten.
     label = tl.load(logits + target, mask=is_known, other=float("nan")).to(tl.float32)
 
     # Masks use `columns`, which is aligned, so that loads are wide; `classes` may be odd.

@@ -1,6 +1,6 @@
-"""The calls of `run.backward` and `run.step` in a step of the user's own loop, and which of them are refused.
+"""The calls of `run.backward` and `run.step` in a step of the user's own loop, and the checks of these calls.
 
-Refused is what would give wrong gradients, or other gradients on another number of ranks.
+Rejects calls that would give wrong gradients, or different gradients on a different number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.formatting import ranks_text
 
 
 class StepCalls:
-    """The calls of the present step, lane by lane."""
+    """The calls of the current step, lane by lane."""
 
     def __init__(self, lanes: int, world_size: int, hooks: GradientHooks) -> None:
         self._lanes_text = f"lanes={lanes} on {ranks_text(world_size)}"
@@ -23,14 +23,14 @@ class StepCalls:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._calls: list[torch.optim.Optimizer | None] = []  # None for a backward
-        self._lane_start = 0  # the number of calls before the present lane
+        self._lane_start = 0  # the number of calls before the current lane
         self._rates: dict[torch.optim.Optimizer, list[float]] = {}  # in the first lane
         self.has_own_count = self._hooks.has_seen_plain = False
 
     def enter(self) -> None:
-        """Begin a lane."""
+        """Start a lane."""
         self._lane_start = len(self._calls)
 
     @property
@@ -40,7 +40,7 @@ class StepCalls:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether there was a `step` in the present lane."""
+        """Whether there was a `step` in the current lane."""
         return any(call is not None for call in self._calls[self._lane_start :])
 
     def count_backward(self) -> int:
@@ -48,45 +48,45 @@ class StepCalls:
         return self._calls.count(None)
 
     def only_optimizer(self, lanes: int) -> torch.optim.Optimizer | None:
-        """The optimizer of a step that had one `backward` and one `step` for each of its lanes; None for others."""
+        """The optimizer of a step that had one `backward` and one `step` for each lane; None for other steps."""
         optimizers = {call for call in self._calls if call is not None}
         is_regular = len(optimizers) == 1 and self._calls == [None, *optimizers] * lanes
         return optimizers.pop() if is_regular else None
 
     def backward(self, loss: Any) -> None:
-        """Note a `backward`."""
+        """Record a `backward`."""
         if not isinstance(loss, (torch.Tensor, tuple, list)):
             raise ConfigError(
-                f"run.backward(loss) got a {type(loss).__name__}; give a tensor that is a mean over the batch, or "
+                f"run.backward(loss) got a {type(loss).__name__}; pass a tensor that is a mean over the batch, or "
                 "paceline.Sum(total, count)"
             )
         has_own_count = isinstance(loss, (tuple, list))
         if self._calls and has_own_count != self.has_own_count:
             raise ConfigError(
-                "run.backward got a mean and a sum with its own count in one step; give both the same form"
+                "run.backward got a mean and a sum with its own count in one step; use the same form for both"
             )
         if has_own_count and None in self._calls[self._lane_start :]:
             raise ConfigError(
-                "run.backward got two sums with counts of their own in one batch; add the losses before, as one sum"
+                "run.backward got two sums with different counts in one batch; add the losses to one sum first"
             )
         self.has_own_count = has_own_count
         self._calls.append(None)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a `step`, before it changes anything."""
+        """Record a `step`, before it changes anything."""
         self._check_backward()
         self._check_other_steps(optimizer)
         self._check_gradients(optimizer)
         self._check_rates(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "run.step(optimizer) evaluates a batch once, and LBFGS several times; call optimizer.step(closure) "
+                "run.step(optimizer) evaluates a batch once, but LBFGS several times; call optimizer.step(closure) "
                 "with a closure that calls loss.backward() and returns run.mean(loss)"
             )
         self._calls.append(optimizer)
 
     def check_lane(self, *, is_first: bool) -> None:
-        """At the end of a lane: refuse one without `step`, or without `backward` where another lane has it."""
+        """At the end of a lane: reject it without `step`, or without `backward` if another lane has one."""
         has_calls = len(self._calls) > self._lane_start
         if has_calls and not self.has_stepped:
             raise ConfigError(
@@ -97,12 +97,12 @@ class StepCalls:
         if not is_first and has_calls != has_earlier:
             raise ConfigError(
                 "run.backward(loss) was called for some batches of a step and not for others; call it for every batch, "
-                "with 0 * loss for a batch to leave out"
+                "with 0 * loss to skip a batch"
             )
 
     def _check_backward(self) -> None:
         if not self._calls:
-            instead = "loss.backward() was called instead of it" if self._hooks.has_seen_plain else "call it first"
+            instead = "loss.backward() was called instead" if self._hooks.has_seen_plain else "call it first"
             raise ConfigError(f"run.step(optimizer) needs run.backward(loss) in the same batch; {instead}")
         if self._hooks.has_seen_plain:
             raise ConfigError(
@@ -110,7 +110,7 @@ class StepCalls:
             )
 
     def _check_other_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse further updates in a batch whose gradients other lanes of this rank have computed before them."""
+        """Reject further updates in a batch if other lanes of this rank have computed their gradients before them."""
         if not self._has_further_lanes:
             return
         last_backward = len(self._calls) - 1 - self._calls[::-1].index(None)
@@ -121,8 +121,8 @@ class StepCalls:
             )
         if any(call is not None and call is not optimizer for call in self._calls):
             raise ConfigError(
-                f"{self._lanes_text}, but two optimizers step in one batch: the loss of the second would see an update "
-                "of the first that other lanes have not seen; use as many lanes as ranks, or step_fn with one function "
+                f"{self._lanes_text}, but two optimizers step in one batch: the loss of the second would depend on an "
+                "update of the first that other lanes lack; use as many lanes as ranks, or step_fn with one function "
                 "for each optimizer"
             )
 
@@ -132,7 +132,7 @@ class StepCalls:
             raise ConfigError(
                 "gradients were changed between run.backward(loss) and run.step(optimizer), before they are summed "
                 "over lanes and ranks; clip with run.step(optimizer, clip_norm=…, clip_value=…), and for other changes "
-                "use optimizer.register_step_pre_hook, which sees the sums"
+                "use optimizer.register_step_pre_hook, which is called with the sums"
             )
 
     def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""A learning rate scheduler of torch, which sees a copy of the optimizer's options with rates as plain numbers.
+"""A learning rate scheduler of torch, which uses a copy of the optimizer's options with rates as plain numbers.
 
 On a GPU the optimizer's own rates are tensors. A scheduler that computes the next rate from the last one would wait for
 the device, and round to fp32 there.
@@ -23,7 +23,7 @@ RATES = ("params", "lr", "capturable")  # keys of a group that are not copied ba
 
 
 class TorchScheduler:
-    """The scheduler that `scheduler_fn` makes for a copy of the optimizer's parameter groups."""
+    """The scheduler that `scheduler_fn` creates for a copy of the optimizer's parameter groups."""
 
     def __init__(
         self, scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None
@@ -32,7 +32,7 @@ class TorchScheduler:
         self._changed: set[str] = set()  # options besides learning rates that the scheduler sets
         self._seen = [{**group} for group in self._copy.param_groups]
         self.scheduler, self.metric = _make(scheduler_fn, self._copy, total_steps)
-        self._copy._opt_called = True  # type: ignore[attr-defined]  # or torch warns that the optimizer makes no step
+        self._copy._opt_called = True  # type: ignore[attr-defined]  # otherwise torch warns that the optimizer does not step
         self.takes_metric = _takes_metric(self.scheduler)
         self.copy_options()
         self.lrs()
@@ -43,20 +43,20 @@ class TorchScheduler:
         return bool(self._changed)
 
     def lrs(self) -> list[float]:
-        """The present learning rate of each group; a ConfigError if one is not a number from 0."""
+        """The current learning rate of each group; a ConfigError if one is negative or not a number."""
         lrs = lrs_of(self._copy)
         if wrong := [lr for lr in lrs if not 0 <= lr < math.inf]:
-            raise ConfigError(f"scheduler_fn set the learning rate {wrong[0]}; it must be a number from 0")
+            raise ConfigError(f"scheduler_fn set the learning rate {wrong[0]}; it must be a number ≥ 0")
         return lrs
 
     def step(self, *metric: float) -> None:
-        """Step the scheduler once, and give the optimizer the options that it has set."""
+        """Step the scheduler once, and copy the options that it has set to the optimizer."""
         with raising_config_errors("the scheduler of scheduler_fn"):
             self.scheduler.step(*metric)
         self.copy_options()
 
     def copy_options(self) -> None:
-        """Give the optimizer the options besides learning rates that the scheduler has set since the last call."""
+        """Copy to the optimizer the options besides learning rates that the scheduler has set since the last call."""
         for own, group, seen in zip(self._optimizer.param_groups, self._copy.param_groups, self._seen, strict=True):
             for key in own.keys() & seen.keys() - set(RATES):
                 if group[key] is not seen[key] and group[key] != seen[key]:
@@ -64,7 +64,7 @@ class TorchScheduler:
                     self._changed.add(key)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the scheduler's state, and of the options that it sets: many compute a rate from the last one."""
+        """A copy of the scheduler's state and of the options that it sets: many compute a rate from the last one."""
         options = [
             {key: value for key, value in group.items() if key in ("lr", *self._changed) or key not in seen}
             for group, seen in zip(self._copy.param_groups, self._seen, strict=True)
@@ -80,7 +80,7 @@ class TorchScheduler:
 
 
 def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and parameters, with parameter groups of its own and rates as numbers."""
+    """An optimizer of the same class and parameters, with its own parameter groups and rates as numbers."""
     shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     lrs = zip(optimizer.param_groups, lrs_of(optimizer), strict=True)
@@ -91,18 +91,18 @@ def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _make(
     scheduler_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int | None
 ) -> tuple[Any, str | None]:
-    """Call `scheduler_fn` with the optimizer, and with `total_steps` if it takes that; the scheduler and its metric."""
+    """Call `scheduler_fn` with the optimizer, and with `total_steps` if accepted; the scheduler and its metric."""
     takes_total = takes_total_steps(scheduler_fn)
     if takes_total and total_steps is None:
-        raise ConfigError("scheduler_fn takes total_steps, which is not known for an iterable data set; set max_steps")
+        raise ConfigError("scheduler_fn takes total_steps, which is unknown for an iterable data set; set max_steps")
     made = scheduler_fn(optimizer, **({"total_steps": total_steps} if takes_total else {}))
     scheduler, metric = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if isinstance(scheduler, type):
-        raise ConfigError(f"scheduler_fn returned the class {scheduler.__name__}; return an object of it")
+        raise ConfigError(f"scheduler_fn returned the class {scheduler.__name__}; return an instance of it")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
             f"scheduler_fn returned a {type(scheduler).__name__} of another optimizer, which would have no effect; "
-            "make it for the optimizer that scheduler_fn gets"
+            "create it for the optimizer that scheduler_fn receives"
         )
     if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise ConfigError(
@@ -111,14 +111,14 @@ def _make(
         )
     if metric is None and getattr(scheduler, "mode", None) == "max":
         raise ConfigError(
-            f'scheduler_fn returned a {type(scheduler).__name__} with mode="max", which would get val_loss, of which '
-            'less is better; return it with the name of its metric, as in (scheduler, "accuracy")'
+            f'scheduler_fn returned a {type(scheduler).__name__} with mode="max", which would get val_loss, which '
+            'must decrease; return it with the name of its metric, as in (scheduler, "accuracy")'
         )
     return scheduler, metric
 
 
 def _takes_metric(scheduler: Any) -> bool:
-    """Whether `step` needs an argument, as that of ReduceLROnPlateau."""
+    """Whether `step` needs an argument, as in ReduceLROnPlateau."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(each.kind in kinds and each.default is each.empty for each in parameters)

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def keeping_modes(model: torch.nn.Module) -> Iterator[None]:
-    """A context after which each module is in training or in evaluation mode as before."""
+    """A context that restores the training or evaluation mode of each module at its end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

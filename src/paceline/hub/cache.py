@@ -1,4 +1,4 @@
-"""Data that is prepared once: one process computes it and writes a file; all others wait for the file and map it."""
+"""Data that is prepared once: one process computes it and writes a file; the others wait for the file and map it."""
 
 from __future__ import annotations
 

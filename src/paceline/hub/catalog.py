@@ -21,12 +21,12 @@ class UnpackedFile:
 
     path: str
     size: int
-    sha256: str = ""  # empty if it is not known: `--from` then takes the compressed file only
-    others: tuple[UnpackedFile, ...] = ()  # the same samples as other tools write them, used in place of this file
+    sha256: str = ""  # empty if it is unknown: `--from` then accepts only the compressed file
+    others: tuple[UnpackedFile, ...] = ()  # files of other tools with the same samples, used in place of this file
 
     @property
     def forms(self) -> tuple[UnpackedFile, ...]:
-        """This file, and the others that are used in its place."""
+        """This file, and the files that can replace it."""
         return (self, *self.others)
 
 
@@ -157,7 +157,7 @@ COVTYPE = KnownDataset(
     mirrors=("https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/",),
 )
 
-# R. Socher et al., 2013, as GLUE has it. Many copies were written by a program that reads tables: the sentence
+# R. Socher et al., 2013, as in GLUE. Many copies were written by a program that parses tables: the sentence
 # `10,000 ` has become `10000` there, and four other sentences that are numbers have lost the space at their end.
 SST2 = KnownDataset(
     name="sst2",
@@ -191,11 +191,11 @@ ALL = {dataset.name: dataset for dataset in (MNIST, FASHION_MNIST, CIFAR10, TINY
 
 
 def find(name: str) -> KnownDataset:
-    """Return the data set of that name; raise a ConfigError with the nearest name if there is none."""
+    """Return the data set with this name; raise a ConfigError with the nearest name if there is none."""
     if name in ALL:
         return ALL[name]
-    near = difflib.get_close_matches(name, ALL, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALL)}"
+    near = difflib.get_close_matches(name.lower(), ALL, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALL)}"
     raise ConfigError(f"{name} is not a known data set; {hint}")
 
 

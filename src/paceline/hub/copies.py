@@ -1,7 +1,7 @@
 """Files of data sets from a folder or a mirror that the user names, instead of the known mirrors.
 
-A file is taken as it is distributed; or else what is inside it, plain or as .gz, which is stored unpacked. Either is
-written as NAME.part and renamed when its SHA-256 is that of the catalog.
+A file is copied as it is distributed, or else its contents, plain or as .gz, which are stored unpacked. Each file is
+written as NAME.part and renamed when its SHA-256 matches the catalog.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def is_url(source: str) -> bool:
-    """Whether a source is an address; else it is a folder."""
+    """Whether a source is a URL; otherwise it is a folder."""
     return "://" in source
 
 
 def places_in(source: str, name: str) -> list[str]:
-    """Where the files of a data set may be: in a folder or at a mirror, or in a folder of the data set's name there."""
+    """The places to search for a data set's files: the folder or mirror, and its subfolder with the data set's name."""
     if is_url(source):
         url = urlsplit(source)
         if url.scheme != "https" and not (url.scheme == "http" and url.hostname in LOCAL_HOSTS):
@@ -45,7 +45,7 @@ def places_in(source: str, name: str) -> list[str]:
 
 
 def take(places: Sequence[str], file: RemoteFile, folder: Path) -> list[str]:
-    """Copy a file, or else what is inside it, from the first place that has it; return the names of the new files."""
+    """Copy a file, or else its contents, from the first place that has it; return the names of the new files."""
     if name := _copied(places, file.name, [file.sha256], folder / file.name):
         return [name]
     if names := take_contents(places, file, folder):
@@ -54,17 +54,17 @@ def take(places: Sequence[str], file: RemoteFile, folder: Path) -> list[str]:
     for form in (form for content in file.contents for form in content.forms if form.sha256):
         known.setdefault(form.path, form.sha256)
     names = [f"{name} (SHA-256 {sha256})" for name, sha256 in known.items()]
-    raise DataError(f"{places[0]} has no {', '.join(names)}; give another folder, or leave out --from")
+    raise DataError(f"{places[0]} does not contain {', '.join(names)}; give another folder, or omit --from")
 
 
 def take_contents(places: Sequence[str], file: RemoteFile, folder: Path) -> list[str]:
-    """Copy the files inside a file from the first places that have them; return their names, none if one is missing."""
+    """Copy the contents of a file from the first places that have them; return their names, none if one is missing."""
     names = [_taken(places, content, folder) for content in file.contents]
     return names if all(names) else []
 
 
 def _taken(places: Sequence[str], content: UnpackedFile, folder: Path) -> str:
-    """Copy one form of a content, plain or as .gz; return its name, empty if no place has it."""
+    """Copy one form of a file's contents, plain or as .gz; return its name, empty if no place has it."""
     forms = [form for form in content.forms if form.sha256]
     for name in dict.fromkeys(form.path for form in forms):
         accepted = [form.sha256 for form in forms if form.path == name]
@@ -91,9 +91,9 @@ def _copied(places: Sequence[str], name: str, accepted: Collection[str], path: P
                 raise DataError(f"{place}{name} is damaged: {error}; copy the original file there") from None
             finally:
                 part.unlink(missing_ok=True)
-        what = "holds a file with" if is_packed else "has"
+        what = "contains a file with" if is_packed else "has"
         raise DataError(
-            f"{place}{name} {what} the SHA-256 {found}, not {' or '.join(accepted)}; put the original file there"
+            f"{place}{name} {what} the SHA-256 {found}, not {' or '.join(accepted)}; replace it with the original file"
         )
     return ""
 

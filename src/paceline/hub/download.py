@@ -27,7 +27,7 @@ from paceline.hub import catalog, copies
 from paceline.hub.catalog import RemoteFile
 
 TIMEOUT_S = 20.0
-MAX_ATTEMPTS = 5  # at one mirror, while each attempt brings more bytes
+MAX_ATTEMPTS = 5  # at one mirror, if each attempt receives more bytes
 CHUNK_BYTES = 1 << 18
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
 
@@ -35,9 +35,9 @@ OnProgress = Callable[[int], None]  # called with the number of bytes that are i
 
 
 def get(name: str, to: Path | None = None, log: Callable[[str], None] = print, source: str | None = None) -> Path:
-    """Bring a data set's missing files into `to`, by default $PACELINE_HOME/datasets/NAME; return the folder.
+    """Download or copy a data set's missing files to `to`, by default $PACELINE_HOME/datasets/NAME; return the folder.
 
-    They come from the known mirrors, or from `source`: a folder, or the address of another mirror.
+    The files come from the known mirrors, or from `source`: a folder, or the URL of another mirror.
     """
     dataset = catalog.find(name)
     folder = to or catalog.folder_of(name)
@@ -45,7 +45,7 @@ def get(name: str, to: Path | None = None, log: Callable[[str], None] = print, s
     missing = []
     for file in dataset.files:
         if is_present(folder, file):
-            log(f"{file.name} is already there")
+            log(f"{file.name} already exists")
         else:
             missing.append(file)
     for number, file in enumerate(missing):
@@ -61,14 +61,14 @@ def get(name: str, to: Path | None = None, log: Callable[[str], None] = print, s
             names = [file.name for file in missing[number:]]
             raise DataError(
                 f"{file.name} could not be downloaded ({reasons}); put {', '.join(names)} into {folder.resolve()} by "
-                "hand, or run this again with a network or with --from FOLDER"
+                "hand, or retry with a network connection or with --from FOLDER"
             ) from None
-        log(f"{', '.join(names)} {'downloaded' if source is None else f'taken from {source}'}, checksum correct")
+        log(f"{', '.join(names)} {'downloaded' if source is None else f'copied from {source}'}, checksum correct")
     return folder
 
 
 def _download(places: Sequence[str], file: RemoteFile, folder: Path, *, takes_contents: bool) -> list[str]:
-    """Download a file, or else what is inside it if that is allowed; return the names of the new files."""
+    """Download a file, or else its contents if that is allowed; return the names of the new files."""
     try:
         with _progress_bar(file) as on_progress:
             fetch([place + file.name for place in places], file, folder / file.name, on_progress)
@@ -86,12 +86,12 @@ def is_present(folder: Path, file: RemoteFile) -> bool:
         return True
     if _has_size(path, file.size) and _sha256(path) == file.sha256:
         return True
-    # Debian, for example, compresses the same content differently; gzip has a checksum of its own.
+    # Debian, for example, compresses the same content differently; gzip has its own checksum.
     return file.name == f"{file.contents[0].path}.gz" and _unpacked_size(path) == file.contents[0].size
 
 
 class _AllMirrorsFailed(Exception):
-    """No mirror provided the file; the text has a reason for each."""
+    """No mirror provided the file; the text contains the reason for each mirror."""
 
 
 class _Incomplete(Exception):
@@ -139,7 +139,7 @@ def _try_mirror(url: str, file: RemoteFile, stream: BinaryIO, part: Path, on_pro
         is_longer = part.stat().st_size > file.size
         reason = f"{'its beginning' if is_longer else 'it'} has the SHA-256 {found}, not {file.sha256}"
         stream.truncate(0)
-        if not before:  # all bytes came from this mirror; otherwise the older ones may have been wrong
+        if not before:  # all bytes came from this mirror; otherwise the earlier bytes may be wrong
             return reason
     return reason
 

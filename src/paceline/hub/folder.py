@@ -1,4 +1,4 @@
-"""The folder of a data set's files: finds the files, and words the errors for missing and damaged ones."""
+"""The folder of a data set's files: finds the files, and creates the errors for missing and damaged files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DatasetFolder:
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
             size = path.stat().st_size
             raise self.damaged(
-                path, f"is damaged: {error} ({size:,} bytes, the official file has {file.size:,})"
+                path, f"is damaged: {error} ({size:,} bytes; the official file has {file.size:,})"
             ) from None
 
     def _command(self) -> str:

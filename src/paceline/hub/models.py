@@ -14,7 +14,7 @@ from paceline.errors import ConfigError, DataError, MissingExtra
 from paceline.system.home import in_home
 
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs, vocabularies, tokenizers
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only for a model without the first
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only if a model does not have the first
 INDEX = "model.safetensors.index.json"  # lists the files of weights that are split
 PREPROCESSORS = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "preprocessor_config.json",
@@ -36,7 +36,7 @@ def get(name: str, to: Path | None = None, say: Callable[[str], None] = print) -
     """Download a model's files into `to`, by default $PACELINE_HOME/models/NAME; return the folder."""
     folder = to or folder_of(name)
     if not missing_in(folder):
-        say(f"{name} is already there")
+        say(f"{name} already exists")
         return folder
     try:
         _download(name, folder)
@@ -75,7 +75,7 @@ def _download(name: str, folder: Path) -> None:
         files = _needed_files([file.rfilename for file in info.siblings or ()])
         HfApi().snapshot_download(name, revision=info.sha, local_dir=folder, allow_patterns=files)
     except errors.HFValidationError:
-        raise ConfigError(f"{name} is not a model name; write for example google-bert/bert-base-uncased") from None
+        raise ConfigError(f"{name} is not a model name; write, for example, google-bert/bert-base-uncased") from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(f"{name} is not on the hub, or is private; correct the name, or run: hf auth login") from None
     except Exception as error:
@@ -83,12 +83,12 @@ def _download(name: str, folder: Path) -> None:
             raise
         raise DataError(
             f"{name} could not be downloaded ({_reason_of(error)}); put {', '.join(missing_in(folder))} into "
-            f"{folder.resolve()} by hand, or run this again with a network"
+            f"{folder.resolve()} by hand, or retry with a network connection"
         ) from None
 
 
 def _needed_files(files: list[str]) -> list[str]:
-    """Select the files to download. Those in subfolders hold the same weights for other programs."""
+    """Select the files to download. Files in subfolders contain the same weights for other programs."""
     files = [file for file in files if "/" not in file]
     weights = next(filter(None, (fnmatch.filter(files, pattern) for pattern in WEIGHTS)), [])
     return [*weights, *(file for pattern in SMALL_FILES for file in fnmatch.filter(files, pattern))]

@@ -42,7 +42,7 @@ def read(name: str, train: bool = True, root: str | os.PathLike[str] | None = No
     source = DatasetFolder.of(name, root)
     layout = source.dataset.layout
     if layout == "text":
-        raise ConfigError(f"{name} is one text; read {source.path / source.dataset.files[0].name} as text")
+        raise ConfigError(f"{name} is a single text; read it from {source.path / source.dataset.files[0].name}")
     if layout in ("idx", "cifar"):
         return TensorDataset(*(_read_idx if layout == "idx" else _read_cifar)(source, train))
     rows = tables.table(name, train, root)
@@ -86,10 +86,10 @@ def _idx_values(source: DatasetFolder, file: RemoteFile, sample: tuple[int, ...]
     start = 4 * (2 + len(sample))
     type_code, count, *dimensions = (int.from_bytes(content[at : at + 4], "big") for at in range(0, start, 4))
     if type_code != 0x801 + len(sample) or tuple(dimensions) != sample:
-        raise source.damaged(path, "does not begin with the header of such an idx file")
+        raise source.damaged(path, "does not start with the header of an idx file of this kind")
     expected = start + count * math.prod(sample)
     if len(content) != expected:
-        raise source.damaged(path, f"holds {len(content):,} bytes, not {expected:,}")
+        raise source.damaged(path, f"contains {len(content):,} bytes, not {expected:,}")
     return path, _tensor(content)[start:].reshape(count, *sample)
 
 
@@ -104,7 +104,7 @@ def _read_cifar(source: DatasetFolder, train: bool) -> tuple[Tensor, Tensor]:
     tables = []
     for content, (path, data) in zip(contents, _cifar_files(source, archive, contents), strict=True):
         if len(data) != content.size:
-            raise source.damaged(path, f"holds {len(data):,} bytes, not {content.size:,}")
+            raise source.damaged(path, f"contains {len(data):,} bytes, not {content.size:,}")
         tables.append(_tensor(data).reshape(-1, RECORD_BYTES))
         _checked_classes(source, path, tables[-1][:, 0])
     table = torch.cat(tables)
@@ -134,7 +134,7 @@ def _from_archive(source: DatasetFolder, path: Path, archive: RemoteFile, names:
                 found[member.name] = stream.read()
     missing = [name for name in names if name not in found]
     if missing:
-        raise source.damaged(path, f"holds no {missing[0]}")
+        raise source.damaged(path, f"does not contain {missing[0]}")
     return found
 
 
@@ -150,5 +150,5 @@ def _tensor(data: bytes) -> Tensor:
 def _checked_classes(source: DatasetFolder, path: Path, classes: Tensor) -> Tensor:
     """Return classes as int64 after a range check. Otherwise the loss would fail later, on a GPU without a location."""
     if len(classes) and int(classes.max()) >= CLASSES:
-        raise source.damaged(path, f"has class {int(classes.max())}, but there are only 0 to {CLASSES - 1}")
+        raise source.damaged(path, f"contains class {int(classes.max())}, but classes are 0 to {CLASSES - 1}")
     return classes.long()

@@ -26,7 +26,7 @@ TARGET = "Cover_Type"  # from 1 to 7
 
 
 def table(name: str, train: bool = True, root: str | os.PathLike[str] | None = None) -> DataFrame:
-    """Return a data set as a DataFrame: `covtype`, which has no test part, or `sst2`, whose test part is its dev.tsv.
+    """Return a data set as a DataFrame: `covtype`, which has no test split, or `sst2`, whose test split is its dev.tsv.
 
     The files are in `root`, by default $PACELINE_HOME/datasets/NAME.
     """
@@ -36,7 +36,7 @@ def table(name: str, train: bool = True, root: str | os.PathLike[str] | None = N
     if source.dataset.layout == "sst2":
         return _read_sst2(source, "train.tsv" if train else "dev.tsv")
     if not train:
-        raise ConfigError("covtype has no test part; use a part of its rows for validation (val_fraction)")
+        raise ConfigError("covtype has no test split; use a part of its rows for validation (val_fraction)")
     return _read_covtype(source)
 
 
@@ -50,7 +50,7 @@ def _read_covtype(source: DatasetFolder) -> DataFrame:
         data = stream.read()
     sizes = [form.size for form in content.forms]
     if len(data) not in sizes:
-        raise source.damaged(path, f"holds {len(data):,} bytes, not {' or '.join(f'{size:,}' for size in sizes)}")
+        raise source.damaged(path, f"contains {len(data):,} bytes, not {' or '.join(f'{size:,}' for size in sizes)}")
     columns = [*FEATURES, TARGET]
     has_header = data.startswith(FEATURES[0].encode())
     try:

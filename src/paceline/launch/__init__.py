@@ -1,7 +1,7 @@
 """Starts the ranks of a run and watches them: local processes, torchrun, Slurm, Ray, several hosts.
 
-Owns the processes of a run, their restarts, and the environment that they are started from. Promises that no process
-outlives its run, and that the first failure is the one that is reported. Must not know what
+Owns the processes of a run, their restarts, and the environment from which they are started. Promises that no process
+outlives its run, and that the first failure is the one that is reported. Must not depend on what
 the ranks compute.
 
 A launcher is a function `start(config, task) -> Outcome`. Other packages add launchers by entry points of the group
@@ -41,23 +41,23 @@ LAUNCHERS = {
 
 
 def launchers() -> dict[str, EntryPoint]:
-    """All launchers by name, not loaded: Paceline's own, then those of other packages under other names."""
+    """All launchers by name, not loaded: Paceline's own, then those of other packages with other names."""
     built_in = [EntryPoint(name, value, GROUP) for name, value in LAUNCHERS.items()]
     others = [entry for entry in metadata.entry_points(group=GROUP) if entry.name not in LAUNCHERS]
     return {entry.name: entry for entry in built_in + others}
 
 
 def unknown_launcher(config: Config) -> Iterator[str]:
-    """One sentence with the known names, if the config names no launcher that exists."""
+    """One sentence with the known names if the config names an unknown launcher."""
     if config.launcher not in ("auto", *LAUNCHERS) and config.launcher not in (known := launchers()):
         *names, last = map(repr, ("auto", *known))
-        yield f"launcher={config.launcher!r} input should be {', '.join(names)} or {last}"
+        yield f"launcher={config.launcher!r} must be {', '.join(names)} or {last}"
 
 
 def prepare(raw: Mapping[str, Any], folder: Path) -> None:
-    """Start early what takes time: a process that imports torch for local ranks, while this one imports it too.
+    """Start a process early that imports torch for local ranks, while this process imports it too.
 
-    `raw` holds the keys of a config that may not have been checked yet.
+    `raw` has the keys of a config that may not have been checked yet.
     """
     if raw.get("nodes") is not None:  # the coordinator serves a store, which logs errors for clients without a name
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -68,7 +68,7 @@ def prepare(raw: Mapping[str, Any], folder: Path) -> None:
 
 
 def start(config: Config, task: Task, folder: Path) -> Outcome:
-    """Run a task with the launcher that the config or the environment asks for; `folder` may hold a `.env` file."""
+    """Run a task with the launcher that the config or the environment selects; `folder` may contain a `.env` file."""
     from paceline.world import is_joined
 
     if is_joined():
@@ -96,7 +96,7 @@ def _load(name: str) -> Callable[[Config, Task], Outcome]:
             raise MissingExtra(name, name, f"launcher={name}") from None
         raise
     except AttributeError as error:
-        raise ConfigError(f"launcher={name} cannot be loaded: {error}; correct its entry point in {GROUP}") from None
+        raise ConfigError(f"launcher={name} cannot be loaded: {error}; fix its entry point in {GROUP}") from None
 
 
 def stopped_error(outcome: Outcome) -> PacelineError:

@@ -1,4 +1,4 @@
-"""One attempt of a run: its ranks are started, watched until all have ended, and ended when one of them fails."""
+"""One attempt of a run: starts its ranks, watches them until all have ended, and ends them when one fails."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ SECONDARY_FAILURE_S = 1.0  # from the failure of a rank to the failures that it 
 
 @dataclass(frozen=True)
 class Launch:
-    """What all attempts of a run have in common."""
+    """The settings that all attempts of a run share."""
 
     config: Config
     machines: Machines
     folder: RunFolder
     watcher: FolderWatcher
     began: float
-    request: StopRequest | None  # None for ranks that cannot save when they are asked to stop
+    request: StopRequest | None  # None for ranks that cannot save on a stop request
 
 
 class AttemptEnd(NamedTuple):
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     failure: Failure | None  # the first one
-    is_growing: bool  # the ranks have saved and stopped only to start again with more of them
+    is_growing: bool  # the ranks have saved and stopped in order to restart with more ranks
 
 
 def run_attempt(launch: Launch, ranks: int, report: str) -> AttemptEnd:
@@ -66,7 +66,7 @@ def run_attempt(launch: Launch, ranks: int, report: str) -> AttemptEnd:
 
 
 def _rank_specs(launch: Launch, rendezvous: Rendezvous) -> list[RankSpec]:
-    """What each rank of an attempt is started with."""
+    """The arguments with which each rank of an attempt is started."""
     return [
         RankSpec(
             variables=variables,
@@ -80,16 +80,16 @@ def _rank_specs(launch: Launch, rendezvous: Rendezvous) -> list[RankSpec]:
 
 
 def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tuple[dict[int, int], bool]:
-    """Wait for the ranks; when one fails, end the others. Returns their exit codes, 0 for those that are ended here.
+    """Wait for the ranks; when one fails, end the others. Returns their exit codes, 0 for ranks that are ended here.
 
-    Also returns whether the ranks were asked to stop because more of them can run now.
+    Also returns whether the ranks were stopped because more ranks can run now.
     """
     request, sender, is_growing = launch.request, StopSender(group), False
     stalls = StallDetector(launch.folder, ranks, launch.config.hang_timeout_s)
     try:
         while group.pids and not any(group.codes.values()):
             group.poll(POLL_S)
-            if launch.watcher.conflict is not None:  # no event is written: the path leads to another folder
+            if launch.watcher.conflict is not None:  # no event is written: the path now refers to another folder
                 raise Interrupted(launch.watcher.conflict)
             if stalls.check():
                 stalls.report(group)
@@ -106,5 +106,5 @@ def _watch(launch: Launch, group: RankGroup, ranks: int, screen: Screen) -> tupl
             group.poll(POLL_S)
         return dict.fromkeys(group.pids, 0) | group.codes, is_growing and request is not None and not request.signal
     finally:
-        # Ranks that take SIGTERM as a request to save would wait for the rank that has failed.
+        # Ranks for which SIGTERM is a request to save would wait for the rank that has failed.
         group.end(signal.SIGTERM if request is None else signal.SIGKILL, GRACE_S)

@@ -19,9 +19,9 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by what 
 
 
 def load_dotenv(folder: Path) -> None:
-    """Set variables from a `.env` file beside the config, such as MASTER_ADDR; those that are set already stay.
+    """Set variables from a `.env` file beside the config, such as MASTER_ADDR; variables that are already set are kept.
 
-    RANK and the like make a process a rank. In a `.env` file, which all processes share, they count for ranks only.
+    Variables such as RANK make a process a rank. In a `.env` file, which all processes share, they apply to ranks only.
     """
     is_rank = "RANK" in os.environ
     for name, value in _dotenv(folder).items():
@@ -30,14 +30,14 @@ def load_dotenv(folder: Path) -> None:
 
 
 def rendezvous_in_environment() -> str | None:
-    """HOST:PORT of MASTER_ADDR and MASTER_PORT; None in a rank, whose address belongs to what has started it."""
+    """HOST:PORT of MASTER_ADDR and MASTER_PORT; None in a rank, whose address is set by its launcher."""
     parts = [os.environ.get(name) for name in ADDRESS]
     return ":".join(map(str, parts)) if all(parts) and "RANK" not in os.environ else None
 
 
 @cache
 def report_unused(folder: Path) -> None:
-    """Print which variables of a `.env` file a run on one host does not use; once in a process for each folder."""
+    """Print the variables of a `.env` file that a run on one host does not use; once per process and folder."""
     names = [name for name in _dotenv(folder) if name in (*ADDRESS, *PLACE)]
     if names:
         print(
@@ -57,7 +57,7 @@ def _dotenv(folder: Path) -> dict[str, str]:
 
 
 def pick_launcher(name: str, *, has_rendezvous: bool = False) -> str:
-    """The launcher that the config names; for `auto`, `torchrun` or `slurm` in a world of theirs, or `local`."""
+    """The launcher that the config names; `auto` is `torchrun` or `slurm` if it started this process, else `local`."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if name == "torchrun" and not is_rank:
         raise ConfigError("launcher=torchrun but RANK and WORLD_SIZE are not set; start it with torchrun …")
@@ -72,18 +72,18 @@ def pick_launcher(name: str, *, has_rendezvous: bool = False) -> str:
 
 
 def join_step() -> None:
-    """Set the variables of a world for this task of `srun`."""
+    """Set the variables of a rank for this task of `srun`."""
     world = world_of(os.environ)
     os.environ.update(world | variables_towards(world["MASTER_ADDR"]))
 
 
 def shares_cores(ddp: Any, procs: Any) -> bool:
-    """Whether these config keys ask for several local ranks, which share the cores of this machine."""
+    """Whether these config keys request several local ranks, which share the cores of this machine."""
     return bool(ddp) and str(procs) not in ("None", "1")
 
 
 def ranks_here() -> int:
-    """The number of ranks on this machine, in a world of torchrun or Slurm."""
+    """The number of ranks on this machine, under torchrun or Slurm."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -93,5 +93,5 @@ def is_restarted() -> bool:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints for the run: the launcher, or rank 0 in a world of torchrun or Slurm."""
+    """Whether this process prints for the run: the launcher, or rank 0 under torchrun or Slurm."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,7 +1,7 @@
-"""The process that ranks are forked from: it has imported torch already, so they start at once and share its memory.
+"""The process from which ranks are forked: it has imported torch, so ranks start quickly and share its memory.
 
-It has no thread, no GPU and none of the user's code, so forking it is safe. It ends with its launcher, and its ranks
-end with it. The launcher talks to it through `launch/processes.py`.
+It has no threads, uses no GPU and runs no user code, so forking it is safe. It ends with its launcher, and its ranks
+end with it. The launcher communicates with it through `launch/processes.py`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from paceline.system.signals import SIGNALS, ignore_signals
 
 POLL_S = 0.05  # between checks of the ranks
 IDLE_S = 1.0  # between checks of the launcher while no rank runs
-MUST_EXEC = sys.platform == "darwin"  # where system libraries do not survive a fork
+MUST_EXEC = sys.platform == "darwin"  # its system libraries do not support forks
 
 
 class RankSpec(NamedTuple):
-    """What a rank is started with."""
+    """The arguments with which a rank is started."""
 
     variables: dict[str, str]
     folder: str
     log: str
     arguments: tuple[str, ...]
-    has_signals_ignored: bool  # until its loop takes them as requests, so that none ends it while it starts
+    has_signals_ignored: (
+        bool  # until its loop handles them as requests, so that they do not end a rank that is starting
+    )
 
 
 def main() -> None:
     """Fork ranks on request and report their exit codes, until the launcher ends."""
     channel, launcher = Connection(int(sys.argv[1])), int(sys.argv[2])
-    # A signal to all processes of a run is meant for the ranks. Those that were ignored before stay ignored in them.
+    # A signal to all processes of a run is meant for the ranks. Signals that were ignored before stay ignored in them.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # Ray, for one, starts processes with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # Ray, for example, starts processes with them blocked
     _set_name("forker")
     if not MUST_EXEC:
         with dying_with(launcher):
             importlib.import_module("paceline.worker.main")
             importlib.import_module("torch._dynamo")  # every optimizer loads it
     os.chdir("/")
-    gc.freeze()  # a collection in a rank would write to pages that all share
+    gc.freeze()  # a garbage collection in a rank would write to pages that all ranks share
     ranks: dict[int, int] = {}
     try:
         while os.getppid() == launcher:
@@ -79,7 +81,7 @@ def main() -> None:
 
 def _fork(spec: RankSpec, channel: Connection, handlers: Mapping[signal.Signals, Any]) -> int:
     parent = os.getpid()
-    with warnings.catch_warnings():  # numpy's threads do nothing yet, and its library knows about forks
+    with warnings.catch_warnings():  # numpy's threads are idle, and its library supports forks
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -98,7 +100,7 @@ def _run_rank(spec: RankSpec, parent: int, handlers: Mapping[signal.Signals, Any
         _set_name(f"rank-{spec.variables['RANK']}")
         os.chdir(spec.folder)
         time.tzset()
-        tempfile.tempdir = None  # it depends on the environment as well
+        tempfile.tempdir = None  # it depends on the environment too
         if not spec.has_signals_ignored:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -42,9 +42,9 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
     with listening(request, NOTHING_RAN):
         began = time.time()
         restore_point = resume.find_restore_point(config)
-        _gather(machines, request, "before it began")
+        _gather(machines, request, "before it started")
         ranks = machines.ranks_for(restore_point.lanes(config))
-        # What would fail in every rank fails here, before a folder is created or a process started.
+        # Errors that every rank would raise are raised here, before a folder is created or a process started.
         pick_backend(config.backend, pick_device(config.device, 0), machines.ranks_per_machine(ranks))
         config = with_lanes_and_threads(
             config, restore_point, ranks, machines.lanes_for(ranks), machines.ranks_per_machine
@@ -53,8 +53,8 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
         with open_run(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
             with staged(packed, folder, config):
                 if request.signal:
-                    raise request.stopped("before it began")
-                # The managed loop is asked to save and stop; any other task is ended by a signal at once.
+                    raise request.stopped("before it started")
+                # The managed loop saves and stops on a signal; any other task is ended by it immediately.
                 stop_request = request if can_save(config, task) else None
                 _run_attempts(Launch(config, machines, folder, watcher, began, stop_request))
             return collect(folder)
@@ -70,7 +70,7 @@ def _run_attempts(launch: Launch) -> None:
         ranks = launch.machines.ranks_for(launch.config.lanes)
         failure, is_growing = run_attempt(launch, ranks, report)
         if is_growing:
-            report = "there is capacity for more ranks; starting again with them"
+            report = "capacity for more ranks is available; restarting with more ranks"
             continue
         if failure is None:
             break

@@ -1,4 +1,4 @@
-"""Where ranks run: on this machine alone, or on several hosts (`launch/cluster/coordinator.py`)."""
+"""The machines that run ranks: this machine only, or several hosts (`launch/cluster/coordinator.py`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankGroup(Protocol):
 
 
 class StopSender:
-    """Sends a request to stop to ranks, again every second: a rank that is still starting ignores it."""
+    """Sends a request to stop to ranks, repeated every second, because a rank that is still starting ignores it."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group, self._sent_at = group, 0.0
@@ -59,63 +59,63 @@ class StopSender:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one attempt find each other."""
+    """The way in which the ranks of one attempt find each other."""
 
     variables: list[dict[str, str]]  # of each rank
-    store: str = ""  # a file that all of them see; without it, they connect to MASTER_ADDR
+    store: str = ""  # a file that all ranks can read; without it, they connect to MASTER_ADDR
     spare: Path | None = None  # a folder for their failures, in case the run folder's disk is full
 
 
 class Machines(Protocol):
-    """The machines of a run: how many ranks fit, how they find each other, and what starts them."""
+    """The machines of a run: the number of ranks that fit, their rendezvous, and the processes that start them."""
 
     def gather(self, has_request: Callable[[], bool] = bool) -> None:
         """Wait until there is capacity for an attempt, or there is a request to stop."""
 
     def ranks_for(self, lanes: int | None) -> int:
-        """The most ranks that the config allows, that fit, and for which there are lanes."""
+        """The largest number of ranks that the config allows, that fits, and for which there are lanes."""
 
     def lanes_for(self, ranks: int) -> int:
         """The lanes of a new run that starts with this number of ranks."""
 
     def ranks_per_machine(self, ranks: int) -> int:
-        """How many of this number of ranks share one machine."""
+        """The number of ranks per machine, for this number of ranks."""
 
     def rendezvous(self, ranks: int) -> AbstractContextManager[Rendezvous]:
-        """A rendezvous for this number of ranks, valid inside."""
+        """A context with a rendezvous for this number of ranks."""
 
     def rank_group(self) -> AbstractContextManager[RankGroup]:
-        """What starts the ranks of one attempt, for this run alone inside."""
+        """A context with the rank group of one attempt, which no other run uses at the same time."""
 
     def has_capacity_beyond(self, ranks: int, lanes: int | None) -> bool:
-        """Whether an attempt could have more than this number of ranks by now."""
+        """Whether an attempt could now have more than this number of ranks."""
 
 
 class LocalMachine:
-    """This machine alone. Its ranks meet in a file of a private folder, and Gloo and NCCL listen on loopback."""
+    """This machine only. Its ranks find each other through a private file, and Gloo and NCCL listen on loopback."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def gather(self, has_request: Callable[[], bool] = bool) -> None:
-        """Return at once: no other host takes part."""
+        """Return immediately: there are no other hosts."""
 
     def ranks_for(self, lanes: int | None) -> int:
-        """The most ranks that fit on this machine."""
+        """The largest number of ranks that fit on this machine."""
         least, most = capacity(self.config)
         return fitting(least, most, lanes)
 
     def lanes_for(self, ranks: int) -> int:
-        """One lane for each rank."""
+        """The number of lanes: one per rank."""
         return ranks
 
     def ranks_per_machine(self, ranks: int) -> int:
-        """All ranks."""
+        """The number of ranks per machine: all of them."""
         return ranks
 
     @contextmanager
     def rendezvous(self, ranks: int) -> Iterator[Rendezvous]:
-        """A file in a private folder."""
+        """A rendezvous through a file in a private folder."""
         with tempfile.TemporaryDirectory(prefix="paceline-") as private:
             variables = [variables_of(rank, ranks, rank, ranks) for rank in range(ranks)]
             yield Rendezvous(variables, store=f"{private}/store", spare=Path(private))
@@ -130,31 +130,31 @@ class LocalMachine:
 
 
 def variables_of(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """The environment variables that give a rank its place in the world."""
+    """The environment variables that define a rank's position in the world."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def serve_store(host: str) -> tuple[dist.Store, dict[str, str]]:
-    """A store in this process at a free port, and the environment variables by which ranks find it."""
+    """A store in this process at a free port, and the environment variables with its address."""
     listening = socket.create_server((network.resolve(host), 0))
     port = listening.getsockname()[1]
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     return store, {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank has to serve
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's variable for a store that no rank has to serve
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def capacity(config: Config) -> tuple[int, int]:
-    """The least and the most ranks that this machine may have."""
+    """The smallest and the largest number of ranks for this machine."""
     return capacity_among(config, torch.cuda.device_count() if config.device != "cpu" else 0, usable_cores())
 
 
 def capacity_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
-    """The least and the most ranks for these numbers of GPUs and cores (pure)."""
+    """The smallest and the largest number of ranks for these numbers of GPUs and cores (pure)."""
     if not config.ddp:
         return 1, 1
     if config.procs_range is None:
@@ -164,5 +164,5 @@ def capacity_among(config: Config, gpus: int, cores: int) -> tuple[int, int]:
 
 
 def fitting(least: int, most: int, lanes: int | None) -> int:
-    """The largest number in this range for which there are lanes; the least of all if there are too few (pure)."""
+    """The largest number in this range that has a lane for each rank; the least if there are too few lanes (pure)."""
     return most if lanes is None else max(least, min(most, lanes))

@@ -23,11 +23,11 @@ def listen(host: str, port: int) -> socket.socket | None:
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
-        raise ConfigError(f"rendezvous={host}:{port} cannot be opened: {error.strerror}; use another port") from None
+        raise ConfigError(f"rendezvous={host}:{port} cannot be opened: {error.strerror}; choose another port") from None
     if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         listening.close()
         raise ConfigError(
-            f"rendezvous={host}:{port} is {address} here, where no other host can reach it; give its address as numbers"
+            f"rendezvous={host}:{port} is {address} here, which other hosts cannot reach; give its IP address"
         )
     return listening
 
@@ -43,11 +43,13 @@ def resolve(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        raise ConfigError(f"rendezvous={host} is not known here; give a host's name or address, and a port") from None
+        raise ConfigError(
+            f"rendezvous={host} cannot be resolved; give the name or address of a host, and a port"
+        ) from None
 
 
 def why_unreachable(address: str) -> str | None:
-    """Why a connection to HOST:PORT fails, in a few words; None if it succeeds, or for another kind of address."""
+    """The reason why a connection to HOST:PORT fails; None if it succeeds, or for another kind of address."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if not host or not port.isdecimal():
         return None
@@ -62,7 +64,7 @@ def why_unreachable(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that leads to a host; on that host itself, the one that has its address. None if unknown."""
+    """The interface on the route to a host; on that host itself, the interface with its address. None if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((resolve(host), 9))  # nothing is sent
         mine = probe.getsockname()[0]
@@ -80,12 +82,12 @@ def address_of(interface: str, any_socket: socket.socket) -> str:
 
 
 def variables_towards(host: str) -> dict[str, str]:
-    """The variables that make Gloo and NCCL use the interface that leads to a host, unless the user has set them."""
+    """The variables that make Gloo and NCCL use the interface on the route to a host, unless the user has set them."""
     known = [name for _, name in socket.if_nameindex()]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     for name in (chosen or "").split(","):
         if name and name not in known:
-            raise ConfigError(f"GLOO_SOCKET_IFNAME={chosen} but this host has only {', '.join(known)}; leave it unset")
+            raise ConfigError(f"GLOO_SOCKET_IFNAME={chosen} but this host has only {', '.join(known)}; unset it")
     found = interface_towards(host)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: found for name in names if found is not None and name not in os.environ}

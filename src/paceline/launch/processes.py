@@ -19,13 +19,13 @@ from paceline.launch.fork_server import RankSpec
 from paceline.system.cores import which_cores
 from paceline.system.processes import command_of
 
-# What libraries read while they are loaded: a fork server that was started with other values cannot be used.
+# Variables that libraries read while they are loaded: a fork server with other values cannot be used.
 READ_AT_LOAD = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "PYTHON",
     "PYTORCH", "TORCH",
 )  # fmt: skip
 # Idle OpenMP threads spin for milliseconds on cores that the threads sending gradients need: with several ranks,
-# passive ones make a small step twice as fast (docs/benchmarks.md).
+# passive waiting makes a small step twice as fast (docs/benchmarks.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
 # The order of a set of strings differs between processes, and with it the class indices that a data set may assign.
 FIXED_HASHES = {"PYTHONHASHSEED": "0"}
@@ -56,7 +56,7 @@ class LocalRanks:
     def start(self, specs: Sequence[RankSpec]) -> None:
         """Start ranks 0, 1, 2, and so on."""
         self.pids, self.codes = dict.fromkeys(range(len(specs)), 0), {}
-        with suppress(OSError):  # the next `poll` finds that it has ended
+        with suppress(OSError):  # the next `poll` detects that it has ended
             for rank, spec in enumerate(specs):
                 variables = {**self._defaults, **os.environ, **spec.variables}
                 self.channel.send((rank, spec._replace(variables=variables)))
@@ -85,19 +85,19 @@ class LocalRanks:
     def end(self, number: int, grace_s: float) -> None:
         """End the ranks by a signal, and by SIGKILL those that still run after `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while self.pids and time.monotonic() < deadline + grace_s:  # or the fork server is stuck
+        while self.pids and time.monotonic() < deadline + grace_s:  # later: the fork server is stuck
             is_late = time.monotonic() >= deadline
             self.signal(signal.SIGKILL if is_late else number, to_groups=True)
             self.poll(max(0.1, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End the fork server, and with it any rank that is left."""
+        """End the fork server, and with it any remaining rank."""
         self.channel.close()
         self._process.kill()
         self._process.wait()
 
 
-_idle: list[LocalRanks] = []  # at most one, which no run uses
+_idle: list[LocalRanks] = []  # at most one, not used by any run
 
 
 def prepare(*, is_passive: bool) -> None:
@@ -107,7 +107,7 @@ def prepare(*, is_passive: bool) -> None:
 
 @contextmanager
 def ranks(*, is_passive: bool) -> Iterator[LocalRanks]:
-    """The ranks of a fork server, for one run alone inside; `is_passive` is for several ranks that share the cores."""
+    """A context with a fork server for one run; `is_passive` is for several ranks that share the cores."""
     acquired = _acquire(is_passive)
     try:
         yield acquired
@@ -120,7 +120,7 @@ def ranks(*, is_passive: bool) -> Iterator[LocalRanks]:
 
 def _acquire(is_passive: bool) -> LocalRanks:
     """The idle fork server, if it was started with the same settings, or a new one."""
-    with suppress(IndexError):  # none is idle, or another thread has taken it
+    with suppress(IndexError):  # no fork server is idle, or another thread has taken it
         one = _idle.pop()
         if one.owner_pid == os.getpid() and one.setting == _setting(is_passive) and not one.has_ended:
             return one
@@ -129,7 +129,7 @@ def _acquire(is_passive: bool) -> LocalRanks:
 
 
 def _keep(one: LocalRanks) -> None:
-    """Keep a fork server for the next run, in place of another one."""
+    """Keep a fork server for the next run; it replaces an older one."""
     before, _idle[:] = list(_idle), [one]
     for other in before:
         _end(other)
@@ -137,7 +137,7 @@ def _keep(one: LocalRanks) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Close the idle fork server at exit, or Python would warn about a running child process."""
+    """Close the idle fork server at exit; otherwise Python would warn about a running child process."""
     while _idle:
         _end(_idle.pop())
 
@@ -148,7 +148,7 @@ def _end(one: LocalRanks) -> None:
 
 
 def _setting(is_passive: bool) -> tuple[object, ...]:
-    """What a rank inherits from its fork server and cannot change later."""
+    """The settings that a rank inherits from its fork server and cannot change later."""
     read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_LOAD)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     return is_passive and WAIT_POLICY not in os.environ, which_cores(), os.getpriority(os.PRIO_PROCESS, 0), limits, read

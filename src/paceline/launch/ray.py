@@ -1,6 +1,6 @@
-"""The launcher that has Ray Train start the ranks.
+"""The launcher that starts the ranks with Ray Train.
 
-Ray places the workers, and starts all of them again after a failure. Each worker starts one rank, an ordinary process
+Ray places the workers, and restarts all of them after a failure. Each worker starts one rank, an ordinary process
 of Paceline's (`launch/ray_worker.py`), which finds the last checkpoint itself.
 """
 
@@ -65,7 +65,7 @@ class RayRun:
 
 
 def start(config: Config, task: Task) -> Outcome:
-    """Have Ray start the ranks, show their progress, and return when all have ended."""
+    """Start the ranks with Ray, show their progress, and return when all have ended."""
     request = StopRequest()
     with listening(request, "nothing was running"):
         began = time.time()
@@ -77,7 +77,7 @@ def start(config: Config, task: Task) -> Outcome:
             with open_run(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
                 with staged(packed, folder, config), _temporary_files(folder):
                     if request.signal:
-                        raise request.stopped("before it began")
+                        raise request.stopped("before it started")
                     stop_request = request if can_save(config, task) else None
                     _run(RayRun(config, folder, watcher, ranks, resources, stop_request), began)
                 return collect(folder)
@@ -85,7 +85,7 @@ def start(config: Config, task: Task) -> Outcome:
 
 @contextmanager
 def _temporary_files(folder: RunFolder) -> Iterator[None]:
-    """Begin without a request to stop; remove the request and Ray's own files at the end of the run."""
+    """Remove an old stop request at the start, and the request and Ray's own files at the end of the run."""
     ray_worker.write_request(folder, 0)
     try:
         yield
@@ -95,13 +95,13 @@ def _temporary_files(folder: RunFolder) -> Iterator[None]:
 
 
 def _run(run: RayRun, began: float) -> None:
-    """Train until the ranks have ended. Raises RankFailed if they fail or Ray does not restart them any more."""
+    """Train until the ranks have ended. Raises RankFailed if they fail or Ray no longer restarts them."""
     error = _fit(run, _trainer(run, began))
     first = ray_worker.first_failure(run.folder, run.ranks)
     if error is not None or first is not None:
         run.watcher.check()
         if first is None:
-            raise RankFailed(f"Ray has given up: {error}")
+            raise RankFailed(f"Ray has stopped restarting the ranks: {error}")
         raise final_error(hangs.explain(first, run.folder, run.ranks), run.folder)
     if not run.folder.has_ending():
         raise RankFailed(f"rank 0 ended before it wrote a result\n  full log: {run.folder.log(0)}")
@@ -127,7 +127,7 @@ def _trainer(run: RayRun, began: float) -> TorchTrainer:
 
 
 def _fit(run: RayRun, trainer: TorchTrainer) -> BaseException | None:
-    """Train, show the progress, and pass a request to stop on to the workers; Ray's error, if there is one."""
+    """Train, show the progress, and forward a stop request to the workers; returns Ray's error, if any."""
     folder, request = run.folder, run.request
     with (
         Follower(folder, run.ranks, from_now=True, tensorboard=run.config.log.tensorboard) as follower,
@@ -166,7 +166,7 @@ def _work(given: dict[str, Any]) -> None:
         store, rendezvous = serve_store(LOOPBACK if local_ranks == ranks else ray.util.get_node_ip_address())
         _stores.append(store)
     rendezvous = broadcast_from_rank_zero(rendezvous)
-    # A rank that sees a single device calls it 0, and shares it with no other rank.
+    # A rank with a single visible device calls it 0, and shares it with no other rank.
     place = (0, 1) if ray.get_gpu_ids() else (context.get_local_rank(), local_ranks)
     interface = network.variables_towards(rendezvous["MASTER_ADDR"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs errors for hosts without a name

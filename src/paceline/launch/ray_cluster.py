@@ -26,7 +26,7 @@ class RayResources(NamedTuple):
     nodes: int
 
     def share(self, ranks: int, device: str) -> dict[str, float]:
-        """What each rank requests: a GPU where there are any, and a CPU, or an equal part of all CPUs."""
+        """The resources of each rank: a GPU if there are any, and a CPU, or an equal part of all CPUs."""
         share = {"CPU": min(1.0, self.cpus / ranks) or 1.0}
         return {**share, "GPU": 1.0} if device == "cuda" or (device == "auto" and self.gpus) else share
 
@@ -35,20 +35,20 @@ class RayResources(NamedTuple):
         return ranks * share.get("GPU", 0) > self.gpus or ranks * share["CPU"] > self.cpus
 
     def ranks_per_node(self, ranks: int) -> int:
-        """How many of this number of ranks share one node."""
+        """The number of ranks per node, for this number of ranks."""
         return -(-ranks // self.nodes)
 
 
 @contextmanager
 def connected(device: str) -> Iterator[RayResources]:
-    """Connect to the cluster of RAY_ADDRESS, or that of `ray start` here, or start one that ends with the run."""
+    """Connect to the cluster of RAY_ADDRESS or of a local `ray start`, or start a cluster that ends with the run."""
     is_ours = not ray.is_initialized()
     before = signal.getsignal(signal.SIGTERM)
     if is_ours:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the only output that can be turned off
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the only output that can be disabled
         _connect(os.environ.get("RAY_ADDRESS", ""))
-        if threading.current_thread() is threading.main_thread():  # Ray has set a handler of its own
+        if threading.current_thread() is threading.main_thread():  # Ray has set its own handler
             signal.signal(signal.SIGTERM, before)
     try:
         has = ray.cluster_resources()
@@ -61,18 +61,18 @@ def connected(device: str) -> Iterator[RayResources]:
 
 def _connect(address: str) -> None:
     try:
-        if why := network.why_unreachable(address):  # Ray would try for minutes
+        if why := network.why_unreachable(address):  # Ray would retry for minutes
             raise ConnectionError(why)
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, RayError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not address:
-            raise ConfigError(f"launcher=ray cannot start a cluster here: {why}; see `ray start --head`") from error
-        raise ConfigError(f"RAY_ADDRESS={address} cannot be used: {why}; correct it, or unset it") from error
+            raise ConfigError(f"launcher=ray cannot start a local cluster: {why}; see `ray start --head`") from error
+        raise ConfigError(f"RAY_ADDRESS={address} cannot be used: {why}; fix it, or unset it") from error
 
 
 def in_thread(function: Callable[[], Any]) -> Future[None]:
-    """Call a function in a daemon thread, so that this thread handles signals and can end without waiting for it."""
+    """Call a function in a daemon thread, so that this thread handles signals and does not have to wait for it."""
     done: Future[None] = Future()
 
     def call() -> None:

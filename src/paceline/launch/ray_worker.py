@@ -1,4 +1,4 @@
-"""What a worker of Ray does with its rank: starts it, passes requests to stop on, and judges how it ends.
+"""The worker of Ray that runs one rank: starts it, forwards requests to stop, and evaluates how it ends.
 
 The workers and the launcher exchange requests and failures through the run folder, which all of them see.
 """
@@ -30,17 +30,17 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What every worker of a run gets from the launcher."""
+    """The options that every worker of a run receives from the launcher."""
 
     run_dir: str
     working_folder: str  # of the ranks
     began: float
-    can_save: bool  # the ranks save when they are asked to stop
+    can_save: bool  # the ranks save on a stop request
     hang_timeout_s: float
 
 
 def begin_attempt(folder: RunFolder, ranks: int) -> None:
-    """Report what ended the last attempt, and remove its files. Rank 0's worker, before any rank starts."""
+    """Report the end of the last attempt, and remove its files. Rank 0's worker, before any rank starts."""
     first = first_failure(folder, ranks)
     if first is not None:
         with closing(Events(folder.events)) as events:
@@ -93,7 +93,7 @@ def watch(started: LocalRanks, folder: RunFolder, rank: int, stalls: StallDetect
 
 def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
     """The first of the failures that ranks have written, which caused the others."""
-    with suppress(FileNotFoundError):  # removed meanwhile
+    with suppress(FileNotFoundError):  # removed in the meantime
         if written := failures.read(folder, range(ranks)):
             return failures.first(folder, dict.fromkeys(written, 1))
     return None
@@ -103,7 +103,7 @@ def first_failure(folder: RunFolder, ranks: int) -> Failure | None:
 
 
 def write_request(folder: RunFolder, number: int) -> None:
-    """Have the workers send a signal to their ranks; 0 for none."""
+    """Make the workers send a signal to their ranks; 0 for none."""
     folder.request.write_text(str(number), encoding="utf-8")  # not a new file: NFS shows a change sooner
 
 

@@ -1,4 +1,4 @@
-"""What launchers do before they start the first rank: fix threads and lanes, put the job into the run folder."""
+"""Preparation by launchers before the first rank starts: fix threads and lanes, write the job to the run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAIN = Task("paceline.worker.main:train")
 
 
 def can_save(config: Config, task: Task) -> bool:
-    """Whether the ranks save when they are asked to stop."""
+    """Whether the ranks save on a stop request."""
     return task == TRAIN and config.keeps_state
 
 
@@ -31,12 +31,12 @@ def with_lanes_and_threads(
 ) -> Config:
     """The config with the threads and lanes of all attempts; `new_lanes` are for a run that is not resumed."""
     lanes = restore_point.lanes(config)
-    # Sums inside an operator depend on its threads, so they follow the lanes, which belong to the run.
+    # Sums inside an operator depend on its threads, so the threads follow the lanes, which belong to the run.
     threads = restore_point.threads(config) or chosen_threads(ranks_per_machine(lanes or ranks))
     config = config.model_copy(update={"threads": threads})
     if config.keeps_state:
         config = config.model_copy(update={"lanes": lanes or new_lanes})
-    batches.lanes_of(0, ranks, config.lanes or ranks)  # refuses here what would fail in every rank
+    batches.lanes_of(0, ranks, config.lanes or ranks)  # raises here the errors that every rank would raise
     return config
 
 
@@ -64,12 +64,12 @@ def _stored(packed: Job, folder: RunFolder) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            folder.job.unlink(missing_ok=True)  # it holds a copy of the data
+            folder.job.unlink(missing_ok=True)  # it contains a copy of the data
 
 
 @contextmanager
 def failure_reported(folder: RunFolder) -> Iterator[None]:
-    """Write an event if the run fails inside; not if it is refused before it changes the folder of an earlier run."""
+    """Write an event if the run fails inside; not if it is rejected before it changes the folder of an earlier run."""
     before = file_identity(folder.events)
     try:
         yield

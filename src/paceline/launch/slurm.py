@@ -1,4 +1,4 @@
-"""The world that `srun` has started with one task for each rank, from the variables of its step (pure)."""
+"""The variables of ranks that `srun` has started, one task per rank, from the variables of its step (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_step(variables: Mapping[str, str]) -> bool:
 
 
 def world_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE and so on of this task, or a ConfigError where Slurm's variables contradict each other."""
+    """RANK, WORLD_SIZE and so on of this task, or a ConfigError if Slurm's variables contradict each other."""
     rank, local_rank, node, size = (
         _number(variables, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS")
     )
@@ -25,14 +25,14 @@ def world_of(variables: Mapping[str, str]) -> dict[str, str]:
     if sum(layout) != size:
         raise ConfigError(
             f"SLURM_STEP_NUM_TASKS={size} but SLURM_STEP_TASKS_PER_NODE={variables['SLURM_STEP_TASKS_PER_NODE']} has "
-            f"{sum(layout)}; start the ranks with srun, in a step of their own"
+            f"{sum(layout)}; start the ranks with srun, in a separate step"
         )
     if not (rank < size and node < len(layout) and local_rank < layout[node]):
         raise ConfigError(
             f"SLURM_PROCID={rank}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} are not valid among {size} "
-            f"tasks on {len(layout)} nodes; start the ranks with srun, in a step of their own"
+            f"tasks on {len(layout)} nodes; start the ranks with srun, in a separate step"
         )
-    # A task that sees a single device calls it 0, and shares it with no other task.
+    # A task with a single visible device calls it 0, and shares it with no other task.
     own, neighbours = (0, 1) if "SLURM_GPUS_PER_TASK" in variables else (local_rank, layout[node])
     key = 7 * _number(variables, "SLURM_JOB_ID") + int(variables.get("SLURM_STEP_ID") or 0)
     return {
@@ -63,7 +63,7 @@ def first_host(nodes: str) -> str:
 
 def _text(variables: Mapping[str, str], name: str) -> str:
     if not variables.get(name):
-        raise ConfigError(f"{name} is not set, which srun does for every task; start the ranks with srun")
+        raise ConfigError(f"{name} is not set, but srun sets it for every task; start the ranks with srun")
     return variables[name]
 
 

@@ -1,4 +1,4 @@
-"""Finds a hang that no rank can find: all ranks block their interpreters, so that no watchdog thread runs."""
+"""Detects a hang that no rank can detect: all ranks block their interpreters, so that no watchdog thread runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.run.layout import RunFolder
 
 
 class StallDetector:
-    """Measures how long no rank has sent a heartbeat, in time during which this process was running itself."""
+    """Measures the time since the last heartbeat of any rank, counting only time in which this process was running."""
 
     def __init__(self, folder: RunFolder, ranks: int, timeout_s: float) -> None:
         self.folder, self.ranks, self.timeout_s = folder, ranks, timeout_s
@@ -24,7 +24,7 @@ class StallDetector:
         self._silent_s, self._looked_at = 0.0, time.monotonic()
 
     def check(self) -> bool:
-        """Read the heartbeats, at most once a second; whether the ranks have been silent for too long."""
+        """Read the heartbeats, at most once a second; return whether the ranks have been silent for too long."""
         gap_s = time.monotonic() - self._looked_at
         if not self.timeout_s or gap_s < BEAT_S:
             return False
@@ -46,7 +46,7 @@ class StallDetector:
         return is_expected
 
     def report(self, started: RankGroup, by: int = 0) -> None:
-        """Have the ranks dump their stacks, and write the hang to the run folder as a failure of the rank `by`."""
+        """Make the ranks dump their stacks, and write the hang to the run folder as a failure of the rank `by`."""
         for rank in range(self.ranks):
             with suppress(OSError), self.folder.log(rank).open("a", encoding="utf-8") as log:
                 print(failed_line(rank), file=log)  # the screen omits the lines after it

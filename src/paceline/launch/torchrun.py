@@ -1,4 +1,4 @@
-"""Joins a world that torchrun or `srun` has started, or anything that sets the variables of torchrun."""
+"""Joins ranks that torchrun or `srun` has started, or another program that sets the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start(config: Config, task: Task) -> Outcome:
     """Run the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
     progress = Progress()
     with ExitStack() as held, join(config) as world:
-        # The agent of each host counts its own restarts: one that joined late has not counted all.
+        # The agent of each host counts its own restarts: an agent that joined late has a lower count.
         if any(world.gather_objects(is_restarted())):
             config = config.model_copy(update={"resume": "auto"})
         path, settled = world.decide(lambda: _open(config, world.size, held))

@@ -1,4 +1,4 @@
-"""What slows a run down: one rank, communication or data."""
+"""Finds the bottleneck of a run: one rank, communication or data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from paceline.config.lane_counts import lane_counts
 REDUCTION = "reduction"  # the only phase in which a rank waits for others
 RANK_SHARE = 0.1  # of a step: a rank that takes longer than the others by more is a bottleneck
 PHASE_SHARE = 0.3  # of a step: a phase that takes more on every rank is a bottleneck
-STRAGGLER_SHARE = 0.2  # of a step: a rank that is behind by this much is a straggler, once it was so for
-STRAGGLER_WINDOWS = 3  # log points in a row, and
-STRAGGLER_S = 5.0  # seconds of training; any rank may be late once
+# A rank is a straggler if it is behind by this share of a step at several consecutive log points and for several
+# seconds of training: any rank may be late once.
+STRAGGLER_SHARE = 0.2
+STRAGGLER_WINDOWS = 3
+STRAGGLER_S = 5.0
 
 
 class Bottleneck(NamedTuple):
-    """What costs the most time. `rank` is None where all ranks spend the time."""
+    """The largest delay of a step. `rank` is None if all ranks have it."""
 
     rank: int | None
-    phase: str  # in which the rank loses most, or which takes long on all ranks
-    behind_ms: float  # per step: how long the others wait for this rank, or the least that a rank spends in the phase
+    phase: str  # the phase in which the rank is slowest, or which takes long on all ranks
+    behind_ms: float  # per step: the time that others wait for this rank, or the shortest time of a rank in the phase
     share: float  # of a step
 
     def __str__(self) -> str:
@@ -36,8 +38,8 @@ def find_bottleneck(
 ) -> Bottleneck | None:
     """The largest bottleneck, if any, from the milliseconds of each rank in a whole step and in each phase (pure).
 
-    A rank with more of the `lanes` than another may take longer in proportion; without `lanes`, all have as many.
-    On a GPU only the phase "data" is known until a step was timed on the device.
+    A rank with more of the `lanes` than another may take longer in proportion; without `lanes`, all ranks have the same
+    number. On a GPU only the phase "data" is known until a step has been timed on the device.
     """
     step = max(step_ms, default=0.0)
     if step <= 0 or any(len(values) != len(step_ms) for values in phase_ms.values()):
@@ -68,7 +70,7 @@ def _slow_rank(phase_ms: Mapping[str, Sequence[float]], step: float, counts: Seq
 
 
 def _behind(values: Sequence[float], rank: int) -> float:
-    """How far a rank's value is above the median of the others."""
+    """The difference of a rank's value from the median of the other ranks."""
     return values[rank] - median(value for other, value in enumerate(values) if other != rank)
 
 

@@ -24,7 +24,7 @@ STRICT = ConfigDict(strict=True, extra="ignore")
 
 
 class MachineFields(TypedDict):
-    """Where rank 0 runs."""
+    """The machine of rank 0."""
 
     host: str
     system: str
@@ -109,7 +109,7 @@ class StepEvent(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class EpochEvent(TypedDict):
-    """An epoch has ended, or an evaluation within it; each metric has a field of its own."""
+    """An epoch has ended, or an evaluation within it; each metric has its own field."""
 
     event: Literal["epoch", "evaluation"]
     time: UnixTime
@@ -219,7 +219,7 @@ class RunStoppedEvent(TypedDict):
 
 @with_config(STRICT)
 class RunFinishedEvent(TypedDict):
-    """The run is done."""
+    """The run has finished."""
 
     event: Literal["run_finished"]
     time: UnixTime
@@ -242,12 +242,12 @@ def _ranks_agree(event: StepEvent) -> StepEvent:
     """Check that the times of a step have one number per rank."""
     ranks = len(event.get("step_ms", ()))
     if any(len(ms) != ranks for ms in event.get("phase_ms", {}).values()):
-        raise ValueError("phase_ms has another number of ranks than step_ms")
+        raise ValueError("phase_ms and step_ms have different numbers of ranks")
     return event
 
 
 def _only_numbers(event: Event) -> Event:
-    """The epoch with only those fields that are numbers."""
+    """The fields of the epoch that are numbers."""
     return {
         name: value
         for name, value in event.items()
@@ -275,11 +275,11 @@ KnownEvent = Annotated[
     Field(discriminator="event"),
 ]
 
-# Names that a value of the user cannot have, because they are fields of the events in which values are plotted. `loss`
-# is the user's own. `self` is an argument of the methods that take values by their names.
+# Names that users' values cannot have, because they are fields of the events in which values are plotted. `loss`
+# is allowed. `self` is an argument of the methods that take values as keywords.
 RESERVED_NAMES = frozenset({"self"}.union(*(kind.__annotations__ for kind in (StepEvent, EpochEvent, LoggedEvent))))
 RESERVED_NAMES -= {"loss"}
-TRAIN_PREFIX = "train_"  # of the means over training batches, beside the metrics in an `epoch` event
+TRAIN_PREFIX = "train_"  # of the means over training batches, to distinguish them from the metrics in an `epoch` event
 
 
 def is_reserved(name: str) -> bool:
@@ -287,7 +287,7 @@ def is_reserved(name: str) -> bool:
     return name in RESERVED_NAMES or name.startswith(TRAIN_PREFIX)
 
 
-# Values of fields that an event does not have. Metrics and times are not here: no value can stand for them.
+# Defaults of missing fields. Metrics and times have none: no number can replace them.
 MISSING: dict[str, Event] = {
     "run_started": {
         "name": "run", "run_dir": "?", "seed": 0, "world_size": 1, "lanes": 1, "device": "?", "backend": "?",
@@ -304,7 +304,7 @@ MISSING: dict[str, Event] = {
 
 
 def complete(event: Event) -> Event:
-    """The event with all fields that readers show; those that its line did not have get a default."""
+    """The event with all fields that readers show; missing fields get a default."""
     return {**MISSING.get(event["event"], {}), **event}
 
 
@@ -341,7 +341,7 @@ class Parser:
 
 
 def _later_event(line: bytes | str) -> Event | None:
-    """The event in a line whose kind this version does not know; None if the line is damaged."""
+    """The event of an unknown kind in a line, from a later version; None if the line is damaged."""
     try:
         event: Event = _adapter(UnknownEvent).validate_json(line)
     except ValidationError:

@@ -24,9 +24,9 @@ REPEATED = ("step", "pace", "logged", "image", "histogram", "evaluation", "epoch
 
 
 class Events:
-    """Writes events. Ranks other than 0 have a writer without a file, so that no code branches on the rank.
+    """Writes events. Ranks other than 0 have a writer without a file, so that other code does not depend on the rank.
 
-    With `is_held` the file is not touched until `release`: a resumed run may still be refused.
+    With `is_held` the file is not touched until `release`: a resumed run may still be rejected.
     """
 
     def __init__(self, path: Path | None, *, is_held: bool = False) -> None:
@@ -55,7 +55,7 @@ class Events:
             self._flush()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Write one event at once; a field `time` replaces the current time. A full disk keeps events in memory."""
+        """Write one event; a field `time` replaces the current time. While the disk is full, events stay in memory."""
         if self._path is None:
             return
         line = _line(event, fields)
@@ -102,7 +102,7 @@ class Events:
         with suppress(FileNotFoundError):
             if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
-        with suppress(OSError):  # while the run folder is moved away, the old file is still the right one
+        with suppress(OSError):  # while the run folder is being moved, events belong in the old file
             old, self._file = self._file, self._path.open("ab", buffering=0)
             old.close()
 
@@ -110,7 +110,7 @@ class Events:
 def _line(event: str, fields: dict[str, Any]) -> bytes:
     content = {"event": event, "time": round(time.time(), 3), **fields}
     line = json.dumps(content)
-    if "\\ud" in line:  # maybe half of a surrogate pair, from a file name that is not UTF-8: invalid in JSON
+    if "\\ud" in line:  # possibly half of a surrogate pair, from a file name that is not UTF-8: invalid in JSON
         line = json.dumps(json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")))
     return line.encode() + b"\n"
 

@@ -24,7 +24,7 @@ from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.system.processes import ENDED_EARLY
 
-# What a rank reports when another rank has ended. Gloo raises these as plain RuntimeErrors.
+# Errors that a rank raises because another rank has ended. Gloo raises them as plain RuntimeErrors.
 OTHER_RANK_ENDED = re.compile(
     r"gloo/|Connection (closed|reset) by peer|Broken pipe|NCCL (error|communicator)|recvValue failed|"
     r"Software caused connection abort|Application timeout caused pair closure"
@@ -64,12 +64,12 @@ class Failure:
     is_killed: bool = False  # by a signal; the rank raised no error
     is_config: bool = False  # a mistake in the config that only a rank can find
     step: int | None = None  # of `place`
-    story: str | None = None  # the complete text if several ranks are involved, with a row for each
+    report: str | None = None  # the complete text if several ranks are involved, with a row for each rank
 
     def describe(self) -> str:
-        """The text for the user: `story`, or a block of at most 10 lines."""
-        if self.story is not None:
-            return self.story
+        """The text for the user: `report`, or a block of at most 10 lines."""
+        if self.report is not None:
+            return self.report
         lines = [line for line in self.text.strip().splitlines() if line.strip()] or [""]
         if len(lines) > 5:
             lines = [*lines[:4], f"… {len(lines) - 4} more lines in the log"]
@@ -82,7 +82,7 @@ class Failure:
         return "\n".join(block)
 
     def summarize(self, saved_step: int) -> str:
-        """One line for the screen, when the ranks restart from the checkpoint of `saved_step`."""
+        """One line for the screen, shown when the ranks restart from the checkpoint of `saved_step`."""
         if self.error == HANG:
             return f"hang: {self.text}"
         verb = "lost another rank" if self.is_echo else "failed"
@@ -96,7 +96,7 @@ class Failure:
 
 
 def capture(error: BaseException, *, rank: int, progress: Progress, folder: RunFolder) -> Failure:
-    """The failure that `error` is; called inside the rank."""
+    """Describe an error as the failure of this rank; called inside the rank."""
     text, name, kind = str(error), type(error).__name__, type(error)
     cause = _worker_cause(text)
     if cause:
@@ -141,7 +141,7 @@ def read(folder: RunFolder, ranks: Iterable[int], spare: Path | None = None) -> 
 
 
 def first(folder: RunFolder, exit_codes: Mapping[int, int], spare: Path | None = None) -> Failure:
-    """The failure that caused the others, from what the ranks wrote and from their exit codes."""
+    """The failure that caused the others, according to the ranks' failure files and exit codes."""
     written = read(folder, exit_codes, spare)
     ended = [_from_exit_code(r, code, folder) for r, code in sorted(exit_codes.items()) if r not in written and code]
     candidates = sorted(written.values(), key=lambda failure: failure.time)
@@ -162,11 +162,11 @@ def _from_exit_code(rank: int, code: int, folder: RunFolder) -> Failure:
     elif code == ENDED_EARLY:
         error, text = (
             "Exit",
-            "the process ended with exit code 0 before the run was over; something called os._exit or exec",
+            "the process ended with exit code 0 before the run was over; the code called os._exit or exec",
         )
     elif code < 0:
         names = {signal.value: signal.name for signal in Signals}  # real-time signals have no name
-        error, text = names.get(-code, "Signal"), f"the process was ended by signal {-code}"
+        error, text = names.get(-code, "Signal"), f"the process was terminated by signal {-code}"
     else:
         error, text = "Exit", f"the process ended with exit code {code}"
     # The stacks that faulthandler dumps when a process crashes are for the log only.
@@ -217,7 +217,7 @@ def user_location(error: BaseException) -> str | None:
 
 @contextmanager
 def raising_config_errors(what: str) -> Iterator[None]:
-    """Raise an error of a function of the user as a ConfigError, where it would be the same after a restart."""
+    """Raise an error of a user's function as a ConfigError if a restart would raise it again."""
     try:
         yield
     except ConfigError:
@@ -226,5 +226,5 @@ def raising_config_errors(what: str) -> Iterator[None]:
         place = user_location(error)
         where = f" ({place})" if place else ""
         raise ConfigError(
-            f"{what} raised {type(error).__name__}: {error}{where}; correct it, a restart would raise it again"
+            f"{what} raised {type(error).__name__}: {error}{where}; fix it: a restart would raise it again"
         ) from error

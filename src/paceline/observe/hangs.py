@@ -20,8 +20,8 @@ from paceline.run.layout import RunFolder
 
 REDUCTION = "the gradient reduction"
 WORKERS = "DataLoader workers"  # a wait, but not for another rank
-DDP = "an exchange of DDP's own"
-EXCHANGE = "an exchange of the ranks"
+DDP = "a collective of DDP"
+EXCHANGE = "a collective of Paceline"
 PACELINE = str(Path(__file__).parents[1])
 THREAD = re.compile(r"^.*\(most recent call first\):$", re.M)
 FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.M)
@@ -38,12 +38,12 @@ class StackFrame(NamedTuple):
 
 @dataclass
 class RankPosition:
-    """Where a rank was at its last beat; the rank writes this to a file once a second."""
+    """The position of a rank at its last heartbeat; the rank writes it to a file once a second."""
 
     rank: int
     host: str = "?"
     pid: int = 0
-    beat: int = 0  # number of the beat
+    beat: int = 0  # the number of the heartbeat
     phase: str = "not started yet"
     step: int | None = None
     batch: int | None = None
@@ -52,7 +52,7 @@ class RankPosition:
     waits_in: str | None = None  # the collective or REDUCTION, DDP, EXCHANGE, WORKERS
     idle_s: float = 0.0
     log_start: int = 0  # where this attempt's part of the log begins
-    is_silent: bool = False  # found by other ranks: it writes no more beats
+    is_silent: bool = False  # set by other ranks: it writes no more heartbeats
 
     @property
     def is_waiting(self) -> bool:
@@ -61,14 +61,14 @@ class RankPosition:
 
     @property
     def state(self) -> str:
-        """What the line of the user's code does not show; empty if there is nothing to add."""
+        """The state that the line of the user's code does not show; empty if there is nothing to add."""
         if self.is_silent:
             return "its interpreter does not respond"
         return f"waits {'for' if self.waits_in == WORKERS else 'in'} {self.waits_in}" if self.waits_in else ""
 
     @property
     def wait(self) -> str:
-        """What it waits in, such as "the gradient reduction of step 7" or "all_reduce at train.py:20"."""
+        """The operation that it waits in, such as "the gradient reduction of step 7" or "all_reduce at train.py:20"."""
         where = f" at {_short(self.location)}" if self.location else ""
         if self.waits_in != REDUCTION:
             return f"{self.waits_in}{where or f' ({self.place})'}"
@@ -78,7 +78,7 @@ class RankPosition:
 
     @property
     def activity(self) -> str:
-        """What a rank does that waits for no other rank; follows the word "is" in a sentence."""
+        """The activity of a rank that does not wait for another rank, as a phrase that follows "is"."""
         where = f"in `{_short(self.location)}`" if self.location else f"outside your code ({self.place})"
         if not self.pid:
             return "not started yet"
@@ -98,32 +98,32 @@ def explain(first: Failure, folder: RunFolder, world_size: int) -> Failure:
         return first
     positions = [position_in_dump(p, folder) if p.rank in aborted else p for p in positions]
     cause = mismatch_sentence(positions)
-    story = hang_report(positions, "the ranks have called different collectives", cause, folder.logs)
-    return replace(first, error=failures.MISMATCH, text=cause, story=story, is_echo=False, is_killed=False)
+    report = hang_report(positions, "the ranks have called different collectives", cause, folder.logs)
+    return replace(first, error=failures.MISMATCH, text=cause, report=report, is_echo=False, is_killed=False)
 
 
 def write_hang(positions: list[RankPosition], by: int, timeout_s: float, folder: RunFolder) -> str:
-    """Write a hang to the run folder, as the failure of the rank `by` that has found it; return the report."""
+    """Write a hang to the run folder, as the failure of the rank `by` that detected it; return the report."""
     not_waiting = [position for position in positions if not position.is_waiting]
     cause, culprit = cause_sentence(positions, timeout_s), (not_waiting or positions)[0]
-    heading = f"no rank has moved for {timeout_s:g} s (hang_timeout_s={timeout_s:g}; 0 waits forever)"
-    story = hang_report(positions, heading, cause, folder.logs)
+    heading = f"no rank has made progress for {timeout_s:g} s (hang_timeout_s={timeout_s:g}; 0 waits forever)"
+    report = hang_report(positions, heading, cause, folder.logs)
     # Collectives of Paceline itself match; if the ranks wait for each other in them, a restart may succeed.
     is_users = any(position.location for position in positions)
     is_mismatch = is_users and not not_waiting and len({position.wait for position in positions}) > 1
     failure = Failure(
         rank=by, host=culprit.host, place=culprit.place, text=cause,
         error=failures.MISMATCH if is_mismatch else failures.HANG,
-        location=culprit.location, log=str(folder.log(culprit.rank)), time=time.time(), story=story,
+        location=culprit.location, log=str(folder.log(culprit.rank)), time=time.time(), report=report,
     )  # fmt: skip
     with suppress(OSError):
         failures.write(failure, folder)
-        write_text(folder.hang, story + "\n")
-    return story
+        write_text(folder.hang, report + "\n")
+    return report
 
 
 def read_position(folder: RunFolder, rank: int) -> RankPosition:
-    """The position that a rank wrote last; that of a rank that has not started if it wrote none."""
+    """The position that a rank wrote last; the default position if it wrote none."""
     try:
         return RankPosition(**json.loads(folder.place(rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # TypeError: written by another version
@@ -131,7 +131,7 @@ def read_position(folder: RunFolder, rank: int) -> RankPosition:
 
 
 def position_in_dump(position: RankPosition, folder: RunFolder) -> RankPosition:
-    """The position from the last stack dump in the rank's log, which is newer than its last beat."""
+    """The position from the last stack dump in the rank's log, which is newer than its last heartbeat."""
     stacks = stacks_in(read_end(folder.log(position.rank), position.log_start))
     if not stacks:
         return position
@@ -140,13 +140,13 @@ def position_in_dump(position: RankPosition, folder: RunFolder) -> RankPosition:
 
 
 def location_in(frames: Iterable[StackFrame]) -> tuple[str | None, str | None]:
-    """The user's innermost file:line, and what is waited for further in; `frames` has the innermost frame first."""
+    """The user's innermost file:line, and the operation it waits in; `frames` starts with the innermost frame."""
     waits_in = None
     for depth, frame in enumerate(frames):
         if not frame.file.startswith(LIBRARIES):
             return f"{frame.file}:{frame.line}", waits_in
         if not depth and frame.file.startswith(PACELINE):
-            waits_in = EXCHANGE  # nothing else in Paceline's code takes long
+            waits_in = EXCHANGE  # no other part of Paceline's code takes long
         # The outermost name is the clearest: all_gather_object, not the all_gather inside it.
         waits_in = _wait_of(frame) or waits_in
     return None, waits_in
@@ -183,11 +183,11 @@ def hang_report(positions: Sequence[RankPosition], heading: str, cause: str, log
 
 
 def cause_sentence(positions: Sequence[RankPosition], seconds: float) -> str:
-    """One sentence: which ranks do not wait, and which ranks wait for them."""
+    """One sentence with the ranks that do not wait, and the ranks that wait for them."""
     active = _grouped((p.rank, p.activity) for p in positions if not p.is_waiting)
     waiting = _grouped((p.rank, p.wait) for p in positions if p.is_waiting)
     if not waiting and len(positions) == 1:
-        return f"rank {positions[0].rank} is {positions[0].activity} and has not moved for {seconds:.0f} s"
+        return f"rank {positions[0].rank} is {positions[0].activity} and has made no progress for {seconds:.0f} s"
     if not active and len(waiting) == 1:
         return f"all ranks wait in {waiting[0][1]}; check the network between them"
     if not active:

@@ -1,4 +1,4 @@
-"""Images as PNG files: made of arrays, without a library for images."""
+"""Writes arrays as PNG files, without an image library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BORDER = 1  # pixels between the images of a grid
 
 
 def pixels_of(images: npt.NDArray[np.generic]) -> Pixels:
-    """Bytes of (H, W, C) from an image (C, H, W), or from a batch of images as a grid; floats are between 0 and 1."""
+    """Pixels (H, W, C) as bytes, from an image (C, H, W) or a batch of images as a grid; floats are between 0 and 1."""
     if images.ndim not in (3, 4) or images.shape[-3] not in COLOUR_TYPES:
         raise ValueError(f"has the shape {images.shape}; an image is (C, H, W) with 1, 3 or 4 channels, or a batch")
     if images.dtype != np.uint8:
@@ -36,7 +36,7 @@ def _grid(batch: Pixels) -> Pixels:
 
 
 def png_of(pixels: Pixels) -> bytes:
-    """A PNG file with these pixels of (H, W, C)."""
+    """A PNG file with these pixels, an array of shape (H, W, C)."""
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, COLOUR_TYPES[channels], 0, 0, 0)
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)  # 0: no filter

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """The position of this rank in its run; None where it is not known yet."""
+    """The position of this rank in its run; None if unknown."""
 
     phase: str = "starting"
     epoch: int | None = None
@@ -18,7 +18,7 @@ class Progress:
     began: float = field(default_factory=time.time)  # when the run was launched
 
     def describe(self) -> str:
-        """The position in words, such as "training, epoch 2, step 140"; epochs count from 1 here."""
+        """The position as text, such as "training, epoch 2, step 140"; epochs count from 1 here."""
         epoch = None if self.epoch is None else self.epoch + 1
         counters = (("epoch", epoch), ("step", self.step), ("batch", self.batch))
         return ", ".join([self.phase, *(f"{name} {value}" for name, value in counters if value is not None)])

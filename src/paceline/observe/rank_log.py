@@ -1,4 +1,4 @@
-"""The log of a rank: its last part, and the lines that the launcher understands. All others are the user's output."""
+"""The log of a rank: its last part, and the lines that the launcher parses. All other lines are the user's output."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def warning_line(rank: int, text: str) -> str:
 
 
 def failed_line(rank: int) -> str:
-    """The line before the traceback of a failure; the screen shows a summary instead of what follows."""
+    """The line before the traceback of a failure; the screen shows a summary instead of the text after it."""
     return f"FAILED [rank {rank}]"
 
 
 def recovered_line(rank: int) -> str:
-    """The line after stacks that were dumped without a failure; the screen shows what follows."""
+    """The line after stacks that were dumped without a failure; the screen shows the text after it."""
     return f"RECOVERED [rank {rank}]"
 
 

@@ -10,7 +10,7 @@ NO_FILE = 0, 0
 
 
 class Tail:
-    """Returns the lines that were added to a file since the last call; an incomplete last line waits for its end."""
+    """Returns the lines that were added to a file since the last call; an incomplete last line is returned later."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class Tail:
         complete, newline, _ = content.rpartition(b"\n")
         self._position += len(complete) + len(newline)
         if newline:
-            # A progress bar returns to the start of its line: only its last state counts.
+            # A progress bar returns to the start of its line: only its last state is kept.
             yield from (line.rpartition("\r")[2] for line in complete.decode(errors="replace").split("\n"))
 
 

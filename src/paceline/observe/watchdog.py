@@ -1,6 +1,6 @@
-"""The hang watch: every rank writes its position to the run folder, and reads those of the others if none moves.
+"""Detects hangs: every rank writes its position to the run folder, and reads the others' if none makes progress.
 
-It uses plain files because the collectives are what hangs. `hangs` describes what was found.
+It uses plain files because collectives may be what hangs. `hangs` describes a hang in words.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from paceline.run.layout import RunFolder
 from paceline.system.cpu_time import others_cpu_s
 
 BEAT_S = 1.0
-SILENT_S = 3.0  # a rank whose last beat is older blocks its interpreter, or has ended
+SILENT_S = 3.0  # a rank whose last heartbeat is older blocks its interpreter, or has ended
 DUMP_BEATS = 3  # time for other ranks to dump their stacks
-LAST_RESORT_S = 15.0  # after the timeout, if no rank can look at the others
-ENDED = -1  # in place of the number of a beat
+LAST_RESORT_S = 15.0  # after the timeout, if no rank can check the others
+ENDED = -1  # in place of the number of a heartbeat
 BUSY_SHARE, BUSY_S = 0.01, 0.05  # of CPU time: a rank that is still starting and uses more makes progress
 # Dumps all stacks even while a call blocks the interpreter; DataLoader workers inherit it. No library uses this signal.
 DUMP_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -50,9 +50,9 @@ DUMP_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIG
 def watching(
     config: Config, folder: RunFolder, rank: int, world_size: int, progress: Progress, *, has_launcher: bool = True
 ) -> Iterator[None]:
-    """Write this rank's position while the body runs; end the process if no rank moves, unless hang_timeout_s is 0.
+    """Write this rank's position while the body runs; end the process in a hang, unless hang_timeout_s is 0.
 
-    If all ranks block their interpreters, none can look: Paceline's launcher does, and without it a timer of each rank.
+    If all ranks block their interpreters, none can check: Paceline's launcher does, or without it a timer in each rank.
     """
     with folder.log(rank).open("a", encoding="utf-8") as log:
         has_timer = not has_launcher and config.hang_timeout_s > 0
@@ -61,7 +61,7 @@ def watching(
         )
         was_enabled = faulthandler.is_enabled()
         if not was_enabled:
-            faulthandler.enable(log)  # so that a process that Gloo aborts dumps its stacks
+            faulthandler.enable(log)  # a process that Gloo aborts dumps its stacks
         faulthandler.register(DUMP_SIGNAL, log)
         watchdog.start()
         try:
@@ -92,8 +92,10 @@ class Watchdog:
         self._looked = self._began = time.monotonic()
         self._cpu_s, self._cpu_since = 0.0, self._looked
         self._last: tuple[object, ...] = ()
-        self._seen: dict[int, tuple[int, float]] = {}  # of each rank, its last beat and when this rank first saw it
-        self._dumped: list[int] = []  # ranks, also this one, whose stacks this rank has requested
+        self._seen: dict[
+            int, tuple[int, float]
+        ] = {}  # of each rank, its last heartbeat and when this rank first saw it
+        self._dumped: list[int] = []  # ranks, including this one, whose stacks this rank has requested
         self._worker_location: str | None = None  # in a DataLoader worker that this rank waits for
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
@@ -101,12 +103,12 @@ class Watchdog:
         self.look_after_s = max(0.0, min(timeout_s / 2, timeout_s - 10))
 
     def start(self) -> None:
-        """Beat once, then every second."""
+        """Write a heartbeat now and then every second."""
         self.beat()
         self._thread.start()
 
     def stop(self, frames: Iterable[StackFrame] | None = None) -> None:
-        """Stop beating; write where an error was raised, if `frames` are given."""
+        """Stop the heartbeat; write where an error was raised, if `frames` are given."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -120,7 +122,7 @@ class Watchdog:
                 self.look_for_hang()
 
     def look_for_hang(self) -> None:
-        """Report a hang if no rank has moved for the timeout; show the output again if ranks move after their dump."""
+        """Report a hang if no rank made progress for the timeout; show output again if ranks continue after a dump."""
         positions = self.look() if self._own.idle_s >= self.look_after_s else []
         if positions and self._is_hang(positions):
             self._on_hang(positions)
@@ -144,7 +146,7 @@ class Watchdog:
         self._write_position(beat=self._own.beat + 1, location=location, waits_in=waits_in, idle_s=idle_s)
 
     def _wait_beating(self, beats: int) -> None:
-        """Wait for other ranks, and keep beating meanwhile."""
+        """Wait for other ranks, and keep writing heartbeats meanwhile."""
         for _ in range(beats):
             self._ended.wait(BEAT_S)
             self.beat()
@@ -162,11 +164,11 @@ class Watchdog:
         if current != self._last:
             self._last = current
             return True
-        # Before the first samples nothing is counted, and tokenising for an hour is not a hang.
+        # Before the first samples there is no counter, and tokenising for an hour is not a hang.
         return not at.samples and self.is_busy(others_cpu_s(), now)
 
     def is_busy(self, cpu_s: float, now: float) -> bool:
-        """Whether CPU time was used since the last call that returned true."""
+        """Whether CPU time was used since the last call that returned True."""
         is_busy = cpu_s - self._cpu_s > BUSY_S + BUSY_SHARE * (now - self._cpu_since)
         if is_busy:
             self._cpu_s, self._cpu_since = cpu_s, now
@@ -211,7 +213,7 @@ class Watchdog:
         return None
 
     def _report(self) -> None:
-        """Write the hang to the run folder and end this rank, so the launcher ends the others; return if they move."""
+        """Write the hang to the run folder and end this rank, so the launcher ends all; return if ranks continue."""
         self._wait_beating(DUMP_BEATS)
         silent = [position for position in self.look() if position.is_silent and position.host == self._own.host]
         for position in silent:
@@ -228,11 +230,11 @@ class Watchdog:
         os._exit(1)
 
     def _recover(self) -> None:
-        """Make the screen show the ranks' output again: one of them was only suspended, or slow."""
+        """Make the screen show the ranks' output again: a rank was only suspended, or slow."""
         for rank in self._dumped:
             self._append(rank, recovered_line(rank))
         if len(self._dumped) > 1 or self.rank == 0:
-            text = f"no rank had moved for hang_timeout_s={self.timeout_s:g} s, now they do; training continues"
+            text = f"no rank made progress for hang_timeout_s={self.timeout_s:g} s; now they do, and training continues"
             self._append(self.rank, warning_line(self.rank, text))
         self._dumped, self._worker_location = [], None
 

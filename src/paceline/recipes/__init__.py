@@ -1,1 +1,1 @@
-"""Examples to start from: each is a folder with a short module on the public interface and its `config.yaml`."""
+"""Examples to start from; each is a folder with a `config.yaml` and a module that uses the public interface."""

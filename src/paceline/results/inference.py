@@ -70,14 +70,14 @@ def _folder_for(task: str, run_dir: Path, name: str) -> Path:
         folder = new_folder(None, Path("runs") / name / task)
     except ConfigError:
         raise ConfigError(
-            f"neither {run_dir} nor {Path().resolve()} can be written to; change to a folder that can"
+            f"neither {run_dir} nor {Path().resolve()} can be written to; change to a writable folder"
         ) from None
     print(f"{run_dir} cannot be written to; logs are in {folder}", file=sys.stderr, flush=True)
     return folder
 
 
 def _problems(config: Config, task: str, df: Any) -> list[str]:
-    """Why the task cannot run, as far as this is known before a process starts."""
+    """The reasons why the task cannot run that are known before a process starts."""
     measures = [config.loss_fn, *functions_in(config.step_fn)]
     if config.evaluate_fn is not None:
         measures = [config.evaluate_fn]
@@ -94,7 +94,7 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
     if df is None:
         needed += [config.df, config.val_df, config.val_dataset_fn]
         if config.val_df is None and config.val_dataset_fn is None and not config.val_fraction:
-            return ["the run has no validation data; give the data to use"]
+            return ["the run has no validation data; pass the data to use"]
     missing = [value for value in needed if isinstance(value, Missing)]
     return [
         f"{', '.join(value.what for value in missing if value.why == why)} {why}"
@@ -103,7 +103,7 @@ def _problems(config: Config, task: str, df: Any) -> list[str]:
 
 
 def _missing_columns(error: RankFailed, trained_on: Any, given: Any) -> list[str]:
-    """The columns of the training data that the given data does not have and that the rank's error names."""
+    """The columns of the training data that are missing in the given data and that the rank's error names."""
     from paceline.data.sources import columns_of
 
     if isinstance(trained_on, Missing):

@@ -30,7 +30,7 @@ INLINE = ("__main__:", "<", "()")  # parts of names of functions that no other p
 IN_MEMORY = re.compile(r"<\w+>")  # the type of a value that config.yaml cannot hold, such as <DataFrame>
 NOT_FOUND = (
     "cannot be found outside the script or notebook of the run; use result.evaluate() or result.predict() there, "
-    "or give a config that names what is missing (--config FILE)"
+    "or pass a config that names what is missing (--config FILE)"
 )
 
 
@@ -42,7 +42,7 @@ class TrainedRun(TrainedModel):
     source: Path
     origin: str  # a description of the weights, such as "step 9 (last)"
     step: int
-    metrics: dict[str, float]  # as measured in training at that step, if they were
+    metrics: dict[str, float]  # measured in training at that step, if any
     lanes: int
     _config: Config | None = field(default=None, repr=False, compare=False)
     _folder: Path = field(default=Path(), repr=False, compare=False)
@@ -106,7 +106,7 @@ def open_folder(run_dir: Path) -> RunFolder:
     """The run folder at a path; raises ConfigError if there is none."""
     folder = RunFolder(run_dir.resolve())
     if not folder.config.exists():
-        raise ConfigError(f"{run_dir} is not a run folder; give one such as runs/NAME/DATE-TIME")
+        raise ConfigError(f"{run_dir} is not a run folder; give one, such as runs/NAME/DATE-TIME")
     return folder
 
 
@@ -147,7 +147,7 @@ def _check_final_weights(path: Path, facts: ResultFile, others: list[str]) -> No
 
 
 def _description(name: str, step: int, config: Config, *, is_done: bool, is_average: bool) -> str:
-    """The weights in words, such as "step 9 (best by accuracy), the average of the weights (ema)"."""
+    """A description of the weights, such as "step 9 (best by accuracy), the average of the weights (ema)"."""
     best = config.checkpoint.best
     which = {"best": f"best by {best.metric}" if best else "", "last": "last" if is_done else "last so far"}.get(name)
     return f"step {step}{f' ({which})' if which else ''}{', the average of the weights (ema)' if is_average else ''}"
@@ -157,7 +157,7 @@ def _description(name: str, step: int, config: Config, *, is_done: bool, is_aver
 
 
 def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path | None) -> Config:
-    """The config of a run, with the keys of the file `extra` in place of its own."""
+    """The config of a run, with the keys of the file `extra` replacing its own."""
     home = Path(own["folder"]) if isinstance(own.get("folder"), str) else None
     values = _resolved({key: value for key, value in own.items() if key not in given}, home)
     if extra is not None:
@@ -174,7 +174,7 @@ def _read_config(own: Mapping[str, Any], given: Mapping[str, Any], extra: Path |
 
 
 def _resolved(raw: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The values of a config with functions and paths of tables in place of names; `Missing` for what is not found."""
+    """The values of a config with functions and paths of tables in place of names; `Missing` for unknown names."""
     values = {str(key): value for key, value in raw.items()}
     for key in FUNCTION_KEYS:
         if (value := raw.get(key)) is not None:
@@ -203,13 +203,13 @@ def _function(key: str, name: Any, folder: Path | None) -> Any:
     except FunctionNotFound as reason:
         if any(mark in name for mark in INLINE):
             return Missing(f"{key}={name}", NOT_FOUND)
-        return Missing(f"{key}={name}", f"{reason}; give a config that has it (--config FILE)")
+        return Missing(f"{key}={name}", f"{reason}; pass a config that has it (--config FILE)")
 
 
 def _table(key: str, name: str, folder: Path | None) -> Any:
     if IN_MEMORY.fullmatch(name):
         return Missing(
-            f"{key}={name}", "was given in memory and is not in the run folder; give the data to use (--data)"
+            f"{key}={name}", "was given in memory and is not in the run folder; pass the data to use (--data)"
         )
     path = (folder or Path()) / name
-    return path if is_file(path) else Missing(f"{key}={name}", "no longer exists; give the data to use (--data)")
+    return path if is_file(path) else Missing(f"{key}={name}", "no longer exists; pass the data to use (--data)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,11 @@ from paceline.run.outcome import Outcome, Predictions, ReturnValue
 if TYPE_CHECKING:
     import torch
 
+    from paceline.tools.report.inline import Plot, Report
+
 
 class TrainedModel:
-    """The weights of a run: the model with them, evaluation and prediction."""
+    """The weights of a run: the trained model, its evaluation and its predictions."""
 
     run_dir: Path
     lanes: int
@@ -50,7 +53,7 @@ class TrainedModel:
         return model.eval()
 
     def evaluate(self, df: Any = None, procs: int | None = None) -> dict[str, float]:
-        """The loss and metrics on the validation data, or on `df`; equal at any number of processes."""
+        """The loss and metrics on the validation data, or on `df`; identical for any number of processes."""
         metrics: dict[str, float] = run_inference("evaluate", self, self._folder, df, procs)
         return metrics
 
@@ -63,10 +66,38 @@ class TrainedModel:
         predicted: Predictions = run_inference("predict", self, self._folder, df, procs)
         return predicted
 
+    def plot(self, *others: TrainedModel | Path | str, names: Sequence[str] | None = None) -> Plot:
+        """The curves of losses and metrics, or of `names`, for a notebook; `others` are drawn with them."""
+        from paceline.tools.report.inline import plot_of
+
+        return plot_of([_run_dir(each) for each in (self, *others)], names)
+
+    def report(self, *others: TrainedModel | Path | str) -> Report:
+        """The report of the run, for a notebook and written to the run folder; `others` are compared with it."""
+        from paceline.tools.report.inline import report_of
+
+        return report_of([_run_dir(each) for each in (self, *others)])
+
 
 @dataclass
 class Result(TrainedModel):
-    """The metrics, history and weights of a finished run."""
+    """The metrics, history and weights of a finished run.
+
+    Attributes:
+        run_dir: The run folder.
+        metrics: The values of the last evaluation, over all validation samples.
+        history: One row for each epoch, from epoch 1.
+        weights_sha256: The hash of the weights.
+        ema_sha256: The hash of the average of the weights, if the run has one.
+        optimizer_sha256: The hash of the optimizer state; None for a `train_fn` without `run`.
+        step: The number of completed updates.
+        epoch: The number of the last epoch.
+        world_size: The number of processes when the run ended.
+        lanes: The number of micro-batches in a step.
+        seconds: The time of training, in seconds.
+        samples: The number of samples that were trained on.
+        versions: The versions of Paceline, Python and torch.
+    """
 
     run_dir: Path
     metrics: dict[str, float]
@@ -87,7 +118,7 @@ class Result(TrainedModel):
 
     @cached_property
     def value(self) -> Any:
-        """What `train_fn` returned on rank 0; a pickle is loaded on first access."""
+        """The value that `train_fn` returned on rank 0; a pickle is loaded on first access."""
         return self._value.load() if self._value is not None else None
 
     @property
@@ -95,6 +126,11 @@ class Result(TrainedModel):
         """The file of the weights to use: their average (ema) if the run has one."""
         folder = RunFolder(self.run_dir)
         return folder.weights if self.ema_sha256 is None else folder.ema
+
+
+def _run_dir(run: TrainedModel | Path | str) -> Path:
+    """The run folder of a result, or the folder itself."""
+    return run.run_dir if isinstance(run, TrainedModel) else Path(run)
 
 
 def result_of(outcome: Outcome, config: Config, folder: Path) -> Result:

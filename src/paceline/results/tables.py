@@ -48,7 +48,7 @@ def columns_of(
     if outputs.ndim != 2:
         shape = " × ".join(map(str, outputs.shape[1:]))
         raise ConfigError(
-            f"the model returns {shape} numbers per sample, which do not fit a table; use paceline.load(…).predict()"
+            f"the model returns {shape} numbers per sample, which do not fit in a table; use paceline.load(…).predict()"
         )
     is_regression = getattr(loss_fn, "__name__", type(loss_fn).__name__) in REGRESSION_LOSSES
     name = "prediction" if is_regression else "score"

@@ -25,7 +25,7 @@ from paceline.run.layout import RunFolder
 def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], how: str) -> None:
     """Raise ConfigError with the code that the config `raw` names, if the run belongs to another user or was moved.
 
-    The keys in `replaced` are not listed: they come from a config that the user gave. `how` tells the user how to
+    The keys in `replaced` are not listed: they come from a config that the user gave. `how` describes how to
     proceed.
     """
     if reason := why_untrusted(folder, raw):
@@ -34,7 +34,7 @@ def check(folder: RunFolder, raw: Mapping[str, Any], replaced: Collection[str], 
 
 
 def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
-    """Why the code of a run may be another user's; None for a run of this user that was not moved."""
+    """The reason why the code may belong to another user; None for a run of this user that was not moved."""
     for path in (folder.path, folder.config):
         if (owner := path.stat().st_uid) != os.geteuid():
             return f"belongs to the user {_name_of(owner)}"

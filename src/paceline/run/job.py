@@ -1,7 +1,7 @@
-"""The job file, which tells the ranks what to run: a task, and the config with its functions and data.
+"""The job file that the ranks read: the task to run, and the config with its functions and data.
 
-Large arrays, such as the columns of a DataFrame, follow the pickle as raw memory. The ranks of one machine map the
-file, so they share a single copy until one of them writes to it.
+Large arrays, such as the columns of a DataFrame, are stored after the pickle as raw memory. The ranks of one machine
+map the file, so they share a single copy until one of them writes to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIGNMENT = 64  # numpy and torch read aligned data fastest
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank does: a function of (config, folder, world, progress) and the options.
+    """The work of every rank: a function of (config, folder, world, progress) and the options.
 
     It is named as "module:function" and imported in the ranks, so a launcher does not load what only ranks need.
     """

@@ -1,4 +1,4 @@
-"""Names every file of a run folder, and answers which of them exist. Creates and changes nothing."""
+"""Names every file of a run folder, and checks which of them exist. Creates and changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class RunFolder:
-    """The paths of everything that one run writes."""
+    """The paths of all files that a run writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,17 +25,19 @@ class RunFolder:
         self.weights = path / "weights.safetensors"
         self.rank_0_weights = path / "weights-rank-0.safetensors"  # if the ranks differ at the end of train_fn
         self.ema = path / "ema.safetensors"
-        self.value = path / "value.json"  # what rank 0 returned to the caller of this start
+        self.value = path / "value.json"  # the value that rank 0 returned to the caller of this start
         self.pickled_value = path / "value.pkl"  # the same, for a value that JSON cannot represent exactly
         self.result = path / "result.json"
         self.metrics = path / "metrics.json"  # of an evaluation
         self.profile = path / "profile"
+        self.report = path / "report.html"
+        self.comparison = path / "comparison.html"  # the report of this run and others
         self.slurm = path / "slurm.json"
         self.job_script = path / "slurm.sh"
         self.job_log = self.logs / "slurm.log"
 
     def log(self, rank: int | str) -> Path:
-        """The log of one rank: everything it wrote to stdout and stderr."""
+        """The log of one rank: its output to stdout and stderr."""
         return self.logs / f"rank-{rank}.log"
 
     def image(self, name: str, step: int) -> Path:
@@ -63,7 +65,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.place.json"
 
     def holds_run(self) -> bool:
-        """Whether this is the folder of a run; a run that was only submitted counts."""
+        """Whether this is the folder of a run, including a run that was only submitted."""
         return self.config.exists() or self.slurm.exists()
 
     def has_checkpoints(self) -> bool:

@@ -22,7 +22,9 @@ def open_run(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
         _check_is_free(folder, config)  # before the lock, which would leave a file there
     with locked(folder):
         if run_dir is None:
-            _check_is_free(folder, config)  # again: of two starts at once, the refused one must not leave its config
+            _check_is_free(
+                folder, config
+            )  # again: of two simultaneous starts, the rejected one must not leave its config
         folder.logs.mkdir(exist_ok=True)
         if run_dir is None:
             write_text(folder.config, config.to_yaml())
@@ -44,14 +46,14 @@ def new_folder(wanted: Path | None, parent: Path) -> Path:
 
 
 def reopen(folder: RunFolder, config: Config) -> None:
-    """Write the config of a resumed run and remove its old result; call it once the checkpoint is known to fit."""
+    """Write the config of a resumed run and remove its old result; call it after the checkpoint has been checked."""
     write_text(folder.config, config.to_yaml())
     for path in (folder.result, folder.value):  # written again at the end
         path.unlink(missing_ok=True)
 
 
 def clear_last_attempt(folder: RunFolder) -> None:
-    """Remove what the ranks recorded about their end, before they start again; hang reports are kept.
+    """Remove the ranks' records of their end before they start again; hang reports are kept.
 
     This includes the value: a pickled value that exists later was written by the new ranks, so it is safe to load.
     """
@@ -70,12 +72,14 @@ def keep_hang_report(folder: RunFolder) -> Path | None:
 
 
 def _check_is_free(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError if the folder holds a run already."""
+    """Raise ConfigError if the folder already contains a run."""
     if folder.config.exists() or folder.has_checkpoints():
         is_final = not config.keeps_state and folder.has_result()
         action = "resume it" if config.keeps_state else "start it again"
         way_out = "" if is_final else f"{action} with --resume auto, "
-        raise ConfigError(f"run_dir={config.run_dir} already holds a run; {way_out}choose another folder or remove it")
+        raise ConfigError(
+            f"run_dir={config.run_dir} already contains a run; {way_out}choose another folder or remove it"
+        )
 
 
 def _make(path: Path, *, exist_ok: bool) -> bool:

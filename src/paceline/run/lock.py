@@ -1,4 +1,4 @@
-"""The lock of a run folder: one process trains a run at a time, and any process can ask whether one does."""
+"""The lock of a run folder: one process trains a run at a time, and any process can check whether one does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 5.0  # for all attempts
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the lock of a run, or raise ConfigError if another process holds it. The system frees it on exit."""
+    """Hold the lock of a run, or raise ConfigError if another process holds it. The system releases it on exit."""
     with _open(folder) as file:
         if not _lock_exclusively(file):
             raise ConfigError(f"{folder.path} is being trained by another process; wait for it, or choose another run")

@@ -1,4 +1,4 @@
-"""What the ranks return to their launcher, in files of the run folder: a value, `result.json`, or why they stopped."""
+"""The results of ranks for their launcher, as files in the run folder: a value, `result.json`, or why they stopped."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ReturnValue:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task has written at its end, in a form that can be sent to another process."""
+    """The files that a task wrote at its end, in a form that can be sent to another process."""
 
     run_dir: Path
     facts: ResultFile | None
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def collect(folder: RunFolder) -> Outcome:
-    """Read what rank 0 has written into the run folder since the ranks started."""
+    """Read the files that rank 0 has written into the run folder since the ranks started."""
     stopped = folder.stopped.read_text(encoding="utf-8") if folder.stopped.exists() else None
     is_pickled = folder.pickled_value.exists()
     path = folder.pickled_value if is_pickled else folder.value

@@ -23,7 +23,7 @@ def pickling_error(name: str, value: Any) -> PicklingError:
 
 
 def pickle_failure(value: Any) -> str | None:
-    """Why a value cannot be pickled; None if it can."""
+    """The reason why a value cannot be pickled; None if it can."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
@@ -65,7 +65,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The global names that a function uses, also in its lambdas and comprehensions."""
+    """The global names that a function uses, including its lambdas and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -27,7 +27,7 @@ def origin_of(folder: Path | None, device: torch.device) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The git commit of a folder, with `-dirty` if tracked files have changed since; None outside of git."""
+    """The git commit of a folder, with `-dirty` if tracked files have changed since; None outside a repository."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "describe"]
     options = ["--always", "--dirty", "--abbrev=12", "--exclude=*"]  # the commit itself, not the tag before it
     try:

@@ -15,7 +15,7 @@ def result_text(folder: RunFolder) -> str | None:
 
 
 def resume_hint(folder: RunFolder) -> str:
-    """How to start a run again that has no result and no running process."""
+    """The way to continue a run that has no result and no running process."""
     is_own = folder.config.exists() and "train_fn" in read_yaml(folder.config)
     if is_own and not folder.has_checkpoints():
         return "it has its own loop (train_fn) and no checkpoint; --resume auto starts it from the beginning"

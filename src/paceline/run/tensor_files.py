@@ -45,7 +45,7 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     if sha256_of_file(path) != digest.hexdigest():
-        raise OSError(f"{path} differs from what was written to it; check the disk")
+        raise OSError(f"{path} differs from the data written to it; check the disk")
     return FileRecord(path.name, size, digest.hexdigest())
 
 

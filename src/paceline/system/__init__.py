@@ -1,4 +1,4 @@
 """Requests to the operating system: processes, signals, memory, free disk space, paths.
 
-Must not import anything of Paceline but its errors.
+Must not import other parts of Paceline except its errors.
 """

@@ -1,4 +1,4 @@
-"""The cores that this process may use, and the threads that follow from them."""
+"""The cores that this process may use, and the resulting number of threads."""
 
 from __future__ import annotations
 

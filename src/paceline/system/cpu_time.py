@@ -15,7 +15,7 @@ def others_cpu_s() -> float:
 
 
 def _children(pid: str) -> Iterator[str]:
-    with suppress(OSError):  # it has ended meanwhile
+    with suppress(OSError):  # it has ended in the meantime
         for path in Path("/proc", pid, "task").glob("*/children"):
             for child in path.read_text().split():
                 yield child

@@ -1,11 +1,11 @@
-"""Free disk space: whether none is left, and whether an error means that."""
+"""Detects a full disk, from the free space or from an error."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-MIN_FREE_BYTES = 1 << 16  # with less, the disk counts as full
+MIN_FREE_BYTES = 1 << 16  # with less, the disk is considered full
 FULL_DISK_ERRORS = ("No space left on device", "Disk quota exceeded")
 
 

@@ -1,4 +1,4 @@
-"""The memory of a rank: the peak that its GPU has allocated, or on a CPU what is resident now."""
+"""The memory of a rank: the peak that its GPU has allocated, or on a CPU the resident memory."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def used_on(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # macOS has no such file, and only the peak
+    except OSError:  # macOS does not have this file, and reports only the peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

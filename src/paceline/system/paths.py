@@ -1,4 +1,4 @@
-"""Paths that users give: why one cannot name a file or folder of this machine."""
+"""Checks paths that users give: whether they can name a file or folder of this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` keeps only one of the
 
 
 def problem_with(path: Path | str) -> str | None:
-    """Why no file of this machine can have this path, and what to do; None if the path can be used."""
+    """The problem with a path that no local file can have, and the fix; None if the path can be used."""
     if "\0" in str(path):
-        return "contains a NUL character, which no path can; give another path"
+        return "contains a NUL character, which is not allowed in paths; give another path"
     if URL.match(str(path)):
         return "is a URL, which Paceline cannot read or write; give a local path"
     return None
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file exists; False for a name that the system refuses, such as one of a thousand letters."""
+    """Whether the file exists; False for a name that the system rejects, such as one of a thousand letters."""
     try:
         return path.is_file()
     except (OSError, ValueError):

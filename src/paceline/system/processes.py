@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-DONE = 85  # of a rank that has finished, as its fork server sees it; the launcher sees 0
-ENDED_EARLY = -1001  # as the launcher sees a rank that ended with 0 on its own: by os._exit or exec
+DONE = 85  # exit code of a finished rank for its fork server; the launcher receives 0
+ENDED_EARLY = -1001  # exit code for the launcher of a rank that ended early with 0, by os._exit or exec
 PR_SET_PDEATHSIG = 1
-# Removes the working folder from sys.path: a file there may have the name of a module of Python's.
+# Removes the working folder from sys.path: a file in it may have the name of a standard module.
 CODE = (
     "import sys; home, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path = [home, *filter(None, sys.path)]; "
     "import importlib, paceline; del sys.path[0]; importlib.import_module(module).main()"
@@ -25,27 +25,27 @@ CODE = (
 def command_of(module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
     """The command that calls `main()` of a module of this Paceline, with `arguments` in `sys.argv`.
 
-    `options` are Python's own.
+    `options` are options of Python.
     """
     return [sys.executable, "-u", *options, "-c", CODE, str(Path(__file__).parents[2]), module, *arguments]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have this process killed when its parent dies. `parent` is the pid that the caller expects it to have."""
+    """Make the kernel kill this process when its parent dies. `parent` is the expected pid of the parent."""
     parent = parent or os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before the request to the kernel
         os._exit(1)
 
 
 @contextmanager
 def dying_with(parent: int) -> Iterator[None]:
-    """Have this process killed if its parent dies inside, where it cannot check for that itself. Linux only.
+    """Make the kernel kill this process if its parent dies within the context, where it cannot check. Linux only.
 
-    Only inside, because for the kernel a parent dies with the thread that has started the process.
+    Only within the context, because for the kernel a parent dies with the thread that started the process.
     """
     if sys.platform == "linux":
         die_with_parent(parent)

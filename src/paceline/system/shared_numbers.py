@@ -1,6 +1,6 @@
-"""Whole numbers that the processes of one machine show each other through memory, without a message.
+"""Integers that the processes of one machine exchange through shared memory, without messages.
 
-Owns the file that all of them map, and its format. It does not know what the numbers mean.
+Owns the file that all of them map, and its format, but not the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
-SPINS = 20  # looks at the memory before a process that waits begins to sleep
+SPINS = 20  # reads of the memory before a waiting process starts to sleep
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 2e-5, 1e-3
-CHECK_EVERY_S = 0.5  # of waiting: whether the other processes still run
-MEMORY_FOLDER = Path("/dev/shm")  # of Linux; elsewhere the file is in the folder of temporary files
+CHECK_EVERY_S = 0.5  # while waiting, to detect processes that have ended
+MEMORY_FOLDER = Path("/dev/shm")  # on Linux; elsewhere the file is in the folder for temporary files
 
 
 class SharedNumbers:
-    """One row of numbers for each process, in rounds: a round ends when all processes have posted their row.
+    """One row of numbers per process, in rounds: a round ends when all processes have posted their row.
 
-    A process has two places and uses them in turn, because the fastest one is at most one round ahead: it ends a round
-    only when all others have posted theirs. Each row has a checksum, since a reader may see a row that is half written.
+    A process alternates between two slots, because the fastest process is at most one round ahead: it ends a round
+    only when all others have posted theirs. Each row has a checksum, since a reader may see a partly written row.
     """
 
     def __init__(self, path: Path, process: int, processes: int, width: int) -> None:
-        """`process` is the index of this one among all `processes`; a row has up to `width` numbers."""
+        """`process` is the index of this process among all `processes`; a row has up to `width` numbers."""
         self._process, self._processes = process, processes
         self._format = struct.Struct(f"=Q{width}qQ")  # the round, the numbers, the checksum
         self._width, self._round = width, 0
@@ -39,7 +39,7 @@ class SharedNumbers:
         self._memory = mmap.mmap(self._file, size_of(processes, width))
 
     def post(self, numbers: Sequence[int]) -> None:
-        """Begin the next round with this process's numbers, which the others can see from now on."""
+        """Start the next round with this process's numbers, which the others can read from now on."""
         self._round += 1
         row = self._format.pack(self._round, *numbers, *[0] * (self._width - len(numbers)), 0)
         row = row[:-8] + struct.pack("=Q", crc32(row[:-8]))
@@ -63,13 +63,13 @@ class SharedNumbers:
             sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
             if time.monotonic() > check_at:
                 has_ended = self._has_ended(process)
-                if has_ended and self._read(process) is None:  # it may have posted its row just before
+                if has_ended and self._read(process) is None:  # it may have posted its row just before it ended
                     raise RuntimeError(f"Connection closed by peer: process {process} of this machine has ended")
                 check_at = time.monotonic() + CHECK_EVERY_S
         return row
 
     def _read(self, process: int) -> Sequence[int] | None:
-        """The row of a process in this round; None if it is not there yet."""
+        """The row of a process in this round; None if it has not been posted yet."""
         start = self._start_of(process)
         row = self._memory[start : start + self._format.size]
         number, *numbers, checksum = self._format.unpack(row)
@@ -91,7 +91,7 @@ class SharedNumbers:
 
 
 def size_of(processes: int, width: int) -> int:
-    """The bytes of the file."""
+    """The size of the file in bytes."""
     return 2 * processes * struct.calcsize(f"=Q{width}qQ")
 
 
@@ -100,5 +100,7 @@ def create(processes: int, width: int) -> Path:
     folder = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
     file, name = tempfile.mkstemp(prefix="paceline-", dir=folder)
     with os.fdopen(file, "wb") as opened:
-        opened.write(bytes(size_of(processes, width)))  # now, while a lack of memory is an error and no signal
+        opened.write(
+            bytes(size_of(processes, width))
+        )  # written now, so that a lack of memory raises an error instead of a signal later
     return Path(name)

@@ -1,7 +1,7 @@
 """Requests to stop: signals and the time limit.
 
-A launcher or a search takes the first signal as a request and ends at the second (`StopRequest`). A command that is
-still importing notes a request and answers it after its imports. In a rank, signals and the time limit only set a
+A launcher or a search treats the first signal as a request and ends at the second (`StopRequest`). A command that is
+still importing stores a request and handles it after its imports. In a rank, signals and the time limit only set a
 flag, on which the loop agrees with the other ranks (`Stop`).
 """
 
@@ -19,12 +19,12 @@ from paceline.errors import Interrupted, Stopped
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 IMPORT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # Ctrl-C ends a command that is still importing
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-TIME_IS_UP = 1_000  # beyond the numbers of signals
+TIME_IS_UP = 1_000  # larger than any signal number
 
 
 @contextmanager
 def handled(names: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call a function for these signals inside. Only the main thread can; in another one, nothing changes."""
+    """Call a function for these signals within the context. Has an effect only in the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {name: signal.signal(name, handler) for name in names} if is_main else {}
     try:
@@ -40,12 +40,12 @@ def not_ignored(names: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def ignore_signals() -> None:
-    """Leave requests to stop to the rank: for its DataLoader workers, which must work until it has saved."""
+    """Ignore stop requests in a DataLoader worker, which must work until its rank has saved."""
     for name in SIGNALS:
         signal.signal(name, signal.SIG_IGN)
 
 
-# --- in a launcher or a search: the first signal asks to stop, the second ends ---------------------------------------
+# --- in a launcher or a search: the first signal requests a stop, the second ends -----------------------------------
 
 
 class StopRequest:
@@ -66,12 +66,12 @@ class StopRequest:
 
     @property
     def announcement(self) -> str:
-        """The line for the user: what happens now, and how to end at once."""
+        """The line for the user: what happens now, and how to end immediately."""
         again = "Ctrl-C again" if self.signal == signal.SIGINT else "a second signal"
         return f"{self.name}: saving and stopping; {again} ends at once"
 
     def note(self, number: int) -> bool:
-        """Take a signal as the request; False if it is a second one. A closed terminal sends SIGHUP more than once."""
+        """Store a signal as the request; False if it is a second one. A closed terminal sends SIGHUP more than once."""
         if self.signal:
             return number == signal.SIGHUP
         self.signal = number
@@ -86,7 +86,7 @@ class StopRequest:
 def listening(
     request: StopRequest | None, ending: str, on_request: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Note the first signal in `request`, and call `on_request`; a second one raises an error with the text `ending`.
+    """Store the first signal in `request`, and call `on_request`; a second one raises an error with the text `ending`.
 
     Without a `request`, the first signal raises the error. SIGQUIT always does.
     """
@@ -102,7 +102,7 @@ def listening(
             raise KeyboardInterrupt(ending)
         raise Interrupted(f"ended by {signal.Signals(number).name}; {ending}")
 
-    # Without a request, SIGUSR1 keeps the meaning that the program gives it.
+    # Without a request, SIGUSR1 keeps the meaning that it has in the program.
     names = ENDING_SIGNALS if request is None else (*ENDING_SIGNALS, signal.SIGUSR1)
     with handled(not_ignored(names), handle):
         yield
@@ -114,16 +114,16 @@ _request = StopRequest()
 
 
 def defer_requests() -> None:
-    """Note signals that would end this process, until `requests_deferred` is left. Only the main thread can."""
+    """Store signals that would end this process, until `requests_deferred` exits. Only in the main thread."""
     if threading.current_thread() is threading.main_thread():
         for name in IMPORT_SIGNALS:
-            if signal.getsignal(name) is signal.SIG_DFL:  # not one that is ignored, or has a handler of the program
+            if signal.getsignal(name) is signal.SIG_DFL:  # not if it is ignored, or has a handler of the program
                 signal.signal(name, _note)
 
 
 @contextmanager
 def requests_deferred() -> Iterator[None]:
-    """Note requests inside, where an exception could leave a module half imported; raise Stopped at the end."""
+    """Store requests while an exception could leave a module partly imported; raise Stopped at the end."""
     global _request
     defer_requests()
     try:
@@ -134,26 +134,26 @@ def requests_deferred() -> Iterator[None]:
                 signal.signal(name, signal.SIG_DFL)
         noted, _request = _request, StopRequest()
     if noted.signal:
-        raise noted.stopped("before it began")
+        raise noted.stopped("before it started")
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     if not _request.note(number):  # a second signal does not wait for the end of the imports
-        raise Stopped(f"stopped by {signal.Signals(number).name} before it began")
+        raise Stopped(f"stopped by {signal.Signals(number).name} before it started")
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
 class StopAgreed(BaseException):
-    """All ranks have agreed to stop, in the middle of an operation that need not be finished.
+    """All ranks have agreed to stop, in the middle of an operation that does not have to finish.
 
     It passes through the user's own loop, where `except Exception` must not catch it.
     """
 
 
 class Stop:
-    """Why this rank should stop, as a number that ranks can compare: 0 for no reason."""
+    """The reason why this rank should stop, as a number that ranks can compare: 0 for no reason."""
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline  # a time of time.time()
@@ -167,7 +167,7 @@ class Stop:
         return self._signal
 
     def listening(self) -> AbstractContextManager[None]:
-        """Take every signal as a request inside, also those that were ignored while the rank was starting."""
+        """Treat every signal as a request within the context, even if it was ignored while the rank was starting."""
         return handled(SIGNALS, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

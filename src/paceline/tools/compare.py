@@ -1,6 +1,6 @@
-"""Plain training against DDP: trains a config without DDP and on several numbers of processes, and compares them.
+"""Plain training and DDP: trains a config without DDP and on several numbers of processes, and compares the runs.
 
-Where the weights differ, both runs are trained again with a digest of every parameter at every step, which shows the
+If the weights differ, both runs are trained again with a digest of every parameter at every step, which shows the
 first parameter and step that differ.
 """
 
@@ -53,7 +53,7 @@ class Comparison:
 def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str], None]) -> Comparison:
     """Train without DDP and on each number of processes; writes `compare.json` and `compare.html`.
 
-    `home` is the config's folder. `log` takes a line before each run.
+    `home` is the config's folder. `log` is called with a line before each run.
     """
     config = _with_fixed_sums(config, procs)
     folder = new_folder(config.run_dir, Path("runs") / f"{config.name}-compare")
@@ -65,7 +65,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str
         rows.append(_row(name, number, results[-1], rows))
     differing = [row for row in rows if row.weights_sha256 != rows[0].weights_sha256]
     if not differing:
-        verdict = f"the same weights to the last bit in all {len(rows)} runs: {rows[0].weights_sha256[:12]}"
+        verdict = f"bitwise identical weights in all {len(rows)} runs: {rows[0].weights_sha256[:12]}"
     else:
         names = ", ".join(row.name for row in differing)
         reason = _likely_reason(config, results[0], rows[0], differing[0])
@@ -82,7 +82,7 @@ def compare(config: Config, procs: Sequence[int], home: Path, log: Callable[[str
 
 def _with_fixed_sums(config: Config, procs: Sequence[int]) -> Config:
     """The config with the lanes of all runs, or with the threads of all runs if the loop has no lanes."""
-    if not config.keeps_state:  # with more threads in a process, the speed-up would compare threads
+    if not config.keeps_state:  # if processes had different numbers of threads, the speed-up would measure threads
         return config.model_copy(update={"threads": config.threads or chosen_threads(max(procs))})
     lanes = config.lanes or max(procs)
     if lanes < max(procs):
@@ -114,17 +114,19 @@ def _row(name: str, procs: int, result: Result, rows: list[ComparedRun]) -> Comp
 
 
 def _likely_reason(config: Config, result: Result, first: ComparedRun, other: ComparedRun) -> str:
-    """Why the weights of two runs probably differ; `result` is that of the first."""
+    """The probable reason for different weights of two runs; `result` is that of the first run."""
     if not config.keeps_state:
-        return "your own loop averages over what each process sees, so its numbers depend on how many there are"
+        return (
+            "your own loop averages over the samples of each process, so its results depend on the number of processes"
+        )
     if not config.exact:
-        return "exact: false adds up in whatever order is fastest"
+        return "with exact: false, gradients are summed in the fastest order"
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in result.model.modules()):
-        return "SyncBatchNorm averages over what the processes see at once"
+        return "SyncBatchNorm averages over the samples that all processes have at the same time"
     threads = [read_yaml(RunFolder(Path(row.run_dir)).config).get("threads") for row in (first, other)]
     if threads[0] != threads[1]:
-        return f"they used {threads[0]} and {threads[1]} threads; set threads"
-    return "most likely the model or the data draws from a random generator of its own, or reads something else"
+        return f"the runs used {threads[0]} and {threads[1]} threads; set threads"
+    return "most likely the model or the data uses its own random generator, or reads other input"
 
 
 def _first_difference(
@@ -140,7 +142,7 @@ def _first_difference(
         for name, one, other in zip(parameters, left[step], right[step], strict=True):
             if one != other:
                 return f"{rows[1].name} differs first in {name}, at step {step}"
-    return "the parameters are equal at every step, so it is a buffer that differs"
+    return "the parameters are equal at every step, so a buffer differs"
 
 
 def losses_in(run_dir: Path) -> list[tuple[int, float]]:
@@ -203,7 +205,7 @@ def _bars(rows: list[ComparedRun]) -> str:
 def _curves(curves: dict[str, list[tuple[int, float]]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     if not points:
-        return "<p>A loop without run writes no losses.</p>"
+        return "<p>A loop without the argument run logs no losses.</p>"
     last, low, high = max(step for step, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
     parts = [
         f'<text x="0" y="16" fill="currentColor" font-size="12">{high:.3g}</text>'

@@ -1,4 +1,4 @@
-"""A run as a Slurm job: the script that trains, saves before the time limit and requeues itself; and its status."""
+"""Runs as Slurm jobs: the batch script, which saves before the time limit and requeues itself; and the status."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from paceline.run.layout import RunFolder
 from paceline.run.lock import is_locked
 from paceline.run.summary import result_text, resume_hint
 
-# In every task: a command that is killed starts again and joins the other hosts again.
+# In every task: restarts a command that is killed, which then rejoins the other hosts.
 TASK = """asked=
 trap asked=yes USR1 TERM
 while :; do
     "$@"; code=$?
     [ "$code" -lt 128 ] && exit "$code"
-    [ -n "$asked" ] && exit 3  # it was asked to stop before it handled signals
+    [ -n "$asked" ] && exit 3  # a stop was requested before the command handled signals
     sleep 1
 done"""
 LAST_LINES = 10  # of the output of a job that failed
@@ -37,7 +37,7 @@ UNFINISHED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "SU
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What to request from Slurm."""
+    """The request to Slurm."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -68,7 +68,7 @@ def script(request: JobRequest, name: str, words: Sequence[str], folder: RunFold
     command += ["--procs", request.procs] if request.procs is not None else []
     rendezvous = f' --nodes {request.nodes} --rendezvous "$head:$port"' if request.nodes > 1 else ""
     return f"""#!/bin/bash
-# Written by `paceline submit`: one task a node, which starts its ranks.
+# Written by `paceline submit`: one task per node, which starts the ranks of that node.
 {chr(10).join(head)}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -77,12 +77,12 @@ srun --kill-on-bad-exit=0 --wait=0 bash -c {shlex.quote(TASK)} task \\
     {shlex.join(command)}{rendezvous} &
 step=$!
 
-# Slurm sends USR1 before the time limit. The run saves and ends with code 3, and the job is queued again.
+# Slurm sends USR1 before the time limit. The run saves and exits with code 3, and the job is requeued.
 trap 'kill -USR1 "$step"' USR1
 trap 'kill -TERM "$step"' TERM
 while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done
 wait "$step" 2>/dev/null; last=$?
-[ "$last" = 127 ] || code=$last  # 127: the loop has its code already
+[ "$last" = 127 ] || code=$last  # 127: the loop has read its exit code
 
 # Also after a preemption, but not after scancel, which leaves the job in another state.
 state=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%T)
@@ -102,9 +102,11 @@ def _directive(option: str, value: object = None) -> str:
 
 
 def submit(text: str, folder: RunFolder) -> str:
-    """Submit a batch script to Slurm; returns the number of the job."""
+    """Submit a batch script to Slurm; returns the job ID."""
     if (job := job_of(folder)) is not None and (state := state_of(job)).startswith(UNFINISHED):
-        raise ConfigError(f"{folder.path} is job {job} already, {state}; cancel it first, or choose another run_dir")
+        raise ConfigError(
+            f"{folder.path} already belongs to job {job}, {state}; cancel it first, or choose another run_dir"
+        )
     folder.logs.mkdir(parents=True, exist_ok=True)
     write_text(folder.job_script, text)
     job = _slurm("sbatch", "--parsable", str(folder.job_script)).partition(";")[0].strip()
@@ -113,7 +115,7 @@ def submit(text: str, folder: RunFolder) -> str:
 
 
 def job_of(folder: RunFolder) -> str | None:
-    """The number of a run's Slurm job, if it was submitted."""
+    """The ID of a run's Slurm job, if it was submitted."""
     if not folder.slurm.exists():
         return None
     try:
@@ -121,12 +123,12 @@ def job_of(folder: RunFolder) -> str | None:
     except (ValueError, KeyError, TypeError):
         job = ""
     if not re.fullmatch("[0-9]+", job):  # it becomes an argument of Slurm commands
-        raise ConfigError(f"{folder.slurm} contains no number of a Slurm job; remove it, and use Slurm's own commands")
+        raise ConfigError(f"{folder.slurm} does not contain a Slurm job ID; remove it, and use Slurm's own commands")
     return job
 
 
 def state_of(job: str) -> str:
-    """The state of a job as Slurm reports it, with the reason or the time where there is one."""
+    """The state of a job as Slurm reports it, with the reason or the time if there is one."""
     shown = _slurm("scontrol", "--oneliner", "show", "job", job, may_fail=True)
     facts = dict(re.findall(r"(\w+)=(\S*)", shown))
     if "JobState" not in facts:
@@ -194,13 +196,13 @@ def _end_of_log(folder: RunFolder) -> list[str]:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job; its run saves first, if Slurm gives it the time."""
+    """Cancel a job; its run saves first, if Slurm leaves it enough time."""
     _slurm("scancel", job)
 
 
 def _slurm(*command: str, may_fail: bool = False) -> str:
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} is not installed here; use a machine from which Slurm jobs are submitted")
+        raise ConfigError(f"{command[0]} is not installed here; use a host from which Slurm jobs can be submitted")
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode and not may_fail:
         raise PacelineError(f"{command[0]}: {ended.stderr.strip() or ended.stdout.strip()}")
@@ -213,5 +215,5 @@ def find_log(folder: RunFolder, rank: int | None) -> Path:
     if rank is None and not path.exists():
         path = folder.log(0)
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; the run has not started yet, or has no such rank")
+        raise ConfigError(f"{path} does not exist; the run has not started yet, or it does not have this rank")
     return path

@@ -1,4 +1,4 @@
-"""Builds the parts of a run: data, model, settings, step, inputs, loop; in the order in which a rank does so."""
+"""Builds the parts of a run, in this order: data, model, settings, step, inputs, loop."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
 SLOW_AVERAGE = 0.5  # share of the initial weights in the final average, above which there is a warning
-SHORT_RUN_STEPS = 20  # runs of at most this length are trials, without this warning
+SHORT_RUN_STEPS = 20  # runs of at most this length are trials, which get no warning
 
 
 def use_own_stream(world: World) -> None:
-    """Use a CUDA stream of our own: graphs cannot be recorded on the stream that a process begins with."""
+    """Use a separate CUDA stream: graphs cannot be recorded on the default stream of a process."""
     if world.device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(world.device))  # type: ignore[no-untyped-call]
 
@@ -66,7 +66,7 @@ def build_model(context: Context) -> torch.nn.Module:
 
 
 def build_settings(config: Config, world: World, *, channels_last: bool) -> Settings:
-    """The resolved settings: the config with lanes, precision and layout decided, and the loss on the device."""
+    """The resolved settings: the config with lanes, precision and layout determined, and the loss on the device."""
     return Settings.of(
         config,
         lanes=config.lanes or world.size,
@@ -95,7 +95,7 @@ def build_step(
         optimizer = make_optimizer(config, replica.module)
     if left_out := left_out_of(optimizer, replica.module):
         context.warn(
-            f"optimizer_fn leaves out {', '.join(left_out)}, which will not change; give them to an optimizer, or "
+            f"optimizer_fn omits {', '.join(left_out)}, which will not be trained; pass them to an optimizer, or "
             "freeze them with requires_grad_(False) in model_fn"
         )
     stepper = Stepper(
@@ -114,7 +114,7 @@ def build_step(
 
 
 def refuse_without_validation(config: Config) -> None:
-    """Refuse keys that need an evaluation, in a run without validation data."""
+    """Reject keys that need an evaluation, in a run without validation data."""
     every_steps, schedule = config.evaluate.every_steps, config.schedule
     metrics = {
         f"evaluate.every_steps={every_steps}": every_steps and "val_loss",
@@ -123,7 +123,7 @@ def refuse_without_validation(config: Config) -> None:
         "schedule.name=plateau": schedule.name == "plateau" and schedule.option("metric"),
     }
     if keys := [key for key, metric in metrics.items() if metric and not metric.startswith(TRAIN_PREFIX)]:
-        raise ConfigError([f"{key} needs validation data; give val_dataset_fn or val_fraction" for key in keys])
+        raise ConfigError([f"{key} needs validation data; set val_dataset_fn or val_fraction" for key in keys])
 
 
 def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
@@ -147,7 +147,7 @@ def build_plan(context: Context, training: Any, lanes: int) -> LoopPlan:
 
 
 def length_of(config: Config, training: Any, lanes: int) -> tuple[int | None, int, int | None]:
-    """The number of steps, of epochs and of steps in an epoch; None where an iterable data set decides."""
+    """The number of steps, of epochs and of steps in an epoch; None if an iterable data set determines them."""
     size = size_of(training)
     if size is None:
         return config.max_steps, config.num_epochs, None
@@ -163,13 +163,13 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
     found = []
     if config.max_steps is not None and total_steps < config.max_steps:
         found.append(
-            f"max_steps={config.max_steps} is not reached: num_epochs={config.num_epochs} ends the run after "
+            f"max_steps={config.max_steps} is never reached: num_epochs={config.num_epochs} ends the run after "
             f"{total_steps} steps; raise num_epochs"
         )
     if config.ema is not None and total_steps > SHORT_RUN_STEPS and config.ema**total_steps > SLOW_AVERAGE:
         found.append(
             f"ema={config.ema} is slow for {total_steps} steps: {config.ema**total_steps:.0%} of the average will be "
-            f"the weights at the beginning; use ema: {1 - float(f'{10 / total_steps:.1g}'):g}"
+            f"the initial weights; use ema: {1 - float(f'{10 / total_steps:.1g}'):g}"
         )
     return found
 
@@ -185,7 +185,7 @@ def build_callbacks(config: Config) -> list[Callback]:
 
 
 def check_watched(watching: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse a metric that a callback of ours or the learning rates watch, if an evaluation does not measure it.
+    """Reject a metric that one of our callbacks or the schedule uses, if an evaluation does not measure it.
 
     Means over training batches are known after the first of them, so they are checked by the first evaluation.
     """
@@ -200,11 +200,11 @@ def build_loop(
 ) -> Loop:  # fmt: skip
     """The managed loop over the inputs of all remaining steps. All ranks."""
     run = RankRun(model=stepper.replica.module, lrs=lambda: stepper.rates.lrs, **run_facts(context, plan, state))
-    set_current_run(run)  # before functions of the user are tried
+    set_current_run(run)  # before trial calls of the user's functions
     inputs = build_inputs(context, stepper, plan, state)
     context.progress.phase = "trying the evaluation"
     names = evaluator.try_measures(stepper.replica.module) if evaluator is not None else []
-    if context.world.is_main and names is not None:  # the same batch at any number of ranks
+    if context.world.is_main and names is not None:  # the same batch for any number of ranks
         check_watched([*callbacks, stepper.rates], names)
 
     check_plain("the state_dict() of the scheduler of scheduler_fn", stepper.rates.state_dict())
@@ -223,7 +223,7 @@ def build_loop(
 def build_inputs(
     context: Context, stepper: Stepper, plan: LoopPlan, state: TrainState
 ) -> Callable[[torch.Tensor | None], Iterable[StepInputs]]:
-    """A function of the samples' losses that returns this rank's inputs of each remaining step. All ranks."""
+    """A function that returns this rank's inputs of each remaining step, from the samples' losses. All ranks."""
     settings, feed, world, progress = stepper.settings, stepper.feed, context.world, context.progress
     training, lanes = feed.dataset, settings.lanes
     if settings.curriculum is not None:
@@ -239,7 +239,7 @@ def build_inputs(
     order = make_order(settings, training, world, epoch=state.step // per_epoch)
 
     def inputs(losses: torch.Tensor | None) -> Iterator[StepInputs]:
-        """The inputs of each step; only of the first epoch as long as losses for the order are missing."""
+        """The inputs of each step; only of the first epoch while the losses for the order are missing."""
         pacing, end = curriculum, total
         if plan.ranks_by_loss and losses is None:
             end = min(per_epoch, total)

@@ -73,7 +73,7 @@ def build_own_loop(
     context: Context, step: OwnStep, feed: Feed, saver: Saver, stop: Stop, callbacks: list[Callback],
     restored: tuple[TrainState, Tracked, dict[str, Any]],
 ) -> OwnRun:  # fmt: skip
-    """The loop around the user's code, and the `run` that it gets. All ranks."""
+    """The loop around the user's code, and the `run` that is passed to it. All ranks."""
     state, tracked, own = restored
     world, settings, module = context.world, step.settings, step.replica.module
     plan = build_plan(context, feed.dataset, settings.lanes)
@@ -116,12 +116,12 @@ def build_own_loop(
 
 
 def warn_of_different(context: Context, digests: dict[str, int]) -> None:
-    """Warn of tracked objects whose states differ between the ranks. All ranks."""
+    """Warn about tracked objects whose states differ between the ranks. All ranks."""
     of_ranks = context.world.gather_objects(digests)
     for name in (name for name in of_ranks[0] if any(each.get(name) != of_ranks[0][name] for each in of_ranks)):
         context.warn_once(
-            f"the state of {name}, which run.track names, differs between the ranks; checkpoints hold that of rank 0, "
-            "so a resumed run gives other weights"
+            f"the state of {name}, passed to run.track, differs between the ranks; checkpoints contain that of rank 0, "
+            "so a resumed run gives different weights"
         )
 
 
@@ -131,7 +131,7 @@ def build_own_loaders(context: Context, loop: OwnLoop, validation: Any | None) -
     train_loader = TrainLoader(feed.dataset, settings.batch_size, batches_per_epoch(loop), loop.batches)
     if validation is None:
         return train_loader, None
-    # Every rank has a batch at any number of ranks that the lanes allow.
+    # Every rank has a batch, for any number of ranks that the lanes allow.
     size = min(settings.batch_size, max(len(validation) // settings.lanes, 1))
     config = context.config.model_copy(update={"batch_size": size})
     validation_feed, _ = make_feeds(validation, None, config, context.world)

@@ -1,4 +1,4 @@
-"""What checkpoints keep of callbacks: a copy of the state of each, under the name of its class."""
+"""The states of callbacks in checkpoints: a copy of each, under the name of its class."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.observe.failures import raising_config_errors
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Copies of the states: a checkpoint is written while callbacks change."""
+    """Copies of the states, because a checkpoint is written while callbacks change."""
     return {name: _state_of(name, callback) for name, callback in _named(callbacks).items()}
 
 
 def _state_of(name: str, callback: Callback) -> Any:
-    """A copy of the state of a callback that a checkpoint can hold."""
+    """A copy of the state of a callback, checked to fit in a checkpoint."""
     with raising_config_errors(f"the state_dict() of callback {name}"):
         state = callback.state_dict()
     return check_plain(f"the state_dict() of callback {name}", state)
 
 
 def copied(what: str, state: Any) -> Any:
-    """A copy of a state, called `what` in errors: a checkpoint is written while the state changes."""
+    """A copy of a state, which changes while a checkpoint is written; errors name it `what`."""
     try:
         return map_leaves(state, _copied)
     except Exception as error:  # noqa: BLE001 - any object may raise anything when it is copied
@@ -43,7 +43,7 @@ def _copied(_: TreePath, leaf: Any) -> Any:
 
 
 def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> list[str]:
-    """Give each callback the state under its name; returns the names of states that no callback has taken."""
+    """Restore each callback from the state under its name; returns the names of states without a callback."""
     named = _named(callbacks)
     for name, callback in named.items():
         if saved.get(name):
@@ -53,7 +53,7 @@ def restore_states(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> l
 
 
 def check_plain(what: str, state: Any) -> Any:
-    """A copy of a state; a ConfigError if a checkpoint could not hold it, or not give it back."""
+    """A copy of a state; a ConfigError if a checkpoint could not store or restore it."""
     buffer, copy_of_state = io.BytesIO(), copied(what, state)
     try:
         torch.save(copy_of_state, buffer)
@@ -69,12 +69,12 @@ def _unsaved(what: str, error: Exception) -> ConfigError:
     found = re.search(r"GLOBAL ([\w.]+)", text)
     reason = f"it has a {found[1]}" if found else f"{type(error).__name__}: {text[:100]}"
     return ConfigError(
-        f"{what} cannot be kept in a checkpoint ({reason}); use numbers, texts, tensors, and lists and dicts of them"
+        f"{what} cannot be in a checkpoint ({reason}); use numbers, strings, tensors, and lists and dicts of them"
     )
 
 
 def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """The callbacks by the names of their classes, numbered from the second of a class."""
+    """The callbacks by class name, numbered from the second one of a class."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:

@@ -14,7 +14,7 @@ from paceline.world import World
 
 @dataclass(frozen=True)
 class Context:
-    """One rank of one run: its config as written, its run folder, its process group, and where it reports."""
+    """One rank of one run: its config as written, its run folder, its process group, and its reporting."""
 
     config: Config
     folder: RunFolder
@@ -24,7 +24,7 @@ class Context:
     _warned: set[str] = field(default_factory=set, repr=False)
 
     def warn(self, text: str) -> None:
-        """Write a warning into the events, from rank 0."""
+        """Write a warning to the events, from rank 0."""
         self.events.write("warning", text=text)
 
     def warn_once(self, text: str) -> None:
@@ -37,7 +37,7 @@ class Context:
 def open_context(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, is_held: bool = False
 ) -> Context:
-    """The context of a run, whose events begin with `run_started`; held events reach the file when released."""
+    """The context of a run, whose events start with `run_started`; held events are written when they are released."""
     events = Events(folder.events if world.is_main else None, is_held=is_held)
     context = Context(config, folder, world, events, progress)
     if world.is_main:

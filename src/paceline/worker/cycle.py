@@ -1,4 +1,4 @@
-"""What surrounds each step in both loops: the ranks agree on stops and saves, log, call callbacks, compare replicas."""
+"""The work around each step in both loops: agreement on stops and saves, logs, callbacks, comparison of replicas."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from paceline.worker.rank_run import RankRun
 from paceline.worker.state import LoopPlan, TrainState
 from paceline.worker.step_log import StepLog, is_recorded
 
-# Among the numbers of signals and TIME_IS_UP, all of which are smaller: a run that ends as complete needs no stop.
+# Larger than all signal numbers and TIME_IS_UP: a run that ends as complete needs no stop.
 BY_CALLBACK, FINISH = 1_001, 1_002
 
 
 class Place(IntEnum):
-    """Where in its code a rank is when it exchanges numbers with the others."""
+    """The place in the code at which a rank exchanges numbers with the others."""
 
     STEP = 1
     STEP_WITHOUT_BACKWARD = 2
@@ -48,7 +48,7 @@ class Place(IntEnum):
 
     @property
     def words(self) -> str:
-        """The place as a message names it."""
+        """The place as text for messages."""
         return {
             Place.STEP: "in a batch with run.backward(loss)",
             Place.STEP_WITHOUT_BACKWARD: "at the end of a batch without run.backward(loss)",
@@ -61,7 +61,7 @@ class Place(IntEnum):
 
 
 class Answers(NamedTuple):
-    """What all ranks know at the end of a step: the maximum of the numbers that each gave at its beginning."""
+    """The result of the exchange at the end of a step: the maximum of the numbers that all ranks sent at its start."""
 
     reason: int  # to stop, or 0
     is_time: int  # to save, by the clock
@@ -70,14 +70,14 @@ class Answers(NamedTuple):
 
 
 def _review(guard: Guard | None, steps: Sequence[FinishedStep]) -> None:
-    """Have the guard look at steps whose numbers were checked on the device. All ranks."""
+    """Pass to the guard the steps whose numbers were checked on the device. All ranks."""
     if guard is not None and guard.is_deferred:
         guard.review(steps)
 
 
 @dataclass
 class StepCycle:
-    """The begin and the end of each step, and the checkpoints of the run."""
+    """The start and the end of each step, and the checkpoints of the run."""
 
     context: Context
     replica: Replica | PlainModel | BareReplica
@@ -90,7 +90,7 @@ class StepCycle:
     callbacks: list[Callback]
     run: RankRun
     capture: Callable[[dict[str, Any]], CheckpointState]  # the state of model and optimizers, with these counters
-    logged: LoggedValues | None = None  # what the user's own loop logs; None in the managed loop
+    logged: LoggedValues | None = None  # the values that the user's own loop logs; None in the managed loop
 
     def __post_init__(self) -> None:
         self.world, self.events, self.progress = self.context.world, self.context.events, self.context.progress
@@ -103,7 +103,7 @@ class StepCycle:
         """Prepare for the first step of this attempt. All ranks."""
         self.exchange = self.world.exchange()
         review = partial(_review, self.guard)
-        # The log gets no reference to this object: in a cycle, DataLoader workers would wait for the garbage collector.
+        # The log has no reference to this object: a cycle would keep DataLoader workers until a garbage collection.
         stragglers = StragglerDetector(self.world.gather_objects(socket.gethostname()), self.plan.lanes)
         self.log = StepLog(self.world, self.state, self.plan, self.events, self.clock, stragglers, review, self.logged)
         self.progress.step, self.progress.samples = self.state.step, self.state.samples
@@ -115,7 +115,7 @@ class StepCycle:
     # --- one step ----------------------------------------------------------------------------------------------
 
     def begin(self, inputs: StepInputs, place: Place = Place.STEP) -> None:
-        """Before a step: begin the exchange with the other ranks. All ranks."""
+        """Before a step: start the exchange with the other ranks. All ranks."""
         self.progress.epoch, self.progress.step = inputs.epoch, inputs.step
         reason = FINISH if self.run.asked_to_finish is not None else self.stop_reason()
         self._begin_exchange(place, reason, self.saver.is_time, self.saver.is_busy, self.run.save_requested)
@@ -142,10 +142,10 @@ class StepCycle:
     def close(self, answers: Answers, *, is_requested: bool = False, can_save: bool = True) -> None:
         """Publish the checkpoint that was written, raise StopAgreed, or start a checkpoint if one is due. All ranks.
 
-        `is_requested`: a checkpoint of exactly this step is wanted.
+        `is_requested`: a checkpoint of exactly this step was requested.
         """
         if is_requested:
-            self.saver.finish()  # these weights are to be saved, not those of a later step
+            self.saver.finish()  # these weights must be saved, not those of a later step
         elif not answers.is_busy:
             self.saver.advance()
         self._call_on_checkpoint()
@@ -172,7 +172,7 @@ class StepCycle:
         self.exchange.begin(place, -place, *numbers)
 
     def end_exchange(self) -> list[int]:
-        """The largest of each number that any rank has sent; raises if another rank is at another place. All ranks."""
+        """The maximum of each number over all ranks; raises if another rank is at another place. All ranks."""
         highest, lowest, *numbers = self.exchange.end()
         self._check_places(self._place, highest, -lowest)
         return numbers
@@ -182,7 +182,7 @@ class StepCycle:
             other = Place(highest if highest != mine else lowest)
             raise ConfigError(
                 f"rank {self.world.rank} is {mine.words} while another rank is {other.words}; all ranks must take the "
-                "same way through train_fn (to leave out a batch on one of them, multiply its loss by 0)"
+                "same path through train_fn (to skip a batch on one rank, multiply its loss by 0)"
             )
 
     def stop_reason(self) -> int:
@@ -190,7 +190,7 @@ class StepCycle:
         return self.stop.reason or (BY_CALLBACK if self.run.asked_to_stop is not None else 0)
 
     def _share(self, reason: int) -> None:
-        """Give all ranks the text of a reason that they have agreed on. All ranks, with the same reason."""
+        """Share the text of an agreed reason with all ranks. All ranks, with the same reason."""
         run = self.run
         if reason == FINISH:
             run.finish_requested = run.finish_requested or self._first(run.asked_to_finish)
@@ -202,7 +202,7 @@ class StepCycle:
         return next((each for each in self.world.gather_objects(text) if each is not None), None)
 
     def withdraw_finish(self) -> None:
-        """Forget that the run is to end before its last step."""
+        """Cancel the request to end the run before its last step."""
         self.state.is_finished = False
         self.run.asked_to_finish = self.run.finish_requested = None
 
@@ -215,7 +215,7 @@ class StepCycle:
             raise StopAgreed(reason)
 
     def _log(self, inputs: StepInputs, result: StepResult, lr: float) -> None:
-        """Log the result of a step, and the digests of the weights if they are wanted. All ranks."""
+        """Log the result of a step, and the digests of the weights if enabled. All ranks."""
         self.log.add(inputs, result, lr)
         self.log.advance(self.state.step, ends_epoch=inputs.ends_epoch)
         if self.plan.log_digests and is_recorded(inputs, self.plan.log_every_steps):
@@ -234,7 +234,7 @@ class StepCycle:
     # --- callbacks ---------------------------------------------------------------------------------------------
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all callbacks that have it. All ranks."""
+        """Call a method of all callbacks that define it. All ranks."""
         self.run.step_number = self.state.step
         for index, callback in enumerate(self.callbacks):
             if callback.overrides(method):
@@ -244,7 +244,7 @@ class StepCycle:
     def _call_one(self, index: int, method: str, *arguments: Any) -> None:
         """Call a method with the same random numbers on all ranks; an error is reported with its name.
 
-        Only `on_start`, which is called again when the run resumes, may leave modules in another mode.
+        Only `on_start`, which is called again when the run resumes, may change the mode of modules permanently.
         """
         callback = self.callbacks[index]
         name = f"{type(callback).__name__}.{method}"
@@ -259,7 +259,7 @@ class StepCycle:
         self.run.is_in_callback = False
 
     def _call_on_step(self) -> None:
-        """Call `on_step`, with the numbers of this step where a callback needs them. All ranks."""
+        """Call `on_step`, with the numbers of this step if a callback needs them. All ranks."""
         self.run.step_number = self.state.step
         if any(callback.needs_step_metrics for _, callback in self._on_step):
             self.log.collect()
@@ -273,7 +273,7 @@ class StepCycle:
             self.call("on_checkpoint", path)
 
     def is_save_requested(self) -> bool:
-        """Whether a callback wants a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
+        """Whether a callback requests a checkpoint of this step; sets `is_finished` if one ends the run. All ranks."""
         if not self.callbacks and self.logged is None:
             return False
         self._begin_exchange(Place.BETWEEN_STEPS, self.run.save_requested, self.run.asked_to_finish is not None)
@@ -286,7 +286,7 @@ class StepCycle:
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self) -> bool:
-        """Save the present state and wait for it; return whether it is on the disk. All ranks."""
+        """Save the current state and wait for it; return whether it is on the disk. All ranks."""
         self.progress.phase = "saving"
         self.run.save_requested = False
         is_saved = self.saver.save_now(self.state.step, self._complete_state, self._metrics_of_step())
@@ -302,7 +302,7 @@ class StepCycle:
         """The state to save, after the events and buffers of this step are complete. All ranks."""
         self.log.collect()
         self.replica.share_buffers()
-        self.state.finish_requested = self._first(self.run.asked_to_finish)  # by one rank, maybe
+        self.state.finish_requested = self._first(self.run.asked_to_finish)  # possibly by one rank only
         return self._state()
 
     def _state(self) -> CheckpointState:
@@ -311,7 +311,7 @@ class StepCycle:
         return self.capture({"loop": asdict(self.state), "callbacks": states})
 
     def hold_callbacks(self) -> None:
-        """Have all further checkpoints of this attempt keep the present state of the callbacks."""
+        """Make all further checkpoints of this attempt contain the current state of the callbacks."""
         self._held = self._state_of_callbacks()
 
     def _state_of_callbacks(self) -> tuple[dict[str, Any], list[str]]:

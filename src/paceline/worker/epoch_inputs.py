@@ -1,4 +1,4 @@
-"""Which steps of an epoch are left for the user's own loop, and the inputs of their lanes."""
+"""The remaining steps of an epoch in the user's own loop, and the inputs of their lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.worker.state import TrainState
 
 
 class EpochInputs:
-    """The inputs of the steps of each epoch, from where the run is."""
+    """The inputs of the steps of each epoch, from the run's current position."""
 
     def __init__(
         self, inputs_from: Callable[[int, int], Iterable[StepInputs]], state: TrainState, *,
@@ -19,17 +19,17 @@ class EpochInputs:
         """`inputs_from` yields those of the steps from one number up to another.
 
         `steps_per_epoch` is None for an iterable data set, which yields its epochs in order and cannot be read again.
-        `limit` is the number of steps after which the run ends, wherever in an epoch that is.
+        `limit` is the number of steps after which the run ends, even within an epoch.
         """
         self._inputs_from, self._state = inputs_from, state
         self.steps_per_epoch, self._total_steps, self.limit = steps_per_epoch, total_steps, limit
-        # One iterator serves all epochs that follow each other, so that workers prefetch over the end of an epoch.
+        # One iterator serves consecutive epochs, so that workers prefetch across the end of an epoch.
         self._iterator: Iterator[StepInputs] | None = None
         self._next = self._end = -1  # the next step of the iterator, and the step after its last one
         self._unused: StepInputs | None = None
 
     def remaining(self, epoch: int) -> Iterator[StepInputs]:
-        """The inputs of the steps of an epoch that the run has not taken."""
+        """The inputs of the steps of an epoch that the run has not done."""
         for inputs in self._of_stream(epoch) if self.steps_per_epoch is None else self._of_rows(epoch):
             self._next = inputs.step + 1
             yield inputs
@@ -42,7 +42,7 @@ class EpochInputs:
         return self._inputs_from(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
 
     def present_epoch(self) -> int:
-        """The epoch in which the run is, counted from 0."""
+        """The current epoch of the run, counted from 0."""
         if self.steps_per_epoch is None:
             return self._state.stream_position[0]
         return self._state.step // self.steps_per_epoch
@@ -52,8 +52,8 @@ class EpochInputs:
         return self.limit is not None and self._state.step >= self.limit
 
     def put_back(self, inputs: StepInputs) -> None:
-        """Yield the inputs of a step again, for which nothing was computed."""
-        if self.steps_per_epoch is None:  # else they are read again
+        """Yield the inputs of a step again, because nothing was computed for it."""
+        if self.steps_per_epoch is None:  # otherwise they are read again
             self._unused = inputs
 
     def _of_stream(self, epoch: int) -> Iterable[StepInputs]:

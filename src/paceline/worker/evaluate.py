@@ -1,4 +1,4 @@
-"""Evaluation and prediction: each sample counted exactly once, and the same numbers at any number of ranks.
+"""Evaluation and prediction: each sample counted exactly once, and the same numbers for any number of ranks.
 
 The batches of a data set are assigned to the ranks in turn. Their results are sorted into the order of the batches
 before anything is summed, so no sum depends on the number of ranks.
@@ -33,14 +33,16 @@ from paceline.world import World
 
 HALVES = (torch.bfloat16, torch.float16)
 BatchForward = Callable[[torch.nn.Module, Any], BatchResult]
-OnRound = Callable[[int, int], None]  # (rounds done, rounds): every rank has a batch in each but perhaps the last
+OnRound = Callable[
+    [int, int], None
+]  # (rounds done, rounds): every rank has a batch in each round, possibly except the last
 
 
 class Evaluator:
     """Measures a model on a data set whose batches are divided among the ranks."""
 
     def __init__(self, feed: Feed, settings: Settings, world: World, moving: set[ParameterKey] | None = None) -> None:
-        """`moving` names frozen parameters that a forward pass moves; it may be filled later, by the first step."""
+        """`moving` names frozen parameters that a forward pass changes; it may be filled later, by the first step."""
         self.feed, self.settings, self.world, self.moving = feed, settings, world, moving
         self.batches, self.sampler = feed.evaluation_batches()
         self.forward = Forward(settings)
@@ -48,8 +50,8 @@ class Evaluator:
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for name, metric in self.stateful.items():
             if not hasattr(metric, "reset") or not hasattr(metric, "update"):
-                raise ConfigError(f"metrics.{name} has a method compute, so it must have reset and update, too")
-            # It gets every batch on every rank, so it has nothing to synchronise.
+                raise ConfigError(f"metrics.{name} has a method compute, so it also needs reset and update")
+            # It receives every batch on every rank, so there is nothing to synchronise.
             metric.distributed_available_fn = lambda: False
         functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
         self.measures = Measures(self.forward, functions, world)
@@ -78,7 +80,7 @@ class Evaluator:
         parts = interleave(self.world.gather_objects(mine))
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise DataError(
-                f"predict needs outputs of one shape for all samples; there are {shapes[0]} and {shapes[-1]}; if each "
+                f"predict needs outputs of one shape for all samples, not {shapes[0]} and {shapes[-1]}; if each "
                 "batch is padded to its longest sample, pad all batches to one length"
             )
         return torch.cat(parts)
@@ -90,41 +92,41 @@ class Evaluator:
         if self.settings.predict_fn is not None:
             raise ConfigError(f"predict_fn returned a {kind}; it must return a tensor with a row for each sample")
         raise DataError(
-            f"predict needs a model that returns a tensor; this one returns a {kind}; give predict_fn(model, batch)"
+            f"predict needs a model that returns a tensor; this one returns a {kind}; set predict_fn(model, batch)"
         )
 
     @torch.no_grad()
     def losses(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
-        """The loss of each sample alone, in the order of the data set, on the CPU of all ranks. All ranks."""
+        """The loss of each single sample, in the order of the data set, on the CPU of all ranks. All ranks."""
         results = self._results(self.forward.run, model, on_round)
         mine = [self._each_loss(*done).cpu() for done in results if done is not None]
         return torch.cat(interleave(self.world.gather_objects(mine)))
 
     @torch.no_grad()
     def try_losses(self, model: torch.nn.Module) -> None:
-        """Try `losses` on one batch, so that an error occurs before the first epoch and not after it."""
+        """Call `losses` on one batch, so that an error occurs before the first epoch and not after it."""
         results = self._results(self.forward.run, model, lambda done, total: None)
         done = next(results)
         if done is not None:
             result, each = done[0], self._each_loss(*done)
             total, count = sum_and_count(self._loss_fn(result.loss_input, result.target), len(each), "loss_fn")
-        results.close()  # after the loss was called: this restores its buffers
+        results.close()  # after the call of the loss: this restores its buffers
         if done is None:
             return
-        # If all samples have the same loss, so has the batch, however the loss weighs them.
+        # If all samples have the same loss, so does the batch, for any weights of the samples.
         is_mean = torch.allclose(total.double() / count, each[0], rtol=1e-3, equal_nan=True)
         if not is_mean and torch.allclose(each, each[0], rtol=0, atol=0, equal_nan=True):
             raise DataError(
-                f"curriculum.by=loss but loss_fn gives {each[0]:g} for every sample by itself, as if it compared them "
-                "with each other; give a difficulty_fn or curriculum.column instead"
+                f"curriculum.by=loss but loss_fn returns {each[0]:g} for every single sample, as if it compared them "
+                "with each other; set difficulty_fn or curriculum.column instead"
             )
 
     @torch.no_grad()
     def try_measures(self, model: torch.nn.Module) -> list[str] | None:
         """Measure this rank's first batch, so that an error occurs before the first epoch and not after it.
 
-        On a copy of the model: what a forward leaves there, such as a cache, would differ between ranks. Returns the
-        names of the numbers; None if they are not known.
+        Uses a copy of the model: state that a forward pass leaves, such as a cache, would differ between ranks. Returns
+        the names of the numbers; None if unknown.
         """
         batch = next(iter(self.batches), None)
         trial = copy_or_none(model)
@@ -171,7 +173,7 @@ class Evaluator:
     def _evaluating(
         self, forward: BatchForward, model: torch.nn.Module
     ) -> Iterator[Callable[[EvalBatch], tuple[BatchResult, int]]]:
-        """The model in evaluation mode, as a function of a batch. Its buffers are restored for each batch and after."""
+        """The model in evaluation mode, as a function of a batch. Buffers are restored for each batch and after."""
         buffers, before = ForwardState(model, outer_state(self.settings), self.moving), Snapshot()
         before.take(buffers.tensors())
 
@@ -192,7 +194,7 @@ class Evaluator:
                 before.restore(buffers.tensors())
 
     def _compiler_stance(self) -> AbstractContextManager[Any]:
-        """A context that turns torch.compile off: code is compiled for the batches of training, which have one size."""
+        """A context that disables torch.compile: code is compiled for the batches of training, which have one size."""
         return torch.compiler.set_stance("force_eager") if self.settings.step_mode == "compile" else nullcontext()
 
     @property
@@ -201,7 +203,7 @@ class Evaluator:
         return self.forward.loss_fn  # type: ignore[no-any-return]
 
     def _each_loss(self, result: BatchResult, samples: int) -> torch.Tensor:
-        """The loss of each sample alone; NaN where its count is 0."""
+        """The loss of each single sample; NaN if its count is 0."""
         losses, trees = [], (result.loss_input, result.target)
         for index in range(samples):
             row = [map_tensors(tree, partial(_row_of, index=index, samples=samples)) for tree in trees]
@@ -224,7 +226,7 @@ def _compute(name: str, metric: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ConfigError(f"metrics.{name} computes a {what}; it must compute one number") from None
+        raise ConfigError(f"metrics.{name} returned a {what}; it must return one number") from None
 
 
 def _row_of(tensor: torch.Tensor, *, index: int, samples: int) -> torch.Tensor:
@@ -232,7 +234,7 @@ def _row_of(tensor: torch.Tensor, *, index: int, samples: int) -> torch.Tensor:
     if tensor.ndim == 0 or len(tensor) != samples:
         raise DataError(
             f"curriculum.by=loss needs outputs and targets with a row for each of {samples} samples, not a tensor of "
-            f"shape {tuple(tensor.shape)}; give a difficulty_fn or curriculum.column instead"
+            f"shape {tuple(tensor.shape)}; set difficulty_fn or curriculum.column instead"
         )
     return tensor[index : index + 1]
 
@@ -243,7 +245,7 @@ def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
         return output[None]
     if output.ndim == 0 or len(output) != samples:
         raise DataError(
-            f"predict needs one row of output for each sample; {samples} samples gave an output of the shape "
+            f"predict needs one row of output for each sample; {samples} samples gave an output of shape "
             f"{tuple(output.shape)}; check collate_fn and the output of the model"
         )
     return output
@@ -251,7 +253,7 @@ def _rows_of(output: torch.Tensor, samples: int) -> torch.Tensor:
 
 def in_fp32(output: Any) -> Any:
     """Outputs of autocast in fp32: sums and thresholds with 8 bits of precision would be wrong."""
-    if isinstance(output, MutableMapping):  # also the output classes of transformers, whose type is kept
+    if isinstance(output, MutableMapping):  # including the output classes of transformers, whose type is kept
         full = copy.copy(output)
         for key, value in output.items():
             full[key] = in_fp32(value)

@@ -27,7 +27,7 @@ from paceline.world import World
 def evaluate(
     config: Config, folder: RunFolder, world: World, progress: Progress, *, weights: Path, is_whole: bool
 ) -> None:
-    """Write the mean of the loss and of each metric as the job's value, and into a file. All ranks."""
+    """Write the mean of the loss and of each metric as the job's value, and to a file. All ranks."""
     context = _context(config, folder, world, progress)
     _, metrics = _apply("measure", context, weights, is_whole)
     if world.is_main:
@@ -55,10 +55,10 @@ def _apply(what: str, context: Context, weights: Path, is_whole: bool) -> tuple[
     """Return the data set and the result of the evaluator's method `what` on it. All ranks."""
     config, world, events, progress = context.config, context.world, context.events, context.progress
     training, validation = build_data(context)
-    # Data that was passed for this purpose is used as a whole; otherwise the run's own validation data.
+    # Data that was passed for this purpose is used completely; the default is the run's validation data.
     dataset = training if is_whole else validation
     if dataset is None:
-        raise DataError("the run has no validation data; give the data to use")
+        raise DataError("the run has no validation data; pass the data to use")
     if is_stream(dataset):
         raise DataError(
             f"dataset_fn returned a {type(dataset).__name__}, which cannot be evaluated or predicted in order; "

@@ -1,4 +1,4 @@
-"""What the user's own loop logs in its batches: kept on the device, then averaged over the lanes of all ranks."""
+"""The values that the user's own loop logs in batches: kept on the device, then averaged over lanes and ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoggedValues:
         self._world = world
         self._pending: list[LoggedValue] = []
         self._sent: list[LoggedValue] = []
-        self._on_host = torch.zeros(0)  # the tensors of what was sent, copied together
+        self._on_host = torch.zeros(0)  # the tensors of the values that were sent, copied together
 
     def add(self, lane: Lane, values: Mapping[str, Any]) -> None:
         """Keep the values of a batch; no synchronisation."""
@@ -45,7 +45,7 @@ class LoggedValues:
         ]
 
     def send(self) -> None:
-        """Begin to copy the values so far to the host, without waiting."""
+        """Start to copy the values so far to the host, without waiting."""
         self._sent, self._pending = self._sent + self._pending, []
         tensors = [each.value for each in self._sent if isinstance(each.value, torch.Tensor)]
         if not tensors:
@@ -59,8 +59,8 @@ class LoggedValues:
     def arrived(self) -> Sums:
         """The sums of the finite values of all lanes that were sent, once their copy is complete. All ranks.
 
-        The mean of a step is that of the lanes that have logged the value. It has the weight of the whole step, so that
-        a value that is logged once for each update has the same mean on any number of ranks.
+        The mean of a step is the mean over the lanes that have logged the value. It has the weight of the whole step,
+        so that a value that is logged once per update has the same mean on any number of ranks.
         """
         copied = iter(self._on_host.tolist())
         mine = [
@@ -70,7 +70,7 @@ class LoggedValues:
         self._sent = []
         of_all = [each for of_rank in self._world.gather_objects(mine) for each in of_rank if math.isfinite(each.value)]
         lanes: dict[tuple[int, str], list[LoggedValue]] = {}
-        for each in sorted(of_all, key=lambda each: (each.step, each.lane)):  # one order at any number of ranks
+        for each in sorted(of_all, key=lambda each: (each.step, each.lane)):  # one order for any number of ranks
             lanes.setdefault((each.step, each.name), []).append(each)
         sums: Sums = {}
         for (step, name), values in lanes.items():

@@ -20,7 +20,7 @@ from paceline.worker.state import LoopPlan, TrainState
 
 @dataclass
 class Loop:
-    """One run from its present step to its end, or to the step at which all ranks agree to stop.
+    """One run from its current step to its end, or to the step at which all ranks agree to stop.
 
     callbacks: on_start
     for inputs of each step:
@@ -29,7 +29,7 @@ class Loop:
         log the step                             losses leave the device at log points
         callbacks: on_step
         compare the replicas                     every check_replicas_every steps, and at the end
-        end the exchange                         all ranks know the answers
+        end the exchange                         all ranks have the answers
         at the end of an epoch, or every evaluate.every_steps, unless the ranks stop:
             evaluate
             callbacks: on_evaluate
@@ -85,7 +85,7 @@ class Loop:
             yield from self.inputs(self.state.sample_losses)
 
     def _measure_samples(self) -> torch.Tensor:
-        """Every training sample's loss under the present weights. All ranks."""
+        """The loss of every training sample with the current weights. All ranks."""
         self.progress.phase = "ranking the samples"
         self.stepper.replica.share_buffers()
         moving = self.stepper.replica.forward_state.moving
@@ -96,7 +96,7 @@ class Loop:
         return losses
 
     def _continue_epoch(self) -> None:
-        """Reopen an epoch that was cut short, if the run is longer now: its evaluation follows at its end."""
+        """Reopen an epoch that was cut short if the run is longer now: it is evaluated at its end."""
         state, total = self.state, self.plan.total_steps
         if not state.is_epoch_cut_short or state.is_finished or (total is not None and state.step >= total):
             return
@@ -107,7 +107,7 @@ class Loop:
         state.is_epoch_cut_short = False
 
     def _take(self, inputs: StepInputs) -> None:
-        """One step, and the saves, logs and evaluations that are due after it. All ranks."""
+        """Do one step, and the saves, logs and evaluations that are due after it. All ranks."""
         state = self.state
         self.cycle.begin(inputs)
         self.stepper.freeze(self.cycle.run.frozen)
@@ -127,7 +127,7 @@ class Loop:
         self.cycle.close(answers, is_requested=is_requested)
 
     def _evaluate_if_due(self, epoch: int) -> bool:
-        """Do the evaluation that is due, if any; return whether a callback wants its checkpoint. All ranks."""
+        """Do the evaluation that is due, if any; return whether a callback requests a checkpoint of it. All ranks."""
         state = self.state
         if state.is_evaluation_due:
             self._end_epoch(epoch)
@@ -145,7 +145,7 @@ class Loop:
         return is_requested
 
     def _end_epoch(self, epoch: int) -> None:
-        """Evaluate, unless another epoch will be, and add the epoch's row to the history. All ranks."""
+        """Evaluate, unless a later epoch will be evaluated, and add the epoch's row to the history. All ranks."""
         state = self.state
         is_regular = self._is_evaluated_by_steps() or (
             not state.is_epoch_cut_short and (epoch + 1) % self.plan.evaluate_every_epochs == 0
@@ -160,7 +160,7 @@ class Loop:
             self._call_on_evaluate(row, is_regular=is_regular)
 
     def _is_evaluated_by_steps(self) -> bool:
-        """Whether `evaluate.every_steps` asks for an evaluation after the present step."""
+        """Whether `evaluate.every_steps` requires an evaluation after the current step."""
         every = self.plan.evaluate_every_steps
         return every is not None and self.state.step % every == 0
 
@@ -179,10 +179,10 @@ class Loop:
         return row
 
     def _call_on_evaluate(self, row: dict[str, Any], *, is_regular: bool = True) -> None:
-        """Give the row of an evaluation to the learning rates and to the callbacks. All ranks.
+        """Pass the row of an evaluation to the schedule and to the callbacks. All ranks.
 
-        One that is not regular is made because the run ends here. A longer run would not make it, so checkpoints, with
-        which this run may be extended, have the states from before it.
+        An irregular evaluation happens because the run ends here. A longer run would not do it, so checkpoints, with
+        which this run may be extended, contain the states from before it.
         """
         if is_regular:
             self.stepper.rates.after_evaluation(row)
@@ -192,7 +192,7 @@ class Loop:
         self.cycle.log.restart_clock()
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        """The metrics of the present weights, or of their average if the run keeps one. All ranks."""
+        """The metrics of the current weights, or of their average if the run keeps one. All ranks."""
         self.progress.phase = "evaluating"
         self.stepper.replica.share_buffers()
         with self.stepper.ema.applied() if self.stepper.ema is not None else nullcontext():

@@ -1,6 +1,6 @@
-"""One rank of a run, from start to end in the order in which things happen. Read this file to learn the system.
+"""One rank of a run, from start to end, in the order of execution. Read this file to learn the system.
 
-A rank knows only the contents of its job, so the user's script is never imported again.
+A rank uses only the contents of its job, so the user's script is never imported again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process at once: threads of process groups abort it while the interpreter shuts down."""
+    """End the process immediately: threads of process groups abort it while the interpreter shuts down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -114,7 +114,7 @@ def train_in_plain_loop(context: Context) -> None:
     """Call a `train_fn` without `run`, with the model in DDP and the loaders; rank 0 writes the result. All ranks."""
     config, world, progress = context.config, context.world, context.progress
     if config.resume == "auto":
-        context.warn("train_fn takes no `run`, so nothing of it was saved: it starts from the beginning")
+        context.warn("train_fn has no parameter `run`, so its state was not saved: it starts from the beginning")
     if world.is_main:
         reopen(context.folder, config)
     training, validation = build_data(context)
@@ -220,7 +220,7 @@ def finish_own_run(context: Context, run: OwnRun, identity: dict[str, Any], valu
 
 
 def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: Any) -> tuple[int, Any]:
-    """Call the user's `train_fn`; return 0 or the number of the reason to stop, and what it returned. All ranks."""
+    """Call the user's `train_fn`; return 0 or the number of the reason to stop, and its return value. All ranks."""
     config, loop = context.config, run.loop
     loop.cycle.start()
     seed_generators(config.seed, "train_fn")
@@ -239,7 +239,7 @@ def call_train_fn(context: Context, run: OwnRun, train_loader: Any, val_loader: 
 
 
 def check_space(context: Context, state: CheckpointState, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse to start a run if the disk has no space for two checkpoints like `state`. All ranks."""
+    """Raise if the disk has no space for two checkpoints like `state`. All ranks."""
     folder, size = context.folder, state.nbytes
     if not any(state.groups.get(name) for name in ("optimizer", "tracked")):
         # The first step creates the state of an optimizer: two numbers for each weight in most of them.
@@ -250,15 +250,15 @@ def check_space(context: Context, state: CheckpointState, parameters: Iterable[t
         free = shutil.disk_usage(folder.path).free + sum(file.stat().st_size for file in leftovers)
         if free < 2 * size:
             raise ConfigError(
-                f"run_dir={folder.path} has {free / 1e6:,.0f} MB free, two checkpoints need {2 * size / 1e6:,.0f} MB; "
-                "free some space, or choose another folder with --run-dir"
+                f"run_dir={folder.path} has {free / 1e6:,.0f} MB free, but two checkpoints need "
+                f"{2 * size / 1e6:,.0f} MB; free some space, or choose another folder with --run-dir"
             )
 
     context.world.decide(check)
 
 
 def write_stop(context: Context, cycle: StepCycle, *, is_saved: bool) -> None:
-    """Write an event and a file about where and why the run stopped."""
+    """Write an event and a file with the step and the reason of the stop."""
     facts = {"step": cycle.state.step, "reason": cycle.run.stop_requested, "is_saved": is_saved}
     context.events.write("run_stopped", **facts)
     if context.world.is_main:
@@ -286,7 +286,7 @@ def finish_run(
 
 
 def _show_with_rank(rank: int) -> Callable[..., None]:
-    """A replacement of `warnings.showwarning` that prints lines which the launcher recognises in the logs."""
+    """A replacement of `warnings.showwarning` that prints lines in a form that the launcher recognises in the logs."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int,

@@ -1,4 +1,4 @@
-"""What an evaluation computes for a batch, and the means of its numbers over all batches of all ranks."""
+"""The numbers of an evaluation for a batch, and their means over all batches of all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VAL_LOSS = "val_loss"
 
 
 class BatchResult(NamedTuple):
-    """What the forward pass of a batch returns."""
+    """The result of the forward pass of a batch."""
 
     output: Any = None  # for metrics; the logits of an output of transformers
     target: Any = None
     values: Mapping[str, Any] = {}  # numbers that were computed with it, by their names in the result
-    loss_input: Any = None  # the output as the model has returned it, for `loss_fn`
+    loss_input: Any = None  # the unchanged output of the model, for `loss_fn`
 
 
 class Forward:
@@ -42,9 +42,9 @@ class Forward:
         self.loss_fn = objective.function if objective is not None and is_plain else None
 
     def measure(self, model: torch.nn.Module, batch: Any) -> BatchResult:
-        """The numbers that the config's functions compute, and what metrics and `loss_fn` need."""
+        """The numbers that the config's functions compute, and the inputs of metrics and `loss_fn`."""
         if self.settings.evaluate_fn is not None:
-            with _explaining_gradients("evaluate_fn", "return numbers alone"):
+            with _explaining_gradients("evaluate_fn", "return only numbers"):
                 values = evaluated(self.settings.function("evaluate_fn")(model, batch))
         elif self.names_values:
             values = self._step_values(model, batch)
@@ -59,22 +59,22 @@ class Forward:
             return BatchResult(values=values)
         if overwritten := sorted(values.keys() & set(self.settings.metrics)):
             raise ConfigError(
-                f"metrics.{overwritten[0]} has the name of a value of {self.values_key}; choose another name for one"
+                f"metrics.{overwritten[0]} has the name of a value of {self.values_key}; rename one of them"
             )
         return self.run(model, batch)._replace(values=values)
 
     @staticmethod
     def _refuse_shifted(output: Any) -> None:
-        """Refuse `accuracy` for an output of transformers whose labels are shifted in the model's loss alone."""
+        """Reject `accuracy` for an output of transformers whose labels are shifted only in the model's loss."""
         if type(output).__name__.startswith("CausalLMOutput"):
             raise ConfigError(
                 "metrics=accuracy compares the logits of a token with its own label, but the model predicts the next "
-                "token; give a function (logits, labels) that compares logits[:, :-1] with labels[:, 1:]"
+                "token; set a function (logits, labels) that compares logits[:, :-1] with labels[:, 1:]"
             )
 
     @property
     def values_key(self) -> str:
-        """The key of the function that names the values of a batch."""
+        """The key of the function that returns the named values of a batch."""
         return "evaluate_fn" if self.settings.evaluate_fn is not None else "step_fn"
 
     def run(self, model: torch.nn.Module, batch: Any) -> BatchResult:
@@ -83,7 +83,7 @@ class Forward:
         return BatchResult(logits_in(output), target, loss_input=output)
 
     def predict(self, model: torch.nn.Module, batch: Any) -> BatchResult:
-        """What `predict_fn` returns, or the model's output."""
+        """The return value of `predict_fn`, or the model's output."""
         if self.settings.predict_fn is not None:
             return BatchResult(self.settings.function("predict_fn")(model, batch))
         return self.run(model, batch)
@@ -92,7 +92,7 @@ class Forward:
         """The values of `step_fn` as `val_NAME`, those of phases as `val_PHASE_NAME`; the first loss is `val_loss`."""
         values: dict[str, Any] = {}
         for phase, objective in self.objectives.items():
-            advice = "give evaluate_fn(model, batch), and if it calls backward, return the loss instead"
+            advice = "set evaluate_fn(model, batch); if step_fn calls backward, return the loss instead"
             with _explaining_gradients(objective.key, advice):
                 loss, further = parts_of(objective(model, batch), objective.key)
             prefix = f"val_{phase}_" if phase else "val_"
@@ -105,13 +105,13 @@ class Forward:
 
 @contextmanager
 def _explaining_gradients(key: str, advice: str) -> Iterator[None]:
-    """Replace torch's error about missing gradients: batches are evaluated without them."""
+    """Replace torch's error about missing gradients, since batches are evaluated without gradients."""
     try:
         yield
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
-        raise ConfigError(f"{key} computes gradients, which validation does not have; {advice}") from error
+        raise ConfigError(f"{key} computes gradients, which are disabled in validation; {advice}") from error
 
 
 def evaluated(value: Any) -> dict[str, Any]:
@@ -120,7 +120,9 @@ def evaluated(value: Any) -> dict[str, Any]:
         raise ConfigError(f"evaluate_fn returned a {type(value).__name__}; it must return a dict of numbers")
     for name in value:
         if not isinstance(name, str) or (name != VAL_LOSS and is_reserved(name)):
-            raise ConfigError(f"evaluate_fn returned a value named {name!r}, which events use; choose another name")
+            raise ConfigError(
+                f"evaluate_fn returned a value named {name!r}, which is reserved in events; choose another name"
+            )
     if {LOSS, VAL_LOSS} <= value.keys():
         raise ConfigError("evaluate_fn returned loss and val_loss, which are the same number here; return one of them")
     return {VAL_LOSS if name == LOSS else name: each for name, each in value.items()}
@@ -133,7 +135,7 @@ class Measures:
         self._metrics, self._world, self._key = metrics, world, forward.values_key
         self._loss_fn = None if forward.names_values else forward.loss_fn
         known = [VAL_LOSS] if forward.loss_fn is not None or forward.is_models_own else []
-        self._names = None if forward.names_values else [*known, *metrics]  # None: those that the batches have
+        self._names = None if forward.names_values else [*known, *metrics]  # None: the names of the batches' values
 
     def row(self, result: BatchResult, samples: int) -> dict[str, torch.Tensor]:
         """The sum and the count of each number for a batch."""
@@ -166,7 +168,7 @@ class Measures:
 
 
 def _called(name: str, measure: Callable[..., Any], output: Any, target: Any) -> Any:
-    """The value of a loss or metric; an error because labels are missing says so."""
+    """The value of a loss or metric; an error caused by missing labels is explained."""
     try:
         return measure(output, target)
     except (TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The loaders of the user's own loop with `run`: batches on the device, for training from where the run is."""
+"""The loaders of the user's own loop with `run`: batches on the device, from the run's current position."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.observe.progress import Progress
 
 
 class TrainLoader:
-    """The batches of this rank in an epoch; a run that resumes gets those that it has not seen."""
+    """The batches of this rank in an epoch; a resumed run gets only the remaining ones."""
 
     def __init__(
         self, dataset: Any, batch_size: int, batches: int | None, iterate: Callable[[], Iterator[Any]]
     ) -> None:
-        """`batches` is their number in an epoch, None for an iterable data set."""
+        """`batches` is the number of batches in an epoch, None for an iterable data set."""
         self.dataset, self.batch_size, self._batches, self._iterate = dataset, batch_size, batches, iterate
         self.sampler = self  # loops written for DistributedSampler call loader.sampler.set_epoch
 
@@ -30,7 +30,7 @@ class TrainLoader:
 
     def __len__(self) -> int:
         if self._batches is None:
-            raise TypeError("the length of an iterable data set is not known")
+            raise TypeError("the length of an iterable data set is unknown")
         return self._batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -38,12 +38,12 @@ class TrainLoader:
 
 
 class ValLoader:
-    """This rank's batches of the validation data: every sample on exactly one rank; `dataset` is that share."""
+    """This rank's batches of the validation data: every sample on exactly one rank; `dataset` is this rank's share."""
 
     def __init__(
         self, feed: Feed, step: OwnStep, events: Events, progress: Progress, close_step: Callable[[], None]
     ) -> None:
-        """`close_step` completes a step that the user's code has left in the middle."""
+        """`close_step` completes a step that the user's code has left unfinished."""
         self._feed, self._step, self._events, self._progress = feed, step, events, progress
         self._close_step = close_step
         self._batches, self._sampler = feed.evaluation_batches()
@@ -56,7 +56,7 @@ class ValLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Random numbers and buffers of a batch depend on the batch alone, and are afterwards as they were before."""
+        """Random numbers and buffers of a batch depend only on the batch, and are restored afterwards."""
         self._close_step()
         before = generator_states()
         self._step.evaluation.begin(is_in_batch=self._step.lane is not None)
@@ -68,7 +68,7 @@ class ValLoader:
                 yield self._feed.evaluation_batch(batch)
                 self._progress.phase, self._progress.batch = "validating", done
                 self._events.write_sometimes("evaluating", batch=done + 1, batches=len(self))
-        finally:  # also where the user's code leaves the loader early
+        finally:  # even if the user's code leaves the loader early
             self._progress.phase, self._progress.batch = phase, number
             self._step.evaluation.end()
             restore_generators(before)

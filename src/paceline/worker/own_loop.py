@@ -1,4 +1,4 @@
-"""The user's own loop with `run`: what happens between its batches and between its epochs, on every rank."""
+"""The user's own loop with `run`: the work between its batches and between its epochs, on every rank."""
 
 from __future__ import annotations
 
@@ -219,11 +219,11 @@ class OwnLoop:
             )
 
     def _check_outside_epochs(self) -> None:
-        """Warn that a loop without run.epochs is not saved; refuse it if the run was saved in another one."""
+        """Warn that a loop without run.epochs is not saved; raise if the run was saved in a loop with run.epochs."""
         if self.state.history:
             raise ConfigError(
                 "the run was saved within run.epochs(…), which train_fn does not call before it trains over "
-                "train_loader; call it, or begin a new run with --resume never"
+                "train_loader; call it, or start a new run with --resume never"
             )
         self.context.warn_once(
             "train_fn trains over train_loader outside run.epochs(…), so no checkpoints are kept; "
@@ -257,7 +257,7 @@ class OwnLoop:
                 self._is_in_epochs = False
             if self._begun == begun:
                 self.context.warn_once(
-                    "train_fn does not iterate over train_loader: batches of its own are not divided among the "
+                    "train_fn does not iterate over train_loader: batches from elsewhere are not divided among the "
                     "processes, and the run can be saved and stopped only between epochs"
                 )
             self.finish_epoch()
@@ -333,7 +333,7 @@ class OwnLoop:
 
     @contextmanager
     def checking_optimizers(self) -> Iterator[None]:
-        """Within this context, refuse an optimizer of trained weights that steps by itself and is not tracked."""
+        """A context that rejects an optimizer of trained weights that steps by itself and is not tracked."""
 
         def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if self.step.hooks.are_watched(optimizer.param_groups[0]["params"]):

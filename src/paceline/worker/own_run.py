@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class OwnRun(RankRun):
-    """The run as the user's own loop sees it."""
+    """The `Run` of the user's own loop."""
 
     is_own_loop: bool = True
     loop: OwnLoop = field(init=False)  # set when it is built
@@ -33,7 +33,7 @@ class OwnRun(RankRun):
                 self.loop.step.include(name, thing)
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs from the one at which the run is, counted from 0. All ranks."""
+        """The remaining epochs, counted from 0; a resumed run starts at its current epoch. All ranks."""
         return self.loop.epochs(number)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -49,7 +49,7 @@ class OwnRun(RankRun):
     def step(
         self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
     ) -> bool:
-        """With the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear gradients.
+        """On the last batch of a step: sum the gradients over lanes and ranks, update the weights, clear the gradients.
 
         Returns whether the step is complete. All ranks.
         """
@@ -94,14 +94,14 @@ class OwnRun(RankRun):
         return super().mean(value, weight)
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
-        """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        """The rows of all ranks in rank order; with `with_grad`, gradients flow to the rank of each row. All ranks."""
         self.loop.meet(Place.GATHER)
         if with_grad:
             self.loop.warn_of_gather()
         return super().gather(tensor, with_grad=with_grad)
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has the average of its weights (`ema` in the config), to evaluate it."""
+        """A context in which the model has its averaged weights (`ema` in the config), for evaluation."""
         if self.loop.step.ema is None:
-            raise ConfigError("run.ema_weights() needs an average; set ema, for example ema: 0.999")
+            raise ConfigError("run.ema_weights() needs averaged weights; set ema, for example ema: 0.999")
         return self.loop.step.ema.applied()

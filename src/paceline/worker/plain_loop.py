@@ -24,7 +24,7 @@ from paceline.world import is_joined
 
 
 def run_plain_loop(context: Context, replica: Replica | PlainModel, training: Any, validation: Any | None) -> Any:
-    """Call the user's `train_fn` and return what it returns. All ranks."""
+    """Call the user's `train_fn` and return its value. All ranks."""
     config, world, events, progress = context.config, context.world, context.events, context.progress
     progress.phase = "building the loaders"
 
@@ -83,15 +83,17 @@ def run_plain_loop(context: Context, replica: Replica | PlainModel, training: An
 
 
 def compare_ranks(context: Context, model: torch.nn.Module, trained: Collection[str]) -> None:
-    """Stop a run whose ranks have ended `train_fn` with different weights, and keep rank 0's. All ranks.
+    """Stop a run whose ranks ended `train_fn` with different weights, and keep those of rank 0. All ranks.
 
-    `trained` names the parameters that were trainable before. Buffers may differ, as DDP leaves them.
+    `trained` names the parameters that were trainable before. Buffers may differ, as in DDP.
     """
     world, progress, folder = context.world, context.progress, context.folder
     if world.size == 1:
         return
     if not is_joined():
-        text = "train_fn has left the process group, so the weights of the ranks are not compared; rank 0's are saved"
+        text = (
+            "train_fn has destroyed the process group, so the weights of the ranks are not compared; rank 0's are saved"
+        )
         context.warn(text)
         return
     progress.phase = "comparing the weights of the ranks"
@@ -102,9 +104,11 @@ def compare_ranks(context: Context, model: torch.nn.Module, trained: Collection[
     def keep() -> None:
         save_weights(model, folder.rank_0_weights)
 
-    world.decide(lambda: write_patiently(keep, progress))  # no rank fails, and ends the others, before it is written
+    world.decide(
+        lambda: write_patiently(keep, progress)
+    )  # no rank fails, which would end the others, before it is written
     cause = (
-        "model.module(…) leaves out DDP's sum of gradients, so call model(…); "
+        "model.module(…) bypasses DDP's sum of gradients, so call model(…); "
         f"rank 0's weights are in {folder.rank_0_weights}"
     )
     raise ReplicasDiffer(*found, progress.step or 0, cause)

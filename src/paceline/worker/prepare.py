@@ -1,4 +1,4 @@
-"""The beginning of both loops with checkpoints: the last checkpoint, the events, the data and the model."""
+"""The start of both loops with checkpoints: the last checkpoint, the events, the data and the model."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def prepare_run(config: Config, folder: RunFolder, world: World, progress: Progr
 
 
 def warn_of_other_bits(context: Context) -> None:
-    """Warn if the weights will differ from those of other numbers of ranks in their last bits."""
+    """Warn if the weights will not be bitwise identical to those of other numbers of ranks."""
     config = context.config
     if config.exact and config.step_mode == "compile":
         context.warn(
             "step_mode=compile: the compiler rounds differently for one process and for several, so the weights "
-            "agree with other numbers of processes to rounding, not to the last bit"
+            "agree with other numbers of processes up to rounding, not bitwise"
         )

@@ -1,4 +1,4 @@
-"""`RankRun`: what a `Run` can do in any loop: sums and means over all ranks, and what callbacks log."""
+"""`RankRun`: the methods of `Run` that all loops share: sums and means over all ranks, and logs of callbacks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RankRun(Run):
         self._unavailable("log")
 
     def _log_image(self, name: str, value: Any) -> None:
-        """Write an image into a file of the run folder, and an event about it, from rank 0."""
+        """Write an image to a file of the run folder, and an event about it, from rank 0."""
         try:
             pixels = pixels_of(_array_of(value))
         except ValueError as error:
@@ -95,7 +95,7 @@ class RankRun(Run):
         )  # fmt: skip
 
     def write_logged(self) -> None:
-        """Write what callbacks have logged since the last call as one event."""
+        """Write the values that callbacks have logged since the last call as one event."""
         if self.logged:
             self.events.write("logged", step=self.step_number, values=self.logged)
             self.logged = {}
@@ -109,12 +109,12 @@ class RankRun(Run):
         return mean_over_ranks(value, weight, self.world)
 
     def gather(self, tensor: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
-        """The rows of all ranks in rank order; `with_grad` sends gradients back to the rank of each row. All ranks."""
+        """The rows of all ranks in rank order; with `with_grad`, gradients flow to the rank of each row. All ranks."""
         return rows_of_ranks(tensor, self.world, with_grad=with_grad)
 
 
 def run_facts(context: Context, plan: LoopPlan, state: TrainState) -> dict[str, Any]:
-    """The fields of a `RankRun` that both loops know."""
+    """The fields of a `RankRun` that both loops set."""
     world = context.world
     return {
         "world": world, "events": context.events, "rank": world.rank, "world_size": world.size,

@@ -32,7 +32,7 @@ class LoadedCheckpoint:
 
     path: Path
     manifest: Manifest
-    damaged: list[tuple[Path, str]]  # newer ones, and why they cannot be used
+    damaged: list[tuple[Path, str]]  # newer checkpoints, and why they cannot be used
     state: CheckpointState
 
 
@@ -67,7 +67,7 @@ def restore(
     groups = [{**group} for group in stepper.optimizer.param_groups]
     indices = stepper.sharding.mine if stepper.sharding is not None else None
     restore_optimizer(state, stepper.optimizer, checkpoint.path, indices)
-    if settings.optimizer_fn is None:  # the config may set other options of the optimizer now, and takes precedence
+    if settings.optimizer_fn is None:  # the config may have changed options of the optimizer, and takes precedence
         for group, configured in zip(stepper.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in configured.items() if key not in ("params", "lr")})
     restore_loss(state, outer_state(settings), checkpoint.path)
@@ -78,7 +78,7 @@ def restore(
 def restore_loop(
     context: Context, checkpoint: LoadedCheckpoint, ema: Ema | None, callbacks: Sequence[Callback]
 ) -> TrainState:
-    """Restore what both loops have: the averages of the weights and the callbacks; return the state of the loop."""
+    """Restore the averages of the weights and the callbacks, which both loops have; return the state of the loop."""
     counters = checkpoint.state.values["counters"]
     if ema is not None:
         for name, average in ema.averages().items():
@@ -89,7 +89,7 @@ def restore_loop(
 
 
 def continue_if_new(state: TrainState, checkpoint: LoadedCheckpoint, folder: RunFolder) -> None:
-    """Let a new run, which begins with a checkpoint of another, train on where that one has finished early."""
+    """Let a new run that starts from the checkpoint of another run continue where that run finished early."""
     if checkpoint.path.parent != folder.checkpoints:
         state.is_finished, state.finish_requested = False, None
 
@@ -97,7 +97,7 @@ def continue_if_new(state: TrainState, checkpoint: LoadedCheckpoint, folder: Run
 def begin_attempt(context: Context, checkpoint: LoadedCheckpoint | None) -> None:
     """Change the run folder for the first time, once all ranks have passed all checks. All ranks."""
     folder, events = context.folder, context.events
-    context.world.gather_objects(None)  # or rank 0 could begin while another one refuses
+    context.world.gather_objects(None)  # otherwise rank 0 could start while another rank raises
 
     def begin() -> None:
         store = Store(folder.checkpoints)

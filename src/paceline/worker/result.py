@@ -50,7 +50,7 @@ def write_patiently(write: Callable[[], None], progress: Progress) -> None:
             if not (is_missing or is_of_full_disk(str(error))) or time.monotonic() > deadline:
                 raise
             progress.phase = "waiting for the run folder" if is_missing else "waiting for free space on the disk"
-            progress.batch = (progress.batch or 0) + 1  # a sign of progress for the watchdog
+            progress.batch = (progress.batch or 0) + 1  # progress for the watchdog
             time.sleep(RETRY_S)
         else:
             return

@@ -18,7 +18,7 @@ EARLIER_NAMES = {
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The length of the run, and the intervals of what the loop does."""
+    """The length of the run, and the intervals of the loop's actions."""
 
     total_steps: int | None  # None where an iterable data set decides
     epochs: int  # begun by the end of the run
@@ -34,7 +34,7 @@ class LoopPlan:
 
 @dataclass
 class LossSums:
-    """Sums of the losses, or of another value, and their counts: since the last `step` event, and in this epoch."""
+    """Sums and counts of the losses, or of another value: since the last `step` event, and in this epoch."""
 
     window: float = 0.0
     window_count: float = 0.0
@@ -49,7 +49,7 @@ class LossSums:
         self.epoch_count += count
 
     def window_mean(self) -> float | None:
-        """The mean since the last `step` event, from which the next window begins; None if nothing was counted."""
+        """The mean since the last `step` event, at which the next window starts; None if nothing was counted."""
         mean = self.window / self.window_count if self.window_count else None
         self.window = self.window_count = 0.0
         return mean
@@ -65,21 +65,21 @@ class LossSums:
 
 @dataclass
 class TrainState:
-    """The state of the loop between two steps. A checkpoint holds it, so a run resumes at any step."""
+    """The state of the loop between two steps. It is part of checkpoints, so a run resumes at any step."""
 
     step: int = 0
     samples: int = 0
     seconds: float = 0.0  # of training; evaluations are not counted
     history: list[dict[str, Any]] = field(default_factory=list)  # one row for each epoch
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     sums: LossSums = field(default_factory=LossSums)
     value_sums: dict[str, LossSums] = field(default_factory=dict)  # of further values that a step returns, by name
     is_evaluation_due: bool = False  # the run was stopped after an epoch's last step and before its evaluation
     is_step_evaluation_due: bool = False  # the run was stopped before an evaluation within an epoch
     evaluation: dict[str, Any] = field(default_factory=dict)  # the row of the last evaluation within an epoch
-    is_epoch_cut_short: bool = False  # the last row is of an epoch that `max_steps` or `run.finish` has cut short
+    is_epoch_cut_short: bool = False  # the last row belongs to an epoch that `max_steps` or `run.finish` has cut short
     finish_requested: str | None = None  # the reason that was given to `run.finish` on any rank
-    frozen: list[str] = field(default_factory=list)  # the names of the parameters that `run.freeze` holds
+    frozen: list[str] = field(default_factory=list)  # the names of the parameters that `run.freeze` keeps unchanged
     is_finished: bool = False  # all ranks have agreed to end the run here
     epoch: int = 0  # of the last step, from 1
     epochs_done: int = 0  # whose last step is done; their evaluation may be due
@@ -88,12 +88,12 @@ class TrainState:
 
     @property
     def open_epoch(self) -> int | None:
-        """The epoch, counted from 0, whose first step is done and whose row is not in the history; None between two."""
+        """The epoch, counted from 0, whose first step is done but whose row is not in the history; None between two."""
         return self.epoch - 1 if self.epoch > (self.history[-1]["epoch"] if self.history else 0) else None
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainState:
-        """The state from the result of `asdict`; also from checkpoints of earlier versions."""
+        """The state from the result of `asdict`, including that of earlier versions."""
         content = {**content}
         for name, earlier in EARLIER_NAMES.items():
             if earlier in content:

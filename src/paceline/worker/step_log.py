@@ -1,6 +1,6 @@
 """The losses of steps: on the device until a log point or a checkpoint, then in `step` and `pace` events.
 
-Log points depend on measured times. Which steps have a `step` event, and its numbers, depend on the run alone.
+Log points depend on measured times. The steps with a `step` event, and its numbers, depend only on the run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepLog:
         self._logged = logged
         self._world, self._state, self._plan, self._events, self._review = world, state, plan, events, review
         self._clock, self._stragglers, self._memory = clock, stragglers, Memory(world.device)
-        self._facts = -3 - len(PHASES)  # where they begin: memory, cost, milliseconds of a step and of each phase
+        self._facts = -3 - len(PHASES)  # the first column of memory, cost, milliseconds of a step and of each phase
         self._every, self._trained_s, self._sample_at_s = 1, 0.0, SAMPLE_S
         self._cost_s = 0.0  # of sending the last log point
         self._rows: list[torch.Tensor] = []
@@ -87,7 +87,7 @@ class StepLog:
         return step > self._sent.steps[-1].step + max(LAG_STEPS, self._interval // LAG_SHARE)
 
     def advance(self, step: int, *, ends_epoch: bool) -> None:
-        """At a log point send the rows, and write their events: at once, or on a GPU some steps later. All ranks."""
+        """At a log point send the rows, and write their events: now, or on a GPU some steps later. All ranks."""
         if self.is_due(step) or ends_epoch:
             self.send(is_log_point=True)
             if self._world.device.type != "cuda" or ends_epoch:
@@ -96,7 +96,7 @@ class StepLog:
             self.settle()
 
     def send(self, *, is_log_point: bool = False) -> None:
-        """Begin to copy the rows to the host, without waiting. All ranks."""
+        """Start to copy the rows to the host, without waiting. All ranks."""
         self.settle()
         began = time.perf_counter()
         rows = torch.cat(self._rows).double()
@@ -166,7 +166,7 @@ class StepLog:
     def _report_pace(self, sent: PendingRows) -> None:
         """Report time and memory since the last log point, and choose the next ones."""
         step = sent.steps[-1].step + 1
-        memory, cost_s, *means = sent.numbers[:, self._facts :].T.tolist()  # of each, a number for each rank
+        memory, cost_s, *means = sent.numbers[:, self._facts :].T.tolist()  # one number per rank for each
         step_ms = [round(each, 3) for each in means[0]]
         phases = self._clock.phases_of(list(zip(*means, strict=True)))
         phase_ms = {name: [round(each, 3) for each in ms] for name, ms in phases.items()}
@@ -180,7 +180,7 @@ class StepLog:
         if found := self._stragglers.update(step_ms, phase_ms, elapsed):
             self._events.write("straggler", step=step, **found)
         self._restart_window()
-        # A rank that is early waits for the others in the gather; the smallest cost is that of the last rank.
+        # An early rank waits for the others in the gather; the smallest cost is that of the last rank.
         self._adapt(len(sent.steps), max(means[0]) / 1e3, min(cost_s))
 
     def _adapt(self, steps: int, step_s: float, cost_s: float) -> None:
@@ -221,13 +221,13 @@ def _mean(total: float, count: float) -> float | None:
 
 
 def is_recorded(inputs: StepInputs, every_steps: int | None) -> bool:
-    """Whether a step has a `step` event: a function of the run alone, so that equal runs have equal curves."""
+    """Whether a step has a `step` event: a function of the run only, so that identical runs have identical curves."""
     step = inputs.step + 1
     return step % (every_steps or record_interval(step)) == 0 or (inputs.ends_epoch and not inputs.is_epoch_cut_short)
 
 
 def record_interval(step: int) -> int:
-    """Steps between two recorded ones around `step`: all of the first steps, fewer of later ones (pure).
+    """Steps between two recorded steps around `step`: all of the first steps, fewer of later steps (pure).
 
     It does not depend on the length of the run, which may be unknown, or be changed when the run is resumed.
     """
@@ -237,7 +237,7 @@ def record_interval(step: int) -> int:
 def log_interval(step_s: float, elapsed_s: float, cost_s: float) -> int:
     """Steps between two log points, each of which costs the ranks `cost_s` seconds (pure).
 
-    A short run is logged in detail, a long one about once a second, so that logging costs next to nothing.
+    A short run is logged in detail, a long one about once a second, so that the cost of logging is negligible.
     """
     pause = min(max(elapsed_s / 50, SHORTEST_S, cost_s / GATHER_SHARE), LONGEST_S)
     wanted = pause / max(step_s, 1e-6)

@@ -1,4 +1,4 @@
-"""The numbers of steps: what the host keeps while they are copied from the device, and their sums over all lanes."""
+"""The numbers of steps: the host's data while they are copied from the device, and their sums over all lanes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = (0.0, 0.0)  # the sum and the count of a step that was skipped
 
 
 class PendingStep(NamedTuple):
-    """What the host knows of a step before its numbers have arrived from the device."""
+    """The host's data of a step whose numbers have not arrived from the device."""
 
     step: int  # from 0
     epoch: int
@@ -41,7 +41,7 @@ class ArrivedStep(NamedTuple):
 
     step: PendingStep
     loss: tuple[float, float]  # sum and count
-    values: dict[str, tuple[float, float]]  # the same of each further value
+    values: dict[str, tuple[float, float]]  # sum and count of each further value
     totals: list[list[float]]  # sum and count of the loss of each lane
     grad_norm: float
     is_skipped: bool
@@ -74,7 +74,7 @@ def _arrived(steps: list[PendingStep], numbers: torch.Tensor, lanes: RankLanes) 
     names = steps[0].names
     result = StepResult(numbers.transpose(0, 1), names)
     skipped = [bool(flag) for flag in result.is_skipped[:, 0].tolist()]
-    # Steps × lanes × 2, in the order of the lanes at any number of ranks: the sums are the same to the last bit.
+    # Steps × lanes × 2, in the order of the lanes for any number of ranks: the sums are bitwise identical.
     totals = lanes.in_order(result.lane_losses.reshape(len(steps), -1, 2), dim=1)
     of_values = lanes.in_order(result.lane_values.transpose(1, 2).flatten(2, 3), dim=2).sum(dim=2).tolist()
     losses, norms = totals.sum(dim=1).tolist(), result.grad_norm[:, 0].tolist()

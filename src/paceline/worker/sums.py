@@ -1,4 +1,4 @@
-"""Sums and rows over all ranks, of what the user's code has on each: numbers and tensors of any type."""
+"""Sums and rows over all ranks, of the user's numbers and tensors of any type."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.world import World
 
 
 class TensorForm(NamedTuple):
-    """What the ranks must agree on to sum tensors."""
+    """The properties that must be equal on all ranks to sum tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,11 +29,13 @@ def sum_over_ranks(value: Any, world: World) -> Any:
     forms = [each for each in of_ranks if isinstance(each, TensorForm)]
     for each in of_ranks:
         if not isinstance(each, (Number, np.ndarray, np.generic, TensorForm)):
-            raise ConfigError(f"run.sum got a {type(each).__name__}; give a number or a tensor")
+            raise ConfigError(f"run.sum got a {type(each).__name__}; pass a number or a tensor")
     if not forms:
         return sum(of_ranks)
     if len(shapes := {form.shape for form in forms}) > 1:
-        raise ConfigError(f"run.sum got tensors of different shapes on the ranks: {sorted(shapes)}; give one shape")
+        raise ConfigError(
+            f"run.sum got tensors of different shapes on the ranks: {sorted(shapes)}; use the same shape on all ranks"
+        )
     # A rank without samples may have the number 0 where others have tensors.
     types = [each.dtype if isinstance(each, TensorForm) else torch.as_tensor(each).dtype for each in of_ranks]
     common = reduce(torch.promote_types, types)
@@ -48,7 +50,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def mean_over_ranks(value: Any, weight: Any, world: World) -> Any:
-    """The mean over all ranks, weighted by `weight`; not a number if all weights are 0. All ranks."""
+    """The mean over all ranks, weighted by `weight`; NaN if all weights are 0. All ranks."""
     weight = weight.item() if isinstance(weight, torch.Tensor) else weight
     total_weight = sum_over_ranks(weight, world)
     total = sum_over_ranks(value * weight if weight else _zero_like(value), world)
@@ -63,7 +65,7 @@ def _zero_like(value: Any) -> Any:
 def rows_of_ranks(tensor: Any, world: World, *, with_grad: bool) -> torch.Tensor:
     """The rows of all ranks, in rank order. All ranks."""
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"run.gather got a {type(tensor).__name__}; give a tensor with a row for each sample")
+        raise ConfigError(f"run.gather got a {type(tensor).__name__}; pass a tensor with a row for each sample")
     rows = (tensor[None] if tensor.ndim == 0 else tensor).to(world.device)
     if with_grad and not rows.is_floating_point():
         raise ConfigError(f"run.gather(…, with_grad=True) got a tensor of type {rows.dtype}, which has no gradient")

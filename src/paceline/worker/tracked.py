@@ -1,4 +1,4 @@
-"""The objects of the user's own loop that checkpoints hold: optimizers, schedulers, further models."""
+"""The objects of the user's own loop in checkpoints: optimizers, schedulers, further models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paceline.engine.optimizers import lrs_of
 from paceline.errors import ConfigError
 from paceline.worker.callback_states import check_plain
 
-OUTER = "parameters outside modules"  # a key beside those of an optimizer's state dict
+OUTER = "parameters outside modules"  # a key in addition to those of an optimizer's state dict
 
 
 class Tracked:
-    """The tracked objects by name, and the states that a checkpoint has for them.
+    """The tracked objects by name, and their states in a checkpoint.
 
-    What the user's code tracks before its epochs lasts for the run. What it tracks within an epoch belongs to that
-    epoch, such as an optimizer that each epoch creates: another object may take the name in a later epoch, and a state
-    is restored only where the run resumes within the epoch.
+    Objects that the user's code tracks before its epochs last for the run. Objects tracked within an epoch belong to
+    that epoch, such as an optimizer that each epoch creates: another object may have the name in a later epoch, and a
+    state is restored only if the run resumes within the epoch.
     """
 
     def __init__(
@@ -34,23 +34,23 @@ class Tracked:
     ) -> None:  # fmt: skip
         """`saved` are the states in the checkpoint `source` from which the run resumes; None for a new run.
 
-        `frozen` names the parameters of the model that were frozen then. `epochs` has the epochs of objects that were
-        tracked within one, and `epoch` is the one within which the run resumes, None between epochs.
+        `frozen` names the parameters of the model that were frozen at that time. `epochs` has the epochs of objects
+        that were tracked within an epoch, and `epoch` is the epoch within which the run resumes, None between epochs.
         """
         self.objects: dict[str, Any] = {}
         self._source, self._warn, self._model, self._frozen = source, warn, model, frozen
         self.epochs: dict[str, int] = {}  # of objects that were tracked within one
         is_over = {name for name, of_object in (epochs or {}).items() if of_object != epoch}
         self._saved = {name: state for name, state in saved.items() if name not in is_over}
-        # The saved options of optimizers, to restore once more before the first step; None afterwards.
+        # The saved options of optimizers, to be restored again before the first step; None afterwards.
         self._options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] | None = []
 
     def add(self, name: str, thing: Any, epoch: int | None = None) -> Any:
-        """Track an object, and restore it from the checkpoint; returns the object of an earlier epoch it replaces."""
+        """Track an object, and restore it from the checkpoint; returns the replaced object of an earlier epoch."""
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(
                 f"run.track({name}=…) got a {type(thing).__name__}, which has no state_dict and load_state_dict; "
-                "keep plain values in run.state"
+                "store plain values in run.state"
             )
         known = self.objects.get(name)
         if known is thing:
@@ -63,23 +63,23 @@ class Tracked:
         if name in self._saved:
             self._restore(name, thing, self._saved.pop(name))
         elif self._source is not None and known is None and epoch is None:
-            self._warn(f"the checkpoint has no state of {name}, which run.track names; it keeps its present state")
+            self._warn(f"the checkpoint has no state of {name}, passed to run.track; it keeps its current state")
         return known
 
     def check_has(self, optimizer: torch.optim.Optimizer, call: str) -> None:
-        """Refuse an optimizer that no checkpoint would hold."""
+        """Reject an optimizer that would not be part of checkpoints."""
         if not any(thing is optimizer for thing in self.objects.values()):
             raise ConfigError(
-                f"{call} got an optimizer that run.track does not name, so no checkpoint would hold it; "
+                f"{call} got an optimizer that is not tracked, so checkpoints would not contain it; "
                 "call run.track(optimizer=optimizer) where it is created"
             )
 
     def check_epochs(self, epoch: int) -> None:
-        """At the end of an epoch: warn of objects that were tracked within an earlier one and are still there."""
+        """At the end of an epoch: warn about objects that were tracked within an earlier epoch and still exist."""
         for name in (name for name, of_object in self.epochs.items() if of_object < epoch):
             self._warn(
                 f"run.track({name}=…) was called within an epoch, so a run restores {name} only if it resumes within "
-                "that epoch; create and track what lasts longer before run.epochs(…)"
+                "that epoch; create and track objects that last longer before run.epochs(…)"
             )
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -95,10 +95,10 @@ class Tracked:
         return [lr for optimizer in self.optimizers() for lr in lrs_of(optimizer)]
 
     def states(self) -> dict[str, Any]:
-        """The states for a checkpoint. States that no object has taken over yet are kept."""
+        """The states for a checkpoint. States whose object has not been tracked yet are kept."""
         states = {name: self._state_of(thing) for name, thing in self.objects.items()}
         for name, state in states.items():
-            check_plain(f"the state_dict() of {name}, which run.track names,", map_leaves(state, _without_tensors))
+            check_plain(f"the state_dict() of {name}, passed to run.track,", map_leaves(state, _without_tensors))
         self._check_schedulers()
         return {**self._saved, **states}
 
@@ -113,9 +113,9 @@ class Tracked:
         return digests
 
     def restore_options(self) -> None:
-        """Before the first epoch: restore what the user's code before the loop has set again.
+        """Before the first epoch: restore options that the user's code before the loop has overwritten.
 
-        A scheduler sets its first rate when it is made, and layers may be frozen that were trained since.
+        A scheduler sets its first rate when it is created, and layers may be frozen that were unfrozen later.
         """
         self._restore_rates()
         if self._frozen is not None:
@@ -124,7 +124,7 @@ class Tracked:
             self._frozen = None
 
     def release_options(self) -> None:
-        """After the first step: what the user's code sets from here on is kept."""
+        """After the first step: options that the user's code sets from now on are kept."""
         self._options = None
 
     def _restore_rates(self) -> None:
@@ -148,7 +148,7 @@ class Tracked:
         return {**with_float_rates(state), OUTER: self._outer_parameters(thing)}
 
     def _outer_parameters(self, optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-        """The parameters of an optimizer that are in no tracked module, such as weights of a loss, by their places."""
+        """The parameters of an optimizer that are in no tracked module, such as weights of a loss, by position."""
         known = {id(parameter) for module in (self._model, *self.modules()) for parameter in module.parameters()}
         numbered = enumerate(_parameters_of(optimizer))
         return {place: parameter.detach() for place, parameter in numbered if id(parameter) not in known}
@@ -156,7 +156,7 @@ class Tracked:
     def _restore(self, name: str, thing: Any, state: Any) -> None:
         if not isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(state)
-            self._restore_rates()  # which the constructor of a scheduler has changed
+            self._restore_rates()  # the constructor of a scheduler has changed them
             return
         state, outer = {**state}, state.get(OUTER, {})
         state.pop(OUTER, None)
@@ -164,34 +164,34 @@ class Tracked:
         if self._options is not None:
             self._options.append((thing, [{**group} for group in state["param_groups"]]))
         load_optimizer(state, thing, self._source or Path(), has_free_options=True)
-        thing._opt_called = True  # type: ignore[attr-defined]  # or torch warns of schedulers that step before it
+        thing._opt_called = True  # type: ignore[attr-defined]  # otherwise torch warns about schedulers that step before it
         own = _parameters_of(thing)
         with torch.no_grad():
             for place, value in outer.items():
                 own[place].copy_(value)
 
     def _check_fits(self, name: str, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-        """Refuse an optimizer of another kind, or with other groups, than the one in the checkpoint."""
+        """Reject an optimizer of another kind, or with other groups, than the optimizer in the checkpoint."""
         if len(saved) != len(optimizer.param_groups):
             raise ConfigError(
-                f"run.track({name}=…) got an optimizer with {len(optimizer.param_groups)} parameter groups, and the "
-                f"checkpoint has {len(saved)}; create all groups before run.track, or begin a new run with "
+                f"run.track({name}=…) got an optimizer with {len(optimizer.param_groups)} parameter groups, but the "
+                f"checkpoint has {len(saved)}; create all groups before run.track, or start a new run with "
                 "--resume never"
             )
         missing = sorted(optimizer.defaults.keys() - saved[0].keys())
         if missing:
             raise ConfigError(
-                f"run.track({name}=…) got an optimizer of the class {type(optimizer).__name__}, and the checkpoint has "
-                f"another one, without {', '.join(missing)}; keep it, or begin a new run with --resume never"
+                f"run.track({name}=…) got an optimizer of the class {type(optimizer).__name__}, but the checkpoint has "
+                f"another one, without {', '.join(missing)}; use that one, or start a new run with --resume never"
             )
 
     def _check_schedulers(self) -> None:
-        """Warn of a scheduler that is not tracked."""
+        """Warn about a scheduler that is not tracked."""
         has_scheduler = any(hasattr(thing, "get_last_lr") for thing in self.objects.values())
         wrapped = [getattr(each.step, "_wrapped_by_lr_sched", False) for each in self.optimizers()]
         if not has_scheduler and any(wrapped):
             self._warn(
-                "a scheduler of the optimizer is not tracked, so a resumed run would begin its schedule again; "
+                "a scheduler of the optimizer is not tracked, so a resumed run would restart its schedule; "
                 "call run.track(scheduler=scheduler)"
             )
 

@@ -125,7 +125,7 @@ def test_a_resumed_teacher_keeps_its_weights() -> None:
     ("change", "problem"),
     [
         (lambda model: model.__delattr__("teacher"), "the model has no module 'teacher'; it has student"),
-        (lambda model: model.teacher.requires_grad_(True), "teacher is trained by the optimizer, too"),
+        (lambda model: model.teacher.requires_grad_(True), "teacher is also trained by the optimizer"),
         (lambda model: setattr(model, "teacher", nn.Linear(3, 3)), "teacher and student have different weights"),
     ],
 )
@@ -144,7 +144,7 @@ def test_parameters_are_frozen_by_their_names_and_those_of_modules() -> None:
     assert run.frozen == {"student.0.weight", "student.0.bias", "student.1.bias"}
     run.unfreeze("student")
     assert run.frozen == set()
-    with pytest.raises(ConfigError, match=r"run.freeze\('stud'\) names no parameter of the model; its parts are stud"):
+    with pytest.raises(ConfigError, match=r"run.freeze\('stud'\) matches no parameter of the model; its modules"):
         run.freeze("stud")
 
 
@@ -180,9 +180,9 @@ def test_unfreezing_needs_one_interval(options: dict[str, int]) -> None:
 def test_a_metric_that_is_no_loss_needs_a_mode(callback: Any) -> None:
     with pytest.raises(ConfigError, match="metric='accuracy' needs a mode"):
         callback("accuracy")
-    with pytest.raises(ConfigError, match="has mode='maximum', which is not known; give mode="):
+    with pytest.raises(ConfigError, match="has mode='maximum', which is unknown; set mode="):
         callback("accuracy", "maximum")
-    with pytest.raises(ConfigError, match="metric=3 is not a name; give a text"):
+    with pytest.raises(ConfigError, match="metric=3 is not a name; use a string"):
         callback(3)
     callback("val_loss")
     callback("accuracy", "max")
@@ -191,19 +191,19 @@ def test_a_metric_that_is_no_loss_needs_a_mode(callback: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: EarlyStopping(patience=0), "early_stop: patience=0 is not a whole number from 1; give one, such as 5"),
-        (lambda: EarlyStopping(patience=-1), "early_stop: patience=-1 is not a whole number"),
-        (lambda: EarlyStopping(patience="3"), "early_stop: patience='3' is not a whole number"),  # type: ignore[arg-type]
-        (lambda: EarlyStopping(min_delta=-0.1), "early_stop: min_delta=-0.1 is not a number from 0"),
+        (lambda: EarlyStopping(patience=0), "early_stop: patience=0 is not a positive integer; use one, such as 5"),
+        (lambda: EarlyStopping(patience=-1), "early_stop: patience=-1 is not a positive integer"),
+        (lambda: EarlyStopping(patience="3"), "early_stop: patience='3' is not a positive integer"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(min_delta=-0.1), "early_stop: min_delta=-0.1 is not a number of at least 0"),
         (lambda: MeanTeacher(decay="0.9"), "MeanTeacher: decay='0.9' is not a number between 0 and 1"),  # type: ignore[arg-type]
         (lambda: MeanTeacher(decay=1.5), "MeanTeacher: decay=1.5 is not a number between 0 and 1"),
-        (lambda: GradualUnfreeze("a", every_steps=0), "GradualUnfreeze: every_steps=0 is not a whole number"),
-        (lambda: GradualUnfreeze("a", every_epochs=-1), "GradualUnfreeze: every_epochs=-1 is not a whole number"),
+        (lambda: GradualUnfreeze("a", every_steps=0), "GradualUnfreeze: every_steps=0 is not a positive integer"),
+        (lambda: GradualUnfreeze("a", every_epochs=-1), "GradualUnfreeze: every_epochs=-1 is not a positive integer"),
         (lambda: GradualUnfreeze(["a"], every_steps=1), r"GradualUnfreeze: module 0=\['a'\] is not a name"),  # type: ignore[arg-type]
-        (lambda: LearningRateMonitor(every_steps=-2), "LearningRateMonitor: every_steps=-2 is not a whole number"),
-        (lambda: LearningRateMonitor(every_steps=0), "LearningRateMonitor: every_steps=0 is not a whole number"),
+        (lambda: LearningRateMonitor(every_steps=-2), "LearningRateMonitor: every_steps=-2 is not a positive integer"),
+        (lambda: LearningRateMonitor(every_steps=0), "LearningRateMonitor: every_steps=0 is not a positive integer"),
         (lambda: ImageLogger(3), "ImageLogger: images=3 is not a function"),  # type: ignore[arg-type]
-        (lambda: ImageLogger(nn.Identity(), every_steps=0), "ImageLogger: every_steps=0 is not a whole number"),
+        (lambda: ImageLogger(nn.Identity(), every_steps=0), "ImageLogger: every_steps=0 is not a positive integer"),
     ],
 )
 def test_a_wrong_argument_is_an_error_where_the_callback_is_made(make: Any, problem: str) -> None:

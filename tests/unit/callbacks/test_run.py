@@ -28,6 +28,6 @@ def test_everything_that_a_run_has_is_in_the_documentation() -> None:
 @pytest.mark.parametrize("reason", [5, None, ""])
 def test_the_end_of_a_run_needs_a_reason(method: str, reason: Any) -> None:
     run = Run(rank=0, world_size=1, device=torch.device("cpu"), folder=Path(), model=nn.Identity(), total_steps=None)
-    with pytest.raises(ConfigError, match=rf"run\.{method}\({reason!r}\) needs a reason; give a text that says why"):
+    with pytest.raises(ConfigError, match=rf"run\.{method}\({reason!r}\) needs a reason; pass a string that"):
         getattr(run, method)(reason)
     getattr(run, method)("it is good enough")

@@ -93,7 +93,7 @@ def test_auto_restarts_an_unfinished_own_loop_in_the_folder_that_run_dir_names(m
     folder = make_run(config, "mine", threads=2)
     assert find_restore_point(config) == RestorePoint(folder.path, {"lanes": None, "threads": 2})
     folder.result.write_text("{}")
-    with pytest.raises(ConfigError, match="run_dir=mine holds a finished run, and a train_fn without `run`"):
+    with pytest.raises(ConfigError, match="run_dir=mine contains a finished run, and a train_fn without `run`"):
         find_restore_point(config)
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(make_config: MakeConfig) -> Non
 
 def test_two_folders_for_one_run_conflict(make_config: MakeConfig) -> None:
     make_run(make_config(), "old")
-    with pytest.raises(ConfigError, match="resume=old and run_dir=new are two folders; keep one of them"):
+    with pytest.raises(ConfigError, match="resume=old and run_dir=new are different folders; keep one of them"):
         find_restore_point(make_config(resume="old", run_dir="new"))
 
 
@@ -212,7 +212,7 @@ def test_lanes_are_those_of_the_first_launch(make_config: MakeConfig) -> None:
 
 
 def test_different_lanes_are_refused_with_both_numbers(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="lanes=4 but the run began with lanes=8; leave lanes out, or begin a new"):
+    with pytest.raises(ConfigError, match="lanes=4 but the run started with lanes=8; omit lanes, or start a new"):
         RestorePoint(settled={"lanes": 8}).lanes(make_config(lanes=4))
 
 
@@ -289,8 +289,8 @@ def test_changes_that_alter_the_meaning_of_a_step_are_refused(
     with pytest.raises(ConfigError) as caught:
         check_compatible(identity(make_config(**before)), identity(make_config(**after)), SOURCE)
     assert caught.value.problems == [
-        f"{key}={values[1]} but {SOURCE} was made with {key}={values[0]}; "
-        "keep that, or begin a new run with --resume never"
+        f"{key}={values[1]} but {SOURCE} was saved with {key}={values[0]}; "
+        "use that value, or start a new run with --resume never"
     ]
 
 

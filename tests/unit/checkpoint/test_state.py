@@ -216,7 +216,7 @@ def test_a_checkpoint_without_buffers_of_a_loss_leaves_the_loss_unchanged(tmp_pa
 
 @pytest.mark.parametrize("after", [RunningLoss(1.0, (3,)), nn.CrossEntropyLoss(), nn.functional.cross_entropy])
 def test_a_loss_that_does_not_fit_the_checkpoint_is_refused(after: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds mean, phase of a loss, but loss_fn has no such buffers; keep the"):
+    with pytest.raises(ConfigError, match="the buffers mean, phase of a loss, but loss_fn does not have them; keep"):
         restore_loss(state_with(RunningLoss(2.0), tmp_path / "c"), after, SOURCE)
 
 
@@ -237,7 +237,7 @@ def differences(saved: nn.Module, model: nn.Module) -> list[str]:
         restore_weights(state, model, SOURCE)
     assert sha256_of(model.state_dict()) == before
     [text] = caught.value.problems
-    start, end = f"{SOURCE} does not fit the model: ", "; keep the model, or begin a new run with --resume never"
+    start, end = f"{SOURCE} does not fit the model: ", "; keep the model, or start a new run with --resume never"
     assert text.startswith(start)
     assert text.endswith(end)
     return text.removeprefix(start).removesuffix(end).split("; ")
@@ -249,7 +249,7 @@ def test_a_difference_in_shape_shows_both_shapes() -> None:
 
 def test_names_that_only_one_side_has_are_listed() -> None:
     assert differences(nn.Linear(3, 2), nn.Linear(3, 2, bias=False)) == ["the model has no bias"]
-    assert differences(nn.Linear(3, 2, bias=False), nn.Linear(3, 2)) == ["no bias is saved"]
+    assert differences(nn.Linear(3, 2, bias=False), nn.Linear(3, 2)) == ["bias was not saved"]
 
 
 def test_the_first_four_of_many_differences_are_listed() -> None:
@@ -261,10 +261,10 @@ def test_the_first_four_of_many_differences_are_listed() -> None:
 def test_an_optimizer_that_does_not_fit_is_refused_with_the_options_of_both() -> None:
     model = nn.Linear(3, 2)
     state = capture(model, torch.optim.SGD(model.parameters()), None, {})
-    with pytest.raises(ConfigError, match=r"holds an optimizer with .*momentum.* over 2 .*; the config's has .*betas"):
+    with pytest.raises(ConfigError, match=r"has an optimizer with .*momentum.* over 2 .*; that of the .*betas"):
         restore_optimizer(state, torch.optim.AdamW(model.parameters()), SOURCE)
-    with pytest.raises(ConfigError, match=r"over 2 parameters; the config's has .* over 1"):
+    with pytest.raises(ConfigError, match=r"over 2 parameters; that of the config has .* over 1"):
         restore_optimizer(state, torch.optim.SGD([model.weight]), SOURCE)
     two = torch.optim.SGD([{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(1))]}])
-    with pytest.raises(ConfigError, match=r"holds an optimizer with 1 groups of parameters; the config's has 2"):
+    with pytest.raises(ConfigError, match=r"has an optimizer with 1 parameter groups; that of the config has 2"):
         restore_optimizer(state, two, SOURCE)

@@ -118,7 +118,7 @@ def test_folders_with_other_names_are_not_checkpoints(store: Store) -> None:
     ("damage", "text"),
     [
         (truncate, "{name} has {less} bytes instead of {size}"),
-        (flip_bit, "{name} has a different checksum than when it was written"),
+        (flip_bit, "{name} has a wrong checksum"),
         (Path.unlink, "{name} cannot be read: No such file or directory"),
         (lambda path: (path.unlink(), path.mkdir()), "{name} "),
     ],
@@ -174,7 +174,7 @@ def test_a_manifest_of_another_format_is_refused(store: Store) -> None:
     path = save(store, 7)
     manifest = Manifest(step=7, files=[], identity={}, format=2)
     (path / MANIFEST).write_text(manifest.to_json())
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json has format 2, this version reads 1"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json has format 2; this version reads 1"):
         verify(path)
 
 

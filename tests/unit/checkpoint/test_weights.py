@@ -112,9 +112,9 @@ def test_tied_weights_are_stored_once_and_safetensors_ties_them_again(tmp_path: 
 def test_a_model_that_does_not_fit_is_refused_with_the_differences(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_weights(nn.Linear(3, 2), path)
-    with pytest.raises(ConfigError, match=r"weight is \(2, 3\) as saved and \(2, 5\) in the model; give the model"):
+    with pytest.raises(ConfigError, match=r"weight is \(2, 3\) as saved and \(2, 5\) in the model; use the model"):
         load_weights(nn.Linear(5, 2), path)
-    with pytest.raises(ConfigError, match="does not fit the model: the model has no bias; give the model that was"):
+    with pytest.raises(ConfigError, match="does not fit the model: the model has no bias; use the model that was"):
         load_weights(nn.Linear(3, 2, bias=False), path)
 
 

@@ -100,7 +100,7 @@ def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch:
     assert f"lab{SHOWN}: 2 ranks" in shown
     assert f"accuracy{SHOWN} 0.7500" in shown
     assert f"failed: rank 1 failed{SHOWN}" in shown
-    assert f"{SHOWN} was not submitted" in terminal_output(monkeypatch, "cancel", str(folder.path)).replace("\n", "")
+    assert f"{SHOWN} is not a Slurm job" in terminal_output(monkeypatch, "cancel", str(folder.path)).replace("\n", "")
 
 
 @pytest.mark.parametrize(

@@ -36,28 +36,28 @@ def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("typed", "words", "lines"),
     [
-        ("digits --epochs 5", "digits num_epochs=5", ["--epochs 5 is num_epochs=5"]),
+        ("digits --epochs 5", "digits num_epochs=5", ["--epochs 5 means num_epochs=5"]),
         ("--batch-size=64 digits --backend gloo", "digits batch_size=64 backend=gloo", []),
-        ("digits -lr 1e-3", "digits optimizer.lr=1e-3", ["-lr 1e-3 is optimizer.lr=1e-3"]),
+        ("digits -lr 1e-3", "digits optimizer.lr=1e-3", ["-lr 1e-3 means optimizer.lr=1e-3"]),
         ("digits --optimizer.weight-decay 0.1", "digits optimizer.weight_decay=0.1", []),
         ("digits --seed 3 --device cpu lanes=2", "digits lanes=2 seed=3 device=cpu", []),
-        ("digits --world_size 2", "--procs=2 digits", ["--world_size 2 is --procs 2"]),
-        ("--gpus 2 digits", "--procs=2 digits", ["--gpus 2 is --procs 2, the number of processes on each host"]),
-        ("digits --gpus 0", "digits device=cpu", ["--gpus 0 is device=cpu"]),
+        ("digits --world_size 2", "--procs=2 digits", ["--world_size 2 means --procs 2"]),
+        ("--gpus 2 digits", "--procs=2 digits", ["--gpus 2 means --procs 2, the number of processes on each host"]),
+        ("digits --gpus 0", "digits device=cpu", ["--gpus 0 means device=cpu"]),
         ("--procs 2 digits --save_every 9", "--procs=2 digits checkpoint.every_steps=9", ...),
         ("digits --run_dir out", "digits --run-dir=out", []),
-        ("--fp16 digits", "digits precision=fp16", ["--fp16 is precision=fp16"]),
-        ("--fp16 true digits lanes=2", "digits lanes=2 precision=fp16", ["--fp16 true is precision=fp16"]),
-        ("digits --resume_from auto --json", "--resume=auto digits --json", ["--resume_from auto is --resume auto"]),
+        ("--fp16 digits", "digits precision=fp16", ["--fp16 means precision=fp16"]),
+        ("--fp16 true digits lanes=2", "digits lanes=2 precision=fp16", ["--fp16 true means precision=fp16"]),
+        ("digits --resume_from auto --json", "--resume=auto digits --json", ["--resume_from auto means --resume auto"]),
         (
             "digits --gradient_accumulation_steps 4 --procs 2", "digits --procs=2 lanes=8",
-            ["--gradient_accumulation_steps 4 is lanes=8, 4 for each of the 2 processes"],
+            ["--gradient_accumulation_steps 4 means lanes=8, 4 for each of the 2 processes"],
         ),
         ("digits --nnodes 2 --rendezvous n1:29400", "--nodes=2 digits --rendezvous=n1:29400", ...),
         ("digits --lr {0.1,0.2}", "digits optimizer.lr={0.1,0.2}", ...),
         ("digits --epochs -1 -- --lr", "", []),
         ("nothing --epochs 5", "nothing num_epochs=5", ...),
-        ("own.yaml --hidden 3", "own.yaml model_args.hidden=3", ["--hidden 3 is model_args.hidden=3"]),
+        ("own.yaml --hidden 3", "own.yaml model_args.hidden=3", ["--hidden 3 means model_args.hidden=3"]),
         ("own.yaml --pretrained", "own.yaml dataset_args.pretrained=true", ...),
     ],
 )  # fmt: skip
@@ -78,27 +78,39 @@ def test_options_with_one_meaning_are_accepted(
     [
         ("digits --epochs", "--epochs has no value; write --epochs VALUE"),
         ("digits --lr batch_size=3", "--lr has no value; write --lr VALUE"),
-        ("digits --fp16 false", "--fp16 false is called precision here; remove it"),
-        ("digits --local_rank 0", "--local_rank 0 is not a key here; remove it, the processes agree on their ranks; "),
-        ("digits --num_nodes 2", "--num_nodes 2 is called nodes here; write nodes=2 rendezvous=HOST:29400"),
-        (f"digits {HOSTS} --world_size 4", "--world_size 4 is called procs here; write procs=4, if all are on one"),
-        ("digits --gradient_accumulation_steps 4", "lanes here; write lanes=4, times the number of processes, whose"),
-        ("digits --T_max 9", "--T_max 9 is called schedule.name here; write schedule.name=cosine, which ends with"),
-        ("digits --adam_beta1 0.8", "optimizer.betas here; write 'optimizer.betas=[0.8, 0.999]'"),
+        ("digits --fp16 false", "--fp16 false is called precision in Paceline; remove it"),
+        (
+            "digits --local_rank 0",
+            "--local_rank 0 is not a key of Paceline; remove it, ranks are assigned automatically; ",
+        ),
+        ("digits --num_nodes 2", "--num_nodes 2 is called nodes in Paceline; write nodes=2 rendezvous=HOST:29400"),
+        (
+            f"digits {HOSTS} --world_size 4",
+            "--world_size 4 is called procs in Paceline; write procs=4, if all are on one",
+        ),
+        (
+            "digits --gradient_accumulation_steps 4",
+            "lanes in Paceline; write lanes=4, times the number of processes, whose",
+        ),
+        (
+            "digits --T_max 9",
+            "--T_max 9 is called schedule.name in Paceline; write schedule.name=cosine, which ends with",
+        ),
+        ("digits --adam_beta1 0.8", "optimizer.betas in Paceline; write 'optimizer.betas=[0.8, 0.999]'"),
         ("digits --monitor val_loss", "write early_stop.metric=val_loss"),
-        ("digits --epochs 3 --max_epochs 4", "--epochs 3 and --max_epochs 4 are both num_epochs; keep one of them"),
+        ("digits --epochs 3 --max_epochs 4", "--epochs 3 and --max_epochs 4 both set num_epochs; keep one of them"),
         ("digits --prcs 2", "--prcs is not an option; did you mean --procs?"),
         ("digits --num_epoch 2", "--num_epoch is not an option; did you mean --num_epochs?"),
         ("digits --learning_rat 2", "--learning_rat is not an option; did you mean --learning_rate?"),
-        ("digits --foo", "--foo is not an option; model_fn takes channels, dropout"),
-        ("--foo", "--foo is not an option; add --help to see the options; docs/configuration.md lists the keys"),
+        ("digits --foo", "--foo is not an option; model_fn accepts channels, dropout; dataset_fn accepts no arguments"),
+        ("--foo", "--foo is not an option; use --help to list the options; docs/configuration.md lists the keys"),
         (
             "own.yaml --input_size 10",
             "--input_size 10 is an argument of model_fn and of dataset_fn; write model_args.input_size=10 "
             "dataset_args.input_size=10, or one of them",
         ),
         ("own.yaml --inputsize 10", "--inputsize is not an option; did you mean --input_size?"),
-        ("own.yaml --foo 3", "model_fn takes input_size, hidden; dataset_fn takes input_size, pretrained"),
+        ("own.yaml --foo 3", "model_fn accepts input_size, hidden; dataset_fn accepts input_size, pretrained"),
     ],
 )
 @pytest.mark.usefixtures("own_config")
@@ -145,7 +157,7 @@ def test_no_condition_or_open_value_is_accepted() -> None:
 def test_an_option_without_a_value_is_answered_with_one(option: str, example: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cli.app(["train", "digits", option], standalone_mode=False)
-    assert str(caught.value) == f"{option} has no value; write for instance {option} {example}"
+    assert str(caught.value) == f"{option} has no value; write, for example, {option} {example}"
 
 
 def test_a_command_without_keys_reports_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:

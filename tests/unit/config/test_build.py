@@ -219,7 +219,7 @@ def test_a_url_is_refused_where_a_local_path_is_needed(key: str, given: Any) -> 
 @pytest.mark.parametrize("key", ["run_dir", "resume", "folder", "df", "val_df"])
 def test_a_nul_character_in_a_path_is_refused(key: str) -> None:
     assert problems({**MANAGED, key: "\0"}) == [
-        f"{key}='\\x00' contains a NUL character, which no path can; give another path"
+        f"{key}='\\x00' contains a NUL character, which is not allowed in paths; give another path"
     ]
 
 

@@ -20,7 +20,7 @@ def test_a_model_in_place_of_a_function_is_a_mistake() -> None:
 
 def test_an_invalid_loss_fn_is_not_also_reported_as_missing() -> None:
     assert problems({**MANAGED, "loss_fn": 3}) == [
-        'loss_fn=3 is not a function; give a function, or "module:name" in a config'
+        'loss_fn=3 is not a function; pass a function, or write "module:name" in a config'
     ]
 
 
@@ -236,5 +236,5 @@ def test_a_global_batch_size_that_lanes_cannot_fill_is_a_mistake(keys: dict[str,
 
 def test_the_best_checkpoint_by_a_metric_that_is_no_loss_needs_a_mode() -> None:
     [problem] = problems({**MANAGED, "metrics": ["accuracy"], "checkpoint": {"best": {"metric": "accuracy"}}})
-    assert problem.endswith("give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}")
+    assert problem.endswith("write {metric: accuracy, mode: max} or {metric: accuracy, mode: min}")
     build({**MANAGED, "checkpoint": {"best": {"metric": "train_loss"}}})

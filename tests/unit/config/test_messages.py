@@ -14,7 +14,7 @@ def test_the_error_has_one_line_for_each_mistake() -> None:
     with pytest.raises(ConfigError) as caught:
         build({**MANAGED, "batch_size": 0, "procs": 0})
     assert str(caught.value).splitlines() == [
-        "batch_size=0 input should be greater than or equal to 1",
+        "batch_size=0 must be greater than or equal to 1",
         "procs=0 must be a number of processes, or least:most such as 1:4",
     ]
 
@@ -47,7 +47,7 @@ def test_an_unknown_key_may_contain_any_character(key: Any) -> None:
 
 def test_a_value_that_is_not_a_function_says_what_to_give() -> None:
     assert problems({**MANAGED, "model_fn": 3}) == [
-        'model_fn=3 is not a function; give a function, or "module:name" in a config'
+        'model_fn=3 is not a function; pass a function, or write "module:name" in a config'
     ]
 
 
@@ -55,8 +55,8 @@ def test_an_optimizer_or_scheduler_of_torch_is_answered_with_the_key_for_it_in_o
     optimizer = torch.optim.SGD([torch.zeros(1)])
     first, second = problems({**MANAGED, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR})
     assert first.startswith("optimizer=SGD ( Parameter Group 0 ")
-    assert first.endswith("; to give an object, write optimizer_fn, a function of the model that returns it")
-    assert second.endswith("; to give an object, write scheduler_fn, a function of the optimizer that returns it")
+    assert first.endswith("; to use an object, write optimizer_fn, a function of the model that returns it")
+    assert second.endswith("; to use an object, write scheduler_fn, a function of the optimizer that returns it")
 
 
 def test_long_values_are_shortened_in_the_message() -> None:
@@ -73,12 +73,12 @@ def test_long_values_are_shortened_in_the_message() -> None:
         (
             {"best": "accuracy"},
             "checkpoint.best='accuracy' needs a mode: whether higher or lower is better; "
-            "give {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
+            "write {metric: accuracy, mode: max} or {metric: accuracy, mode: min}",
         ),
-        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' input should be 'min' or 'max'"),
-        ({"keep": 0}, "checkpoint.keep=0 input should be greater than or equal to 1"),
-        ({"every_steps": 0}, "checkpoint.every_steps=0 input should be greater than or equal to 1"),
-        ({"every_minutes": 0}, "checkpoint.every_minutes=0 input should be greater than 0"),
+        ({"best": {"mode": "least"}}, "checkpoint.best.mode='least' must be 'min' or 'max'"),
+        ({"keep": 0}, "checkpoint.keep=0 must be greater than or equal to 1"),
+        ({"every_steps": 0}, "checkpoint.every_steps=0 must be greater than or equal to 1"),
+        ({"every_minutes": 0}, "checkpoint.every_minutes=0 must be greater than 0"),
     ],
 )
 def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any], problem: str) -> None:
@@ -88,9 +88,9 @@ def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any]
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"max_restarts": -1}, "max_restarts=-1 input should be greater than or equal to 0"),
-        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 input should be greater than or equal to 0"),
-        ({"nan_limit": 0}, "nan_limit=0 input should be greater than or equal to 1"),
+        ({"max_restarts": -1}, "max_restarts=-1 must be greater than or equal to 0"),
+        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be greater than or equal to 0"),
+        ({"nan_limit": 0}, "nan_limit=0 must be greater than or equal to 1"),
     ],
 )
 def test_numbers_out_of_range_are_mistakes(keys: dict[str, Any], problem: str) -> None:
@@ -108,7 +108,7 @@ class Summary:
         return 1.0
 
 
-NOT_NAMES = "is not a list of names; for functions of your own, give {name: function(output, target)}"
+NOT_NAMES = "is not a list of names; for your own functions, use {name: function(output, target)}"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ NOT_NAMES = "is not a list of names; for functions of your own, give {name: func
         (len, NOT_NAMES),
         ([len], NOT_NAMES),
         (3, NOT_NAMES),
-        ({"a": 3}, "has a=3, which is not a function; give a function(output, target)"),
-        ({3: len}, "has the name 3, which is not a text; give {name: function(output, target)}"),
-        ({"a": Summary}, "has the class Summary as a; give an object of it, or a function"),
+        ({"a": 3}, "has a=3, which is not a function; use a function(output, target)"),
+        ({3: len}, "has the name 3, which is not a string; use {name: function(output, target)}"),
+        ({"a": Summary}, "has the class Summary as a; pass an instance of it, or a function"),
     ],
 )
 def test_wrong_metrics_are_one_sentence(metrics: Any, problem: str) -> None:
@@ -137,8 +137,10 @@ def test_a_metric_that_is_updated_needs_no_call() -> None:
 @pytest.mark.parametrize("raw", [{"lanes": True}, {"schedule": {"name": "plateau", "patience": True}}])
 def test_a_truth_value_is_not_a_number(raw: dict[str, Any]) -> None:
     [found] = problems({**MANAGED, **raw})
-    assert found.endswith("=True is not a number; give one")
+    assert found.endswith("=True is not a number; write a number")
 
 
 def test_a_truth_value_that_another_library_has_is_answered() -> None:
-    assert problems({**MANAGED, "clip_norm": True}) == ["clip_norm=True is not a value here; write clip_norm=1.0"]
+    assert problems({**MANAGED, "clip_norm": True}) == [
+        "clip_norm=True is not a value of Paceline; write clip_norm=1.0"
+    ]

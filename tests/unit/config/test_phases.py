@@ -40,9 +40,9 @@ def step(model: Any, batch: Any) -> None: ...
 @pytest.mark.parametrize(
     ("steps", "problem"),
     [
-        ({"c": step, "g": 3}, "has the phase g=3; give a function, or {every: 5, fn: function}"),
-        ({"c": step, "g": {"every": 0, "fn": step}}, "has the phase g at every=0; give a number of steps from 1"),
-        ({"c": step, 2: step}, "has a phase named 2, which is not a text; give it a name, as optimizer_fn does"),
+        ({"c": step, "g": 3}, "has the phase g=3; use a function, or {every: 5, fn: function}"),
+        ({"c": step, "g": {"every": 0, "fn": step}}, "has the phase g at every=0; use a positive number of steps"),
+        ({"c": step, 2: step}, "has a phase named 2, which is not a string; name the phase as in optimizer_fn"),
     ],
 )
 def test_a_wrong_phase_is_one_sentence(steps: Any, problem: str) -> None:

@@ -32,7 +32,7 @@ def test_an_invalid_duration_says_how_to_write_one(text: str) -> None:
 def test_a_time_limit_must_be_positive(text: Any) -> None:
     [problem] = problems({**MANAGED, "time_limit": text})
     assert problem.startswith("time_limit=")
-    assert problem.endswith("input should be greater than 0")
+    assert problem.endswith("must be greater than 0")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_off_is_accepted_although_yaml_reads_it_as_false(text: str, value: str, 
 
 @pytest.mark.parametrize("value", [True, "on", 0, "nan"])
 def test_nan_is_one_of_three_words(value: Any) -> None:
-    assert problems({**MANAGED, "nan": value}) == [f"nan={value!r} input should be 'skip', 'stop' or 'off'"]
+    assert problems({**MANAGED, "nan": value}) == [f"nan={value!r} must be 'skip', 'stop' or 'off'"]
 
 
 def test_async_is_a_key_although_python_reserves_the_word(tmp_path: Path) -> None:

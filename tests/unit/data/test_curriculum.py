@@ -156,7 +156,7 @@ def test_losses_that_no_sample_has_by_itself_are_refused_before_training(make_co
     measured = evaluator(make_config)
     measured.try_losses(Doubled())
     measured.forward.loss_fn = lambda output, target: output.var(0, correction=0).sum()
-    with pytest.raises(DataError, match="gives 0 for every sample by itself, as if it compared them"):
+    with pytest.raises(DataError, match="returns 0 for every single sample, as if it compared them"):
         measured.try_losses(Doubled())
     measured.forward.loss_fn = lambda output, target: target.sum() * 0 + 3.0  # equal, and so is their mean
     measured.try_losses(Doubled())

@@ -110,8 +110,8 @@ def test_an_order_with_state_of_its_own_is_refused() -> None:
     order = GivenOrder(lambda epoch, size: generator.permutation(size), seed=0, size=40)
     with pytest.raises(
         DataError,
-        match="order_fn gives another order when it is called again for an epoch; compute it from its arguments, or "
-        "from the global generators",
+        match="order_fn returns a different order when it is called again for an epoch; compute it from its arguments, "
+        "or from the global generators",
     ):
         order.check(0, HERE)
 

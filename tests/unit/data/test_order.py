@@ -78,7 +78,7 @@ def test_a_size_below_one_is_an_error(size: int) -> None:
 
 @pytest.mark.parametrize(("positions", "reach"), [([3, 10], "3 to 10"), ([-1, 4], "-1 to 4")])
 def test_positions_outside_the_epoch_are_an_error(positions: list[int], reach: str) -> None:
-    with pytest.raises(ValueError, match=rf"positions reach from {reach}; they must be in 0\.\.9"):
+    with pytest.raises(ValueError, match=rf"positions range from {reach}; they must be in 0\.\.9"):
         indices_at(seed=0, epoch=0, size=10, positions=positions)
 
 

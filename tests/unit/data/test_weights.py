@@ -59,7 +59,7 @@ def test_a_column_of_a_file_is_read(make_config: MakeConfig, table: pd.DataFrame
     table.to_csv(tmp_path / "table.csv")
     config = make_config(sample_weights="weight", df=tmp_path / "table.csv")
     assert training_weights(config, range(SIZE)).sum() == 15
-    with pytest.raises(DataError, match="sample_weights='wieght' is not a column of df; give a column of df"):
+    with pytest.raises(DataError, match="sample_weights='wieght' is not a column of df; set a column of df"):
         training_weights(make_config(sample_weights="wieght", df=tmp_path / "table.csv"), range(SIZE))
 
 
@@ -69,9 +69,9 @@ def test_a_column_of_a_file_is_read(make_config: MakeConfig, table: pd.DataFrame
         ([1.0, -2.0], "sample_weights has -2 for sample 1; weights must be finite and not negative"),
         ([1.0, float("nan")], "sample_weights has nan for sample 1; weights must be finite and not negative"),
         (torch.tensor([float("inf"), 1.0]), "sample_weights has inf for sample 0; weights must be finite"),
-        ([0, 0], "sample_weights has no positive weight; give some"),
+        ([0, 0], "sample_weights has no positive weight; add some"),
         (np.ones((2, 2)), "sample_weights is a ndarray without one number for each sample"),
-        (3.0, "sample_weights is a float without one number for each sample; give a column of df, one number"),
+        (3.0, "sample_weights is a float without one number for each sample; set a column of df, one number"),
         (["a", "b"], "sample_weights=['a', 'b'] must be numbers, one for each sample"),
         ("weight", "sample_weights='weight' names a column, but there is no df"),
         ("nowhere:weights", "sample_weights='nowhere:weights' names a module that does not exist"),
@@ -85,16 +85,16 @@ def test_unusable_weights_are_reported_before_a_process_starts(given: Any, probl
 
 def test_a_missing_column_is_reported_before_a_process_starts(table: pd.DataFrame) -> None:
     [found] = problems({**MANAGED, "df": table, "sample_weights": "wieght"})
-    assert found.startswith("sample_weights='wieght' is not a column of df; give a column of df")
+    assert found.startswith("sample_weights='wieght' is not a column of df; set a column of df")
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (lambda dataset: [1.0] * 5, "sample_weights has 5 numbers for 6 samples; give one for each"),
+        (lambda dataset: [1.0] * 5, "sample_weights has 5 numbers for 6 samples; give one per sample"),
         (lambda dataset: None, "sample_weights is a NoneType without one number for each sample"),
         (lambda dataset: [0, 0, 0, -1, 0, 0], "sample_weights has -1 for sample 3"),
-        (lambda dataset: [1e308] * 6, "sample_weights of the training samples add up to inf"),
+        (lambda dataset: [1e308] * 6, "sample_weights of the training samples sum to inf"),
     ],
     ids=["length", "none", "negative", "overflow"],
 )
@@ -107,7 +107,9 @@ def test_weight_only_in_the_validation_data_is_refused(make_config: MakeConfig) 
     training = SplitSubset(range(SIZE), 3, range(4))
     used = {training[index] for index in range(4)}
     given = [float(index not in used) for index in range(SIZE)]
-    with pytest.raises(DataError, match=r"sample_weights of the training samples add up to 0\.0; give other weights"):
+    with pytest.raises(
+        DataError, match=r"sample_weights of the training samples sum to 0\.0; use positive, finite weights"
+    ):
         training_weights(make_config(sample_weights=given), training)
 
 

@@ -20,7 +20,7 @@ from support.configs import MANAGED, problems
             {"name": "adamw", "weight_dacay": 0.1},
             "optimizer.weight_dacay is not an argument of AdamW; did you mean optimizer.weight_decay?",
         ),
-        ({"lr": 0}, "optimizer.lr=0 input should be greater than 0"),
+        ({"lr": 0}, "optimizer.lr=0 must be greater than 0"),
     ],
 )
 def test_typos_in_the_optimizer_are_mistakes(optimizer: dict[str, Any], problem: str) -> None:
@@ -52,6 +52,6 @@ def test_an_unknown_metric_lists_the_known_ones() -> None:
 
 def test_a_value_that_an_optimizer_fails_on_is_reported_in_one_sentence() -> None:
     assert problems({**MANAGED, "optimizer": {"name": "adamw", "betas": {"a": 1}}}) == [
-        "optimizer={name: adamw, …} cannot be made with these values of betas (KeyError: 0); "
-        "give them as torch.optim.AdamW takes them"
+        "optimizer={name: adamw, …} cannot be created with these values of betas (KeyError: 0); "
+        "see torch.optim.AdamW for valid values"
     ]

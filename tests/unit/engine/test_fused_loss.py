@@ -187,7 +187,7 @@ def test_the_fake_operator_has_the_shapes_of_the_real_one(wanted: tuple[bool, bo
         (((4, 8), (9, 7), (4,)), {}, r"hidden \(4, 8\), weight \(9, 7\)"),
         (((4, 8), (9, 8), (5,)), {}, r"target \(5,\) do not fit"),
         (((4, 8), (9, 8), (4,)), {"reduction": "none"}, "reduction='none' is not known"),
-        (((4, 8), (9, 8), (4,)), {"chunk": 0}, "chunk=0 is too few"),
+        (((4, 8), (9, 8), (4,)), {"chunk": 0}, "chunk=0 is too small"),
     ],
 )
 def test_mistakes_are_named(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str) -> None:

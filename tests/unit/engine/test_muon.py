@@ -205,7 +205,7 @@ def test_parameters_without_gradients_stay() -> None:
     ("options", "message"),
     [
         ({"rest": {"name": "lion"}}, "rest.name='lion' is not known; use adamw or sgd"),
-        ({"rest": {"momentum": 0.9}}, "rest.momentum is not a setting of adamw; it takes lr, betas, eps, weight_decay"),
+        ({"rest": {"momentum": 0.9}}, "rest.momentum is not a setting of adamw; use lr, betas, eps, weight_decay"),
         ({"ns_steps": 0}, "ns_steps >= 1"),
     ],
 )

@@ -29,8 +29,8 @@ def test_the_parts_of_a_value() -> None:
     [
         ({}, "step_fn returned a dict with nothing; it must have 'loss'"),
         ({"losses": 1}, "step_fn returned a dict with 'losses'; it must have 'loss'"),
-        ({"loss": 1, "lr": 2}, "step_fn returned a value named 'lr', which events use; choose another name"),
-        ({"loss": 1, 3: 2}, "step_fn returned a value named 3, which events use; choose another name"),
+        ({"loss": 1, "lr": 2}, "step_fn returned a value named 'lr', which is reserved in events; choose another name"),
+        ({"loss": 1, 3: 2}, "step_fn returned a value named 3, which is reserved in events; choose another name"),
     ],
 )
 def test_a_dict_without_a_loss_or_with_a_reserved_name_is_refused(value: Any, message: str) -> None:

@@ -179,15 +179,15 @@ def two_of(model: torch.nn.Module) -> tuple[Optimizer, Optimizer]:
     return Adam([model.weight], lr=0.1), SGD([model.bias], lr=0.2, momentum=0.9)
 
 
-NO_STATE = "whose state its state_dict and load_state_dict leave out; return one optimizer .* train_fn"
+NO_STATE = "whose state is missing in its state_dict and load_state_dict; return one optimizer .* train_fn"
 
 
 @pytest.mark.parametrize(
     ("optimizer_fn", "reported"),
     [
-        (lambda m: Sam(m.parameters(), lr=0.1), rf"a Sam, which holds another optimizer \(SGD\), {NO_STATE}"),
+        (lambda m: Sam(m.parameters(), lr=0.1), rf"a Sam, which contains another optimizer \(SGD\), {NO_STATE}"),
         (lambda m: LookaheadByName(Adam(m.parameters())), r"LookaheadByName, .* state_dict lacks state; add"),
-        (lambda m: Several(*two_of(m), has_own_groups=True), r"\(Adam, SGD\) with param_groups of its own, so"),
+        (lambda m: Several(*two_of(m), has_own_groups=True), r"\(Adam, SGD\) with its own param_groups, so"),
         (lambda m: Several(*two_of(m)), rf"\(Adam, SGD\), {NO_STATE}"),
         (lambda m: Lookahead(Several(*two_of(m))), rf"\(Adam, SGD, Several\), {NO_STATE}"),
     ],

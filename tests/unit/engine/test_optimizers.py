@@ -73,7 +73,7 @@ def test_every_optimizer_of_torch_is_known_but_not_their_base_class() -> None:
 def test_each_wrong_argument_is_one_problem() -> None:
     found = problems_with("sgd", {"momentun": 0.9, "lr": 1, "zzz": 3})
     assert found[0] == "optimizer.momentun is not an argument of SGD; did you mean optimizer.momentum?"
-    assert found[1].startswith("optimizer.zzz is not an argument of SGD; it takes lr, momentum, ")
+    assert found[1].startswith("optimizer.zzz is not an argument of SGD; use lr, momentum, ")
     assert len(found) == 2
 
 
@@ -191,7 +191,7 @@ def test_on_a_gpu_the_rate_is_a_tensor_and_momentum_is_there_from_the_start(
         ("adamw", {"weight_decay": -1}, "Invalid weight_decay value: -1"),
         ("sgd", {"fused": True, "foreach": True}, "cannot be `True` together"),
         ("muon", {"rest": "adamw"}, "rest='adamw' is not a section"),
-        ("muon", {"rest": {"lr": -1}}, "rest.lr=-1 must be a number, 0 or more"),
+        ("muon", {"rest": {"lr": -1}}, "rest.lr=-1 must be a number of at least 0"),
     ],
 )
 def test_wrong_settings_are_found_before_anything_starts(name: str, options: dict[str, Any], words: str) -> None:

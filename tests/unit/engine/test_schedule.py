@@ -237,7 +237,7 @@ def test_scheduler_fn_gets_the_number_of_steps_if_it_takes_it() -> None:
         return lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=total_steps)
 
     assert taken(make_rates(config_of(scheduler_fn=scheduler), sgd(), 4, None), 4)[2] == pytest.approx(0.75)
-    with pytest.raises(ConfigError, match="scheduler_fn takes total_steps, which is not known"):
+    with pytest.raises(ConfigError, match="scheduler_fn takes total_steps, which is unknown"):
         make_rates(config_of(scheduler_fn=scheduler), sgd(), None, None)
     named = partial(lr_scheduler.OneCycleLR, max_lr=1.0, cycle_momentum=False)
     assert taken(make_rates(config_of(scheduler_fn=named), sgd(), 10, None), 10)[2] == pytest.approx(1.0)
@@ -359,7 +359,7 @@ def test_a_schedule_by_epochs_needs_the_length_of_an_epoch() -> None:
             lambda optimizer: lr_scheduler.StepLR(sgd(), 1),
             "returned a StepLR of another optimizer, which would have",
         ),
-        (lambda optimizer: lr_scheduler.StepLR, "returned the class StepLR; return an object of it"),
+        (lambda optimizer: lr_scheduler.StepLR, "returned the class StepLR; return an instance of it"),
     ],
 )
 def test_a_scheduler_that_cannot_work_is_refused_before_the_first_step(scheduler_fn: Any, message: str) -> None:

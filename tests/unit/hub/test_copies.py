@@ -95,7 +95,7 @@ def test_files_are_taken_as_they_are_distributed_or_unpacked(
     log: list[str] = []
     get("texts", tmp_path / "to", log=log.append, source=source)
     get("texts", tmp_path / "to", log=log.append, source=source)
-    assert log == [f"{', '.join(taken)} taken from {source}, checksum correct", "texts.zip is already there"]
+    assert log == [f"{', '.join(taken)} copied from {source}, checksum correct", "texts.zip already exists"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "to").iterdir()} == taken
 
 
@@ -122,7 +122,7 @@ def test_a_missing_or_damaged_file_is_named(folder: Path, tmp_path: Path, monkey
     write(folder, {"train.tsv": TRAIN})
     with pytest.raises(DataError) as caught:
         get("texts", tmp_path / "to", source=str(folder))
-    assert f"has no texts.zip (SHA-256 {sha256(ARCHIVE)}), train.tsv (" in str(caught.value)
+    assert f"does not contain texts.zip (SHA-256 {sha256(ARCHIVE)}), train.tsv (" in str(caught.value)
     assert f"dev.tsv (SHA-256 {sha256(DEV)}); give another folder" in str(caught.value)
     write(folder, {"dev.tsv.gz": gzip.compress(DEV)[:-9]})
     with pytest.raises(DataError, match=r"dev\.tsv\.gz is damaged: .*; copy the original file there"):

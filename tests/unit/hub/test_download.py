@@ -108,7 +108,7 @@ def put_part(tmp_path: Path, data: bytes) -> Path:
 def test_a_file_is_downloaded_once(server: Server, make_dataset, tmp_path: Path) -> None:
     make_dataset("good")
     assert download(tmp_path) == ["things.gz downloaded, checksum correct"]
-    assert download(tmp_path) == ["things.gz is already there"]
+    assert download(tmp_path) == ["things.gz already exists"]
     assert server.requests == [("good", None)]
 
 

@@ -113,7 +113,7 @@ def test_the_files_that_a_model_needs_are_downloaded_once(hub: Hub, tmp_path: Pa
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
     count = len(hub.requested)
     models.get("lab/tiny", say=lines.append)
-    assert (lines, len(hub.requested)) == (["lab/tiny is already there"], count)
+    assert (lines, len(hub.requested)) == (["lab/tiny already exists"], count)
     assert models.find("lab/tiny") == str(folder)
 
 
@@ -137,7 +137,7 @@ def test_a_partial_download_is_resumed(hub: Hub, tmp_path: Path, monkeypatch: py
 def test_models_and_files_that_are_not_on_the_hub_are_reported(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lab/none is not on the hub, or is private; correct the name, or run"):
         models.get("lab/none", tmp_path / "to")
-    with pytest.raises(ConfigError, match=r"a/b/c is not a model name; write for example google-bert/"):
+    with pytest.raises(ConfigError, match=r"a/b/c is not a model name; write, for example, google-bert/"):
         models.get("a/b/c", tmp_path / "to")
     hub.models["lab/code"] = {"config.json": b"{}"}
     with pytest.raises(DataError, match=r"lab/code has no model\.safetensors, tokenizer\.json on the hub; put these"):
@@ -153,7 +153,7 @@ def test_without_a_network_the_error_names_the_files_and_their_folder(hub: Hub, 
     advice = "put model.safetensors, tokenizer.json into"
     assert str(raised.value) == (
         f"lab/tiny could not be downloaded (Connection refused); {advice} {tmp_path / 'to'} by hand, "
-        "or run this again with a network"
+        "or retry with a network connection"
     )
 
 
@@ -170,7 +170,7 @@ def test_the_command_accepts_files_that_were_copied_by_hand(tmp_path: Path, monk
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     folder = make_files(tmp_path / "models" / "lab" / "tiny", "config.json", "model.safetensors", "vocab.txt")
     cli.app(["model", "get", "lab/tiny"], standalone_mode=False)
-    assert capsys.readouterr().out == f"lab/tiny is already there\nlab/tiny is complete in {folder}\n"
+    assert capsys.readouterr().out == f"lab/tiny already exists\nlab/tiny is complete in {folder}\n"
 
 
 def test_missing_files_of_split_weights_are_listed(tmp_path: Path) -> None:

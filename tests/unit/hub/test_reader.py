@@ -49,9 +49,10 @@ def test_idx_files_are_read_compressed_and_unpacked(name: str, mnist, tmp_path: 
         assert classes.tolist() == mnist[part][1].tolist()
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="mnits is not a known data set; did you mean mnist"):
-        paceline.datasets.read("mnits")
+@pytest.mark.parametrize(("name", "nearest"), [("mnits", "mnist"), ("SST-2", "sst2"), ("Covertype", "covtype")])
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not a known data set; did you mean {nearest}"):
+        paceline.datasets.read(name)
 
 
 def test_a_missing_file_is_reported_with_the_command_that_downloads_it(mnist, tmp_path: Path) -> None:
@@ -72,18 +73,18 @@ def change_middle(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "damage", "text"),
     [
-        ("train-images-idx3-ubyte.gz", shorten, r"is damaged: .* \(.* bytes, the official file has 9,912,422\)"),
+        ("train-images-idx3-ubyte.gz", shorten, r"is damaged: .* \(.* bytes; the official file has 9,912,422\)"),
         ("train-images-idx3-ubyte.gz", change_middle, "is damaged: "),
         ("train-images-idx3-ubyte.gz", lambda data: b"<html>not found</html>", "is damaged: Not a gzipped file"),
         (
             "train-images-idx3-ubyte.gz",
             lambda data: gzip.compress(shorten(gzip.decompress(data))),
-            "holds 3,935 .* 3,936",
+            "contains 3,935 .* 3,936",
         ),
-        ("train-labels-idx1-ubyte", shorten, "holds 12 bytes, not 13"),
-        ("train-labels-idx1-ubyte", lambda data: b"", "does not begin with the header of such an idx file"),
+        ("train-labels-idx1-ubyte", shorten, "contains 12 bytes, not 13"),
+        ("train-labels-idx1-ubyte", lambda data: b"", "does not start with the header of an idx file"),
         ("train-labels-idx1-ubyte", lambda data: data[:7] + b"\4" + data[8:-1], "has 4 classes for 5 images"),
-        ("train-labels-idx1-ubyte", lambda data: data[:-1] + b"\12", "has class 10, but there are only 0 to 9"),
+        ("train-labels-idx1-ubyte", lambda data: data[:-1] + b"\12", "contains class 10, but classes are 0 to 9"),
     ],
 )
 def test_a_damaged_idx_file_is_refused_by_name(name: str, damage, text: str, mnist, tmp_path: Path) -> None:
@@ -135,5 +136,7 @@ def test_an_archive_of_something_else_is_refused(archive, tmp_path: Path) -> Non
     path, _ = archive
     with tarfile.open(path, "w:gz"):
         pass
-    with pytest.raises(DataError, match=r"cifar-10-binary.tar.gz holds no cifar-10-batches-bin/data_batch_1.bin"):
+    with pytest.raises(
+        DataError, match=r"cifar-10-binary.tar.gz does not contain cifar-10-batches-bin/data_batch_1.bin"
+    ):
         paceline.datasets.read("cifar10", root=tmp_path)

@@ -49,7 +49,7 @@ def test_covertype_is_read_with_and_without_a_header(name: str, data: bytes, tmp
 @pytest.mark.parametrize(
     ("name", "data", "problem"),
     [
-        ("covtype.data", PLAIN[:-9], rf"holds {len(PLAIN) - 9} bytes, not {len(PLAIN)} or {len(HEADER + PLAIN):,}"),
+        ("covtype.data", PLAIN[:-9], rf"contains {len(PLAIN) - 9} bytes, not {len(PLAIN)} or {len(HEADER + PLAIN):,}"),
         ("covtype.data", b"?" * len(PLAIN), "is not the table of Covertype"),
         ("covtype.csv", HEADER.replace(b"Aspect", b"aspect") + PLAIN, "is not the table of Covertype"),
         ("covtype.data.gz", gzip.compress(PLAIN, mtime=0)[:-9], "is damaged: "),
@@ -82,7 +82,7 @@ def test_the_archive_of_sst2_is_read(tmp_path: Path) -> None:
 
 
 def test_what_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="covtype has no test part"):
+    with pytest.raises(ConfigError, match="covtype has no test split"):
         datasets.read("covtype", train=False)
     with pytest.raises(ConfigError, match="mnist is not a table; the tables are covtype and sst2"):
         datasets.table("mnist")

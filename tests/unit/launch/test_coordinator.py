@@ -59,13 +59,13 @@ def test_the_coordinator_is_the_first_process_on_the_host_of_the_address() -> No
     assert network.listen("127.0.0.1", listening.getsockname()[1]) is None
     assert network.listen("192.0.2.1", 29400) is None  # an address that no machine has
     listening.close()
-    with pytest.raises(ConfigError, match="is not known here"):
+    with pytest.raises(ConfigError, match="cannot be resolved"):
         network.listen("no-such-host.invalid", 29400)
 
 
 def test_a_host_name_that_resolves_to_loopback_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
-    with pytest.raises(ConfigError, match=r"n1:0 is 127\.0\.1\.1 here, where no other host can reach it"):
+    with pytest.raises(ConfigError, match=r"n1:0 is 127\.0\.1\.1 here, which other hosts cannot reach"):
         network.listen("n1", 0)
 
 

@@ -29,7 +29,7 @@ def test_a_key_is_created_once_and_is_private() -> None:
 def test_a_folder_that_cannot_hold_the_key_is_named() -> None:
     Path("taken").touch()
     keys = {"train_fn": print, "model_fn": print, "dataset_fn": print, "run_dir": "taken"}
-    with pytest.raises(ConfigError, match="run_dir=taken cannot hold the key that the hosts share: File exists; "):
+    with pytest.raises(ConfigError, match="run_dir=taken cannot store the key that the hosts share: File exists; "):
         key_of(build(keys))
 
 
@@ -49,8 +49,8 @@ def link() -> None:
     [
         (lambda: write(b"", 0o600), "has 0 bytes instead of 32"),
         (lambda: write(b"k" * 33, 0o600), "has 33 bytes instead of 32"),
-        (lambda: write(b"k" * 32, 0o644), r"is open to other users \(mode 0644\)"),
-        (lambda: write(b"k" * 32, 0o620), r"is open to other users \(mode 0620\)"),
+        (lambda: write(b"k" * 32, 0o644), r"is accessible to other users \(mode 0644\)"),
+        (lambda: write(b"k" * 32, 0o620), r"is accessible to other users \(mode 0620\)"),
         (link, "is a link"),
         (lambda: KEY.mkdir(mode=0o700), "is not a regular file"),
         (lambda: os.mkfifo(KEY, 0o600), "is not a regular file"),

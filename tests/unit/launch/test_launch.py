@@ -159,10 +159,10 @@ def test_an_unknown_launcher_is_an_error_with_the_known_names() -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(**KEYS, launcher="elsewere")
     known = "'auto', 'local', 'torchrun', 'slurm', 'ray', 'elsewhere' or 'broken'"
-    assert caught.value.problems == [f"launcher='elsewere' input should be {known}"]
+    assert caught.value.problems == [f"launcher='elsewere' must be {known}"]
 
 
 def test_a_launcher_that_is_not_installed_any_more_is_an_error_with_the_known_names() -> None:
     config = build(KEYS).model_copy(update={"launcher": "elsewhere"})
-    with pytest.raises(ConfigError, match="launcher='elsewhere' input should be 'auto', 'local', 'torchrun', "):
+    with pytest.raises(ConfigError, match="launcher='elsewhere' must be 'auto', 'local', 'torchrun', "):
         launch.start(config, TRAIN, Path())

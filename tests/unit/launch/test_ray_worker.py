@@ -124,7 +124,7 @@ def test_a_new_attempt_reports_what_ended_the_last_one_and_removes_its_files(fol
     ray_worker.begin_attempt(folder, 2)
     [event] = events.read(folder.events)
     assert event["event"] == "restarted"
-    assert event["text"] == "rank 1 failed (training, step 4): ValueError; starting again from step 6"
+    assert event["text"] == "rank 1 failed (training, step 4): ValueError; restarting from step 6"
     assert ray_worker.first_failure(folder, 2) is None
 
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_later_than_the_last_known_place_of_a_killed_rank_is_report
     failures.write(killed, folder)
     ray_worker.begin_attempt(folder, 2)
     [event] = events.read(folder.events)
-    assert event["text"] == "rank 1 failed (after step 200): SIGKILL; starting again from step 200"
+    assert event["text"] == "rank 1 failed (after step 200): SIGKILL; restarting from step 200"
 
 
 def test_a_new_attempt_after_a_hang_reports_the_blocking_rank_and_keeps_the_table(folder: RunFolder) -> None:
@@ -143,7 +143,7 @@ def test_a_new_attempt_after_a_hang_reports_the_blocking_rank_and_keeps_the_tabl
     ray_worker.begin_attempt(folder, 2)
     [event] = events.read(folder.events)
     assert event["text"] == (
-        "hang: rank 1 is in `x.py:1`; rank 0 waits for it in barrier; starting again from the beginning; "
+        "hang: rank 1 is in `x.py:1`; rank 0 waits for it in barrier; restarting from the beginning; "
         f"all ranks are in {folder.logs}/hang-1.txt"
     )
     assert (folder.logs / "hang-1.txt").read_text() == "a table"

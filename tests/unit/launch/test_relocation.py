@@ -56,7 +56,7 @@ def test_another_folder_in_its_place_is_left_alone_and_ends_the_run(
     if is_moved:
         fate, rest = f"moved to {tmp_path}/moved", f"; resume with --resume {tmp_path}/moved"
     assert watcher.conflict == (
-        f"{folder.path} was {fate} while its run was training, and something else is in its place{rest}"
+        f"{folder.path} was {fate} while its run was training, and another file or folder is in its place{rest}"
     )
     assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
     assert folder.config.read_text() == "of another run"
@@ -86,7 +86,7 @@ def test_a_folder_that_was_moved_is_reached_by_its_old_path(
     assert folder.path.resolve() == tmp_path / place
     assert is_locked(folder)
     assert is_locked(RunFolder(tmp_path / place))
-    text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, by a link in the old place"
+    text = f"{folder.path} was moved to {tmp_path / place}; the run continues there, through a link in the old place"
     assert warnings_in(folder.path) == [text]
     watcher.check()
     assert warnings_in(folder.path) == [text]
@@ -132,7 +132,7 @@ def test_a_config_that_was_deleted_is_written_again(held: tuple[RunFolder, Folde
         watcher.check()
         assert read_yaml(tmp_path / "moved" / "config.yaml")["seed"] == 7
         assert is_locked(folder)
-        assert warnings_in(folder.path)[1:] == [f"{folder.config} was deleted; it was written again"]
+        assert warnings_in(folder.path)[1:] == [f"{folder.config} was deleted and has been written again"]
 
 
 def test_a_config_that_was_not_there_before_is_left_to_the_ranks(make_config: MakeConfig) -> None:

@@ -133,7 +133,7 @@ def test_the_report_has_the_failure_the_step_and_the_number_of_the_restart(tmp_p
     folder.job.touch()
     assert restarts.allow_in(folder, failed())
     assert restart_report(failed(), folder, restarts.count) == (
-        "rank 1 failed (training, step 7): RuntimeError; starting again from step 5 (restart 1 of 3)"
+        "rank 1 failed (training, step 7): RuntimeError; restarting from step 5 (restart 1 of 3)"
     )
 
 
@@ -150,8 +150,8 @@ def test_the_final_error_is_that_of_the_rank_or_of_its_config(tmp_path: Path) ->
 
 def test_the_loss_with_a_deleted_folder_is_reported(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    text = f"{tmp_path} was deleted while the run was training, so its ranks cannot start again; "
-    assert loss_of(folder, -1) == f"{text}no checkpoint is left; begin a new run"
+    text = f"{tmp_path} was deleted while the run was training, so its ranks cannot be restarted; "
+    assert loss_of(folder, -1) == f"{text}no checkpoint is left; start a new run"
     assert loss_of(folder, 8) == f"{text}step 8 was saved after that; resume with --resume {tmp_path}"
     folder.job.touch()
     assert loss_of(folder, -1) is None

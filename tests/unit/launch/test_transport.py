@@ -161,7 +161,7 @@ def test_a_process_that_takes_the_port_and_forwards_proofs_is_not_joined(attack:
             return max(received, key=len)  # type: ignore[type-var, return-value]
 
         first, second, received = both(join, join, attack_two)
-    refused = f"rendezvous=127.0.0.1:{port} does not know the key"
+    refused = f"rendezvous=127.0.0.1:{port} and the run folder of this host have different keys"
     assert str(first).startswith(refused)
     assert str(second).startswith(refused)
     assert isinstance(received, bytes)
@@ -308,7 +308,7 @@ def test_silent_connections_keep_no_host_out(listening: Listening, monkeypatch: 
     monkeypatch.setattr(transport, "HANDSHAKE_S", 600)  # so that they are not closed for their silence
     silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(MAX_UNPROVED + 40)]
     report = listening.reports.get(timeout=10)
-    assert report.startswith(f"more than 64 connections to 127.0.0.1:{listening.port} have not proved to know the key")
+    assert report.startswith(f"more than 64 connections to 127.0.0.1:{listening.port} have not authenticated")
     listening.join()
     silent[0].settimeout(10)
     while silent[0].recv(2**16):  # the nonce of the coordinator, then the end: the oldest was closed
@@ -333,7 +333,7 @@ def test_a_listener_survives_that_no_file_can_be_opened(listening: Listening) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for number in taken:
             os.close(number)
-    assert report == f"a connection to 127.0.0.1:{listening.port} was not accepted: Too many open files; trying again"
+    assert report == f"a connection to 127.0.0.1:{listening.port} was not accepted: Too many open files; retrying"
     connection = handshake(waiting, KEY, "agent")
     listening.admitted.get(timeout=10).close()
     connection.close()
@@ -350,7 +350,7 @@ def test_a_listener_survives_that_no_thread_can_start(listening: Listening, monk
         report = listening.reports.get(timeout=10)
         refused.settimeout(10)
         assert refused.recv(1) == b""
-    assert report.endswith("was not accepted: can't start new thread; trying again")
+    assert report.endswith("was not accepted: can't start new thread; retrying")
     connection = connect("127.0.0.1", listening.port, KEY)
     listening.admitted.get(timeout=10).close()
     connection.close()

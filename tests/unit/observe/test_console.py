@@ -170,16 +170,16 @@ def test_a_terminal_shows_the_view_during_the_run_and_removes_it_at_the_end(run:
         write(run, {"event": "epoch", "time": 1001.0, "epoch": 2, "step": 40, "train_loss": 0.2, "accuracy": 0.75})
         terminal.read(until="evaluation  accuracy 0.7500")
         # After a restart the view is removed until there is new progress.
-        write(run, {"event": "restarted", "time": 1002.0, "text": "rank 1 failed; starting again"})
-        assert "40/100" not in terminal.read(until="starting again")
+        write(run, {"event": "restarted", "time": 1002.0, "text": "rank 1 failed; restarting"})
+        assert "40/100" not in terminal.read(until="restarting")
         write(run, {**STARTED, "time": 1002.5})
-        terminal.read(until="starting again\ndigits")
+        terminal.read(until="restarting\ndigits")
         write(run, {**STEP, "time": 1003.0, "step": 41}, {**STEP, "time": 1004.0, "step": 42})
         terminal.read(until="42/100")
         write(run, {"event": "run_finished", "time": 1005.0})
         started = "digits: 2 ranks on cpu (gloo), run folder /r"
         epoch = "epoch 2  step 40  train_loss 0.2000  accuracy 0.7500"
-        assert terminal.read().split("\n") == [started, epoch, "rank 1 failed; starting again", started]
+        assert terminal.read().split("\n") == [started, epoch, "rank 1 failed; restarting", started]
     finally:
         terminal.close()
 

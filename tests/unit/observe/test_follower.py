@@ -149,8 +149,8 @@ def test_events_at_the_moment_of_the_start_are_shown(
 ) -> None:
     clock.now = 1000.0004  # rounded to 1000.0 in events
     with Follower(folder, ranks=0, from_now=True):
-        events.write("restarted", text="starting again")
-    assert capsys.readouterr().err == "starting again\n"
+        events.write("restarted", text="restarting")
+    assert capsys.readouterr().err == "restarting\n"
 
 
 def test_a_rewound_file_shows_no_event_twice(
@@ -160,7 +160,7 @@ def test_a_rewound_file_shows_no_event_twice(
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     events.write("epoch", epoch=1, step=10, train_loss=0.5)
     follower = Follower(folder, ranks=0, from_now=True)
-    events.write("restarted", text="starting again")
+    events.write("restarted", text="restarting")
     follower.update()
     rewind(folder.events, 5)
     follower.update()
@@ -168,7 +168,7 @@ def test_a_rewound_file_shows_no_event_twice(
     later.write("resumed", step=5, checkpoint="c", changes=[])
     later.close()
     follower.update()
-    assert capsys.readouterr().err == "starting again\nresuming from step 5 (c)\n"
+    assert capsys.readouterr().err == "restarting\nresuming from step 5 (c)\n"
 
 
 def test_events_with_the_same_time_are_all_shown(
@@ -283,7 +283,7 @@ def test_watching_a_run_that_was_killed_shows_how_to_resume_it(
     monkeypatch.setattr("paceline.observe.screen.follower.IDLE_S", 0.0)
     folder.events.touch()
     show(folder)
-    assert capsys.readouterr().err.splitlines()[-1] == "no process trains this run; resume it with --resume auto"
+    assert capsys.readouterr().err.splitlines()[-1] == "no process is training this run; resume it with --resume auto"
     folder.config.write_text("train_fn: train:train\n")
     show(folder)
     assert "--resume auto starts it from the beginning" in capsys.readouterr().err

@@ -164,7 +164,8 @@ def test_ranks_that_all_wait_in_same_wait_point_to_the_network() -> None:
 
 
 def test_a_single_rank_is_reported_with_the_time_it_has_not_moved() -> None:
-    assert cause_sentence([position(0, "/a/x.py:12")], 600) == "rank 0 is in `x.py:12` and has not moved for 600 s"
+    cause = cause_sentence([position(0, "/a/x.py:12")], 600)
+    assert cause == "rank 0 is in `x.py:12` and has made no progress for 600 s"
 
 
 def test_others_wait_for_a_rank_that_never_started() -> None:
@@ -202,13 +203,13 @@ def explained(folder: RunFolder, codes: dict[int, int]) -> Failure:
 
 
 def test_a_hang_is_written_as_a_failure_with_its_sentence_and_its_table(folder: RunFolder) -> None:
-    story = write_hang([position(0, waits_in=REDUCTION), position(1, "/a/x.py:1")], 0, 600, folder)
+    report = write_hang([position(0, waits_in=REDUCTION), position(1, "/a/x.py:1")], 0, 600, folder)
     found = explained(folder, {0: 1, 1: 0})
     assert (found.error, found.place, found.is_killed) == (failures.HANG, "training, step 7", False)
     assert found.text == "rank 1 is in `x.py:1`; rank 0 waits for it in the gradient reduction of step 7"
-    assert str(found.to_error()) == story == folder.hang.read_text().rstrip()
-    assert story.startswith("no rank has moved for 600 s (hang_timeout_s=600; 0 waits forever)\n  rank  host")
-    assert found.text in story
+    assert str(found.to_error()) == report == folder.hang.read_text().rstrip()
+    assert report.startswith("no rank has made progress for 600 s (hang_timeout_s=600; 0 waits forever)\n  rank  host")
+    assert found.text in report
 
 
 def test_a_hang_in_collectives_that_do_not_match_is_written_as_a_mismatch(folder: RunFolder) -> None:

@@ -179,7 +179,7 @@ def test_an_error_gives_one_warning_and_delivery_resumes_after_the_last_number(
     write(folder, ("run_started", {}), *steps(1, 2, 3), FINISHED)
     assert process.run("list", lambda: Unreliable(folder.path), folder, is_over)
     assert warnings_in(folder.path) == [
-        "list does not receive the events of this run: no route to host; training continues, and list is tried again"
+        "list does not receive the events of this run: no route to host; training continues, and list is retried"
     ]
     assert [entry[0] for entry in ListTracker.calls[:-1] if entry[0] != "open"][-3:] == [1, 2, 3]
     assert ListTracker.calls[-1] == "finished"

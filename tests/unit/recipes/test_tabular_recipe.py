@@ -80,7 +80,7 @@ def test_without_a_table_covertype_is_read(config: Config, tmp_path: Path, monke
 
 
 def test_a_missing_table_is_reported(config: Config) -> None:
-    with pytest.raises(DataError, match="there is no table; give one: df=FILE"):
+    with pytest.raises(DataError, match="no table is given; set df=FILE"):
         config.function("dataset_fn")(target="kind")
 
 

@@ -83,7 +83,7 @@ def test_a_table_has_classes_by_name_or_number_or_none_for_predictions(make, cap
     assert dataset.labels.tolist() == [1, 0, 1]
     dataset = make({"sentence": ["good"]})
     assert set(dataset.collate_fn([dataset[0]])) == {"input_ids", "attention_mask"}
-    assert "no column label (dataset_args.label), so it is for predictions only" in capsys.readouterr().out
+    assert "no column label (dataset_args.label): it can be used for predictions only" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"2 is not one of the classes \['negative', 'positive'\]; list all in"):
         make({"sentence": ["good"], "label": [2]})
     with pytest.raises(DataError, match=r"has no column sentence; name the column of texts in dataset_args\.text"):
@@ -100,7 +100,7 @@ def test_a_table_is_not_validated_on_the_sentences_of_sst2(make, config: Config)
     table = {"sentence": ["good"], "label": [1]}
     make(table)
     make_dev = config.function("val_dataset_fn")
-    with pytest.raises(DataError, match="df is given without validation data; give val_df, or val_dataset_fn=null"):
+    with pytest.raises(DataError, match="df is given without validation data; set val_df, or set val_dataset_fn=null"):
         make_dev()
     assert len(make_dev(table)) == 1
     make()
@@ -166,11 +166,11 @@ def test_in_a_rank_model_args_that_differ_from_dataset_args_are_refused(
     make_model = config.function("model_fn")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(
-        ConfigError, match=r"model_args.model=other is not dataset_args.model=lab/tiny; make them equal"
+        ConfigError, match=r"model_args.model=other differs from dataset_args.model=lab/tiny; make them equal"
     ):
         make_model(model="other")
     with pytest.raises(
-        ConfigError, match=r"model_args.classes=\['a'\] is not dataset_args.classes=\('negative', 'posit"
+        ConfigError, match=r"model_args.classes=\['a'\] differs from dataset_args.classes=\('negative', 'posit"
     ):
         make_model(model=tiny_encoder, classes=["a"])
     make_model(model=tiny_encoder, classes=["negative", "positive"])

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_not_used(make_run) -> None:
     folder = make_run()
     weights = save(folder, 3, 3.0) / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"oops")
-    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has a different"):
+    with pytest.raises(ConfigError, match=r"step-00000003 cannot be used: weights\.safetensors has a wrong"):
         paceline.load(folder.path, 3)
 
 
@@ -210,13 +210,13 @@ def test_weights_that_do_not_fit_the_model_are_reported_in_one_sentence(make_run
     for checkpoint in ("last", 3):
         run = paceline.load(folder.path, checkpoint, config=tmp_path / "wide.yaml")
         with pytest.raises(
-            ConfigError, match=r"does not fit the model: .*0\.weight.*; give the model that was trained$"
+            ConfigError, match=r"does not fit the model: .*0\.weight.*; use the model that was trained$"
         ):
             run.load_model()
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is not a run folder; give one such as runs/NAME/DATE-TIME"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a run folder; give one, such as runs/NAME/DATE-TIME"):
         paceline.load("nowhere")
 
 
@@ -289,15 +289,15 @@ def test_missing_data_must_be_given(make_run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         paceline.load(folder.path).predict()
     assert caught.value.problems == [
-        f"df={table} no longer exists; give the data to use (--data)",
-        "val_df=<DataFrame> was given in memory and is not in the run folder; give the data to use (--data)",
+        f"df={table} no longer exists; pass the data to use (--data)",
+        "val_df=<DataFrame> was given in memory and is not in the run folder; pass the data to use (--data)",
     ]
 
 
 def test_a_run_without_validation_data_asks_for_data(make_run) -> None:
     folder = make_run(val_fraction=0)
     finish(folder, 1.0)
-    with pytest.raises(ConfigError, match="the run has no validation data; give the data to use"):
+    with pytest.raises(ConfigError, match="the run has no validation data; pass the data to use"):
         paceline.load(folder.path).evaluate()
 
 
@@ -327,7 +327,7 @@ def test_a_read_only_run_is_used_from_the_working_folder(
     run = paceline.load(folder.path)
     if not is_here_writable:
         with pytest.raises(
-            ConfigError, match=f"^neither {folder.path} nor {tmp_path} can be written to; change to a folder"
+            ConfigError, match=f"^neither {folder.path} nor {tmp_path} can be written to; change to a writable folder"
         ):
             run.evaluate()
         return

@@ -54,7 +54,7 @@ def test_several_outputs_of_a_regression_have_no_best_class(loss_fn: object) -> 
 
 
 def test_outputs_that_do_not_fit_a_table_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model returns 4 × 8 numbers per sample, which do not fit a table; use"):
+    with pytest.raises(ConfigError, match=r"the model returns 4 × 8 numbers per sample, which do not fit in a table"):
         columns(torch.zeros(3, 4, 8))
 
 

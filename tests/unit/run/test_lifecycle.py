@@ -49,7 +49,7 @@ def test_runs_started_in_the_same_second_get_different_folders(
 def test_a_folder_that_holds_a_run_is_refused_and_not_changed(make_config: MakeConfig) -> None:
     folder = create_run(make_config(run_dir="run", seed=1))
     before = folder.config.read_text()
-    with pytest.raises(ConfigError, match="run_dir=run already holds a run; resume it with --resume auto"):
+    with pytest.raises(ConfigError, match="run_dir=run already contains a run; resume it with --resume auto"):
         create_run(make_config(run_dir="run", seed=2))
     assert folder.config.read_text() == before
 
@@ -57,10 +57,10 @@ def test_a_folder_that_holds_a_run_is_refused_and_not_changed(make_config: MakeC
 def test_the_error_for_a_folder_of_train_fn_says_what_to_do(make_config: MakeConfig) -> None:
     config = make_config(run_dir="run", train_fn=lambda *arguments: None, loss_fn=None)
     folder = create_run(config)
-    with pytest.raises(ConfigError, match="already holds a run; start it again with --resume auto, choose another"):
+    with pytest.raises(ConfigError, match="already contains a run; start it again with --resume auto, choose another"):
         create_run(config)
     folder.result.write_text("{}")
-    with pytest.raises(ConfigError, match="already holds a run; choose another folder or remove it"):
+    with pytest.raises(ConfigError, match="already contains a run; choose another folder or remove it"):
         create_run(config)
 
 
@@ -120,7 +120,7 @@ def test_records_of_the_last_attempt_are_removed_and_its_logs_are_kept(make_conf
 
 def test_a_folder_with_checkpoints_and_no_config_is_refused_for_a_new_run(make_config: MakeConfig) -> None:
     Path("run/checkpoints/step-00000003").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="run_dir=run already holds a run"):
+    with pytest.raises(ConfigError, match="run_dir=run already contains a run"):
         create_run(make_config(run_dir="run"))
 
 

@@ -86,7 +86,7 @@ def test_a_file_is_flushed_to_the_disk_before_write_returns(tmp_path: Path, monk
 
 def test_a_disk_that_loses_bytes_is_detected_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: os.ftruncate(handle, 2))
-    with pytest.raises(OSError, match="x differs from what was written to it"):
+    with pytest.raises(OSError, match="x differs from the data written to it"):
         write(tmp_path / "x", [b"abc"])
 
 

@@ -52,7 +52,7 @@ def test_the_first_signal_to_a_launcher_is_a_request(number: signal.Signals, rec
     with listening(request, "ending"):
         send(number)
     assert (request.signal, request.name, request.for_ranks) == (number, number.name, number)
-    assert str(request.stopped("before it began")) == f"stopped by {number.name} before it began"
+    assert str(request.stopped("before it started")) == f"stopped by {number.name} before it started"
     assert received == []
     send(number)
     assert received == [number]
@@ -142,7 +142,7 @@ def import_during(*numbers: int, done: list[str]) -> None:
 @pytest.mark.usefixtures("_default_handlers")
 def test_a_request_is_answered_after_the_imports_and_the_default_handler_is_restored() -> None:
     done: list[str] = []
-    with pytest.raises(Stopped, match="stopped by SIGTERM before it began"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM before it started"):
         import_during(signal.SIGTERM, done=done)
     assert done == ["imported"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -94,9 +94,9 @@ def test_all_mistakes_of_a_plan_are_reported_together() -> None:
         "--models imagenet is not known; use mnist, cifar",
         f"--only handwritten is not known; use {', '.join(CONTENDERS)}",
         "--device tpu is not known; use auto, cpu, cuda",
-        "--procs 0 is too few; use 1 or more",
-        "--rounds 0 is too few; use 1 or more",
-        "--steps 2 is too few; use 5 or more",
+        "--procs 0 is too few; use at least 1",
+        "--rounds 0 is too few; use at least 1",
+        "--steps 2 is too few; use at least 5",
     ]
 
 
@@ -119,7 +119,7 @@ def test_the_recorded_graph_runs_only_on_a_single_gpu(monkeypatch: pytest.Monkey
         return [row["contender"] for row in bench(plan, logged.append, measure)["models"][0]["rows"]], logged[0]
 
     assert loops("cuda", 1)[0] == ["hand-written", "recorded"]
-    message = "CUDA graph by hand needs one GPU and one process; it is left out"
+    message = "CUDA graph by hand needs one GPU and one process; skipped"
     assert loops("cuda", 2) == loops("cpu", 1) == (["hand-written"], message)
 
 
@@ -203,7 +203,7 @@ def test_a_loop_that_fails_is_not_repeated_and_the_others_are_measured() -> None
 
 def test_if_nothing_can_be_measured_the_errors_are_reported() -> None:
     plan = BenchPlan(models=["mnist"], contenders=["paceline"], device="cpu")
-    with pytest.raises(PacelineError, match=r"nothing could be measured\nPaceline, 1 process: OSError: gone"):
+    with pytest.raises(PacelineError, match=r"all measurements failed\nPaceline, 1 process: OSError: gone"):
         bench(plan, print, lambda jobs: {"error": "OSError: gone"})
 
 

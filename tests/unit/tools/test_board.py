@@ -13,7 +13,7 @@ from paceline.tools.board import serve
 
 
 def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^runs is not a folder; give run folders such as runs/NAME/DATE-TIME$"):
+    with pytest.raises(ConfigError, match=r"^runs is not a folder; give run folders, such as runs/NAME/DATE-TIME$"):
         serve([Path("runs")], None, print)
 
 
@@ -35,5 +35,5 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a,b", "a:b"])
 def test_several_runs_cannot_have_names_with_the_separators_of_tensorboard(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match="has a comma or a colon in its name; show it by itself"):
+    with pytest.raises(ConfigError, match="contains a comma or a colon; show this run alone"):
         serve([tmp_path, tmp_path / name], None, print)

@@ -34,7 +34,7 @@ NO_GPU: dict[str, Any] = {"usable_gpus": 0, "driver": None, "gpus": (), "cuda": 
 def test_a_good_machine_is_reported_in_full_without_advice() -> None:
     found = {finding.name: finding for finding in checks.check_machine(GOOD)}
     assert {(finding.state, finding.advice) for finding in found.values()} == {("ok", "")}
-    assert found["gpu"].text == "2 for torch; 2 × H200, driver 570.1"
+    assert found["gpu"].text == "2 usable by torch; 2 × H200, driver 570.1"
     assert found["nccl"].text == "2.27.5"
     assert found["network"].text == "lo (127.0.0.1), eth0 (192.0.2.7, 10 Gbit/s); InfiniBand: mlx5_0"
     without = {finding.name: finding for finding in checks.check_machine(replace(GOOD, **NO_GPU))}
@@ -46,7 +46,7 @@ def test_a_good_machine_is_reported_in_full_without_advice() -> None:
     ("changes", "name", "state", "words"),
     [
         ({"torch": "2.9.1"}, "torch", "failure", "2.11 or newer"),
-        ({"has_gloo": False}, "torch", "failure", "has Gloo"),
+        ({"has_gloo": False}, "torch", "failure", "with Gloo"),
         ({"usable_gpus": 0, "cuda": None}, "gpu", "warning", "built for CUDA"),
         ({"usable_gpus": 0, "gpu_warning": "driver too old"}, "gpu", "warning", "(driver too old)"),
         ({"gpus": (Gpu("H200", 143_000, 90_000),)}, "gpu", "warning", "GPU 0 has 90,000 of 143,000 MB in use"),
@@ -72,13 +72,15 @@ def test_each_problem_of_a_machine_is_one_finding(changes: dict[str, Any], name:
 
 
 def test_more_ranks_than_cores_give_a_warning() -> None:
-    assert checks.check_ranks(8, "cuda", "nccl", GOOD) == Finding("ranks", "ok", "8 ranks on cuda (nccl) here")
+    assert checks.check_ranks(8, "cuda", "nccl", GOOD) == Finding(
+        "ranks", "ok", "8 ranks on cuda (nccl) on this machine"
+    )
     assert checks.check_ranks(9, "cpu", "gloo", GOOD).advice == "use --procs 8 or less"
 
 
 def test_a_rehearsal_is_good_only_with_a_finite_loss() -> None:
     result = RehearsalResult(2, 3.14, loss=0.5, metrics=(("accuracy", 0.25),), memory=400_000_000)
-    expected = "one step on 2 ranks of CPU, 3.1 s, 400.0 MB a rank: loss 0.5, accuracy 0.25"
+    expected = "one step on the CPU with 2 ranks, 3.1 s, 400.0 MB per rank: loss 0.5, accuracy 0.25"
     assert checks.check_rehearsal(result) == Finding("rehearsal", "ok", expected)
     for loss in (None, math.nan, math.inf):
         assert checks.check_rehearsal(replace(result, loss=loss)).state == "warning"
@@ -110,7 +112,7 @@ def test_bandwidth_is_the_bytes_through_each_rank() -> None:
     assert checks.bytes_per_s(16_000_000, 0.01, 2) == pytest.approx(1.6e9)
     assert checks.bytes_per_s(16_000_000, 0.01, 4) == pytest.approx(2.4e9)
     assert checks.check_bandwidth(16_000_000, 0.01, 2, "gloo").state == "ok"
-    assert checks.check_bandwidth(16_000_000, 0.01, 2, "nccl").advice == "look at `nvidia-smi topo -m`"
+    assert checks.check_bandwidth(16_000_000, 0.01, 2, "nccl").advice == "check the output of `nvidia-smi topo -m`"
 
 
 def test_every_failure_has_advice() -> None:
@@ -186,7 +188,7 @@ def test_a_config_that_cannot_be_pickled_is_not_rehearsed(tmp_path: Path, monkey
     path.write_text("model_fn: 'stuck:make'\ndataset_fn: 'torch:zeros'\nloss_fn: mse_loss\n")
     monkeypatch.setattr(rehearsal, "rehearse", lambda *_: pytest.fail("it was rehearsed"))
     last = examined(path)[-1]
-    assert (last.name, last.state) == ("travel", "failure")
+    assert (last.name, last.state) == ("pickling", "failure")
     assert "model_fn" in last.text
     assert last.advice
 

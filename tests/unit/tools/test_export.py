@@ -237,7 +237,7 @@ def test_samples_are_of_the_given_file_else_of_the_validation_data_else_of_the_d
 def test_weights_are_exported_without_data_and_the_card_notes_it(make_run, tmp_path: Path) -> None:
     run = make_run(df=pd.DataFrame({"x": [1]}))
     card = (run.export("safetensors", tmp_path / "out") / "README.md").read_text()
-    assert "every weight is equal" in card
+    assert "all weights are bitwise identical" in card
     assert "Outputs were not compared: df=<DataFrame> was given in memory" in card
 
 
@@ -259,7 +259,7 @@ def test_a_torch_program_normalises_images_itself_and_takes_any_batch_in_a_fresh
     torch.testing.assert_close(one, expected[:1])
     card = (folder / "README.md").read_text()
     assert "Input `input`: uint8, shape (batch, 3, 2, 2)." in card
-    assert "It normalises images by itself" in card
+    assert "The model normalises images itself" in card
 
 
 def test_a_model_with_a_fixed_batch_size_is_exported_with_it(make_run, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_model_with_a_fixed_batch_size_is_exported_with_it(make_run, tmp_path:
     folder = run.export("torch", tmp_path / "out")
     card = (folder / "README.md").read_text()
     assert "Input `pixels`: float32, shape (8, 12)." in card
-    assert "It takes batches of exactly 8 samples" in card
+    assert "The batch size must be 8" in card
     assert torch.export.load(folder / "model.pt2").module()(torch.ones(8, 12)).shape == (8, 3)
 
 
@@ -354,14 +354,14 @@ def test_existing_files_are_kept_and_those_of_a_killed_export_are_removed(make_r
     (tmp_path / "out.partial" / "half").touch()
     run.export("safetensors", to)
     assert not (to / "half").exists()
-    with pytest.raises(ConfigError, match="out exists and is not an empty folder; choose another name"):
+    with pytest.raises(ConfigError, match="out already exists and is not an empty folder; choose another name"):
         run.export("safetensors", to)
     assert (to / "weights.safetensors").exists()
 
 
 def test_a_model_that_cannot_be_exported_is_an_error_of_one_sentence(make_run, tmp_path: Path, hide_package) -> None:
     run, to = make_run("Untraceable"), tmp_path / "out"
-    with pytest.raises(PacelineError, match=r"torch\.export cannot follow this model: .*; use format safetensors$"):
+    with pytest.raises(PacelineError, match=r"torch\.export cannot trace this model: .*; use format safetensors$"):
         run.export("torch", to)
     with pytest.raises(ConfigError, match=r"format=hf needs a model with save_pretrained.*returned a Untraceable"):
         run.export("hf", to)
@@ -380,7 +380,7 @@ def test_the_command_exports_a_run_and_prints_which_weights(make_run, tmp_path: 
         cli.app([*words, "--data", "gone.csv"], standalone_mode=False)
     cli.app([*words, "--checkpoint", "last"], standalone_mode=False)
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{tmp_path / 'out'}: safetensors, weights: step 9 (last); compared")
+    assert printed.out.startswith(f"{tmp_path / 'out'}: safetensors, weights: step 9 (last); ")
     assert "comparing with the trained model …" in printed.err
 
 

@@ -66,76 +66,73 @@ def on_gpu(**setting: Any) -> dict[str, Any]:
 CASES = {
     "no workers": (
         found(data=72.0, setting={"cores": 4}),
-        ["72 % of a step waits for data with workers=0; try workers=4"],
+        ["72 % of a step is spent waiting for data with workers=0; try workers=4"],
     ),
     "cores are shared by ranks": (
         found(data=[40.0] * 4),
-        ["40 % of a step waits for data with workers=0; try workers=2"],
+        ["40 % of a step is spent waiting for data with workers=0; try workers=2"],
     ),
     "few workers": (
         found(data=30.0, setting={"workers": 2}),
-        ["30 % of a step waits for data with workers=2; try workers=8"],
+        ["30 % of a step is spent waiting for data with workers=2; try workers=8"],
     ),
     "all cores are workers": (
         found(data=30.0, setting={"workers": 8}),
         [
-            "30 % of a step waits for data with workers=8, as many as the cores allow; give the samples as tensors "
-            "(a TensorDataset, or as_tensors()), or fetch whole batches at once (__getitems__)"
+            "30 % of a step is spent waiting for data with workers=8, the maximum for these cores; provide the samples "
+            "as tensors (a TensorDataset, or as_tensors()), or fetch whole batches at once (__getitems__)"
         ],
     ),
     "a stream": (
         found(data=30.0, setting={"workers": 8, "is_stream": True}),
         [
-            "30 % of a step waits for data with workers=8, as many as the cores allow; "
-            "do less in __iter__"
+            "30 % of a step is spent waiting for data with workers=8, the maximum for these cores; "
+            "do less work in __iter__"
         ],
     ),
     "tensors that are not on the device": (
         found(data=30.0, setting={"is_tensors": True}),
         [
-            "30 % of a step waits for data, although it is tensors; allow them more of the device's memory: "
-            "data_on_device=0.9"
+            "30 % of a step is spent waiting for data, although the data is tensors; allow it more of the "
+            "device's memory: data_on_device=0.9"
         ],
     ),
     "tensors on the device": (
         found(data=30.0, setting={"is_tensors": True, "has_rows": True}),
         [
-            "30 % of a step waits for data, although it is tensors on the device: a step is short; "
+            "30 % of a step is spent waiting for data, although the data is on the device: steps are short; "
             "try batch_size=64"
         ],
     ),
     "a rank is late": (
         found(reduction=[50.0, 0.0], backward=[10.0, 60.0], last_in=[0.1, 0.9]),
         [
-            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (backward), 50 %; check what else runs "
-            "there, and its trace"
+            "rank 1 on node1 is late: the others wait 50.0 ms per step for it (backward), 50 %; check for other "
+            "programs there, and see its trace"
         ],
     ),
-    "ranks are late in turns": (
+    "different ranks are late": (
         found(reduction=[50.0, 0.0], backward=[10.0, 60.0], last_in=[0.4, 0.6]),
-        ["25 % of a step is reduction, because ranks are late in turns; check what else runs on these cores"],
+        ["25 % of a step is reduction, because different ranks are late; check for other programs on these cores"],
     ),
     "a GPU is late": (
         found("cuda", reduction=[50.0, 0.0], idle=[0.0, 50.0], setting=on_gpu()),
         [
-            "rank 1 on node1 is late: the others wait 50.0 ms a step for it (idle), 50 %; check what else runs there, "
-            "and its trace",
-            "the GPU is idle for 25 % of a step, although steps are CUDA graphs: a step is short; try batch_size=64",
+            "rank 1 on node1 is late: the others wait 50.0 ms per step for it (idle), 50 %; check for other "
+            "programs there, and see its trace",
+            "the GPU is idle for 25 % of a step, although steps are CUDA graphs: steps are short; try batch_size=64",
         ],
     ),
     "the sums take long": (
         found(reduction=[30.0, 31.0]),
         [
-            "30 % of a step is reduction; twice the samples a step (batch_size=64 or lanes=4) "
-            "halve the sums, compression=bf16 with exact=false halves the bytes sent"
+            "30 % of a step is reduction; batch_size=64 or lanes=4 halves the number of sums, "
+            "compression=bf16 with exact=false halves the bytes sent"
         ],
     ),
     "the sums are compressed": (
         found(reduction=[30.0, 30.0], setting={"compression": "bf16", "is_exact": False}),
-        [
-            "30 % of a step is reduction; twice the samples a step (batch_size=64 or lanes=4) "
-            "halve the sums"
-        ],
+        ["30 % of a step is reduction; batch_size=64 or lanes=4 halves the number of sums"],
     ),
     "too many threads": (
         found(reduction=[30.0, 30.0], setting={"threads": 8}),
@@ -155,13 +152,13 @@ CASES = {
     ),
     "the optimizer": (
         found(optimizer=26.0),
-        ["26 % of a step is the optimizer; batch_size=64 updates half as often"],
+        ["26 % of a step is the optimizer; batch_size=64 halves the number of updates"],
     ),
     "the optimizer is not fused": (
         found(optimizer=26.0, setting={"is_fused": False}),
         [
-            "26 % of a step is the optimizer, which is not fused; give it fused=true, or batch_size=64 updates half "
-            "as often"
+            "26 % of a step is the optimizer, which is not fused; set fused=true, or batch_size=64 halves "
+            "the number of updates"
         ],
     ),
     "logging": (
@@ -178,38 +175,38 @@ CASES = {
     ),
     "short steps": (
         found(other=20.0),
-        ["20 % of a step is neither data nor model: a step is short; try batch_size=64"],
+        ["20 % of a step is neither data nor model: steps are short; try batch_size=64"],
     ),
     "a GPU without graphs": (
         found("cuda", idle=50.0, setting=on_gpu(is_replayed=False, step_mode="eager")),
         [
-            "the GPU is idle for 50 % of a step, whose kernels are started one by one with step_mode=eager; "
+            "the GPU is idle for 50 % of a step, because step_mode=eager launches kernels one by one; "
             "try step_mode=graph"
         ],
     ),
     "a GPU whose steps cannot be graphs": (
         found("cuda", idle=50.0, setting=on_gpu(is_replayed=False)),
         [
-            "the GPU is idle for 50 % of a step: steps are not CUDA graphs, for the reason in the warning; "
+            "the GPU is idle for 50 % of a step: steps are not CUDA graphs (see the warning for the reason); "
             "fix that, or increase batch_size"
         ],
     ),
     "a GPU with graphs": (
         found("cuda", idle=50.0, setting=on_gpu()),
         [
-            "the GPU is idle for 50 % of a step, although steps are CUDA graphs: a step is short; "
+            "the GPU is idle for 50 % of a step, although steps are CUDA graphs: steps are short; "
             "try batch_size=64"
         ],
     ),
     "a GPU that waits for data": (
         found("cuda", data_ms=70.0, idle=75.0, setting=on_gpu()),
-        ["70 % of a step waits for data with workers=0; try workers=8"],
+        ["70 % of a step is spent waiting for data with workers=0; try workers=8"],
     ),
     "ranks that share a GPU": (
         found("cuda", idle=[50.0, 50.0], setting=on_gpu(backend="gloo")),
         [
-            "the GPU is idle for 50 % of a step: gloo adds up on the host; use one process for each GPU, so that "
-            "NCCL adds up on the GPUs"
+            "the GPU is idle for 50 % of a step: gloo reduces on the CPU; use one process per GPU, so that "
+            "NCCL reduces on the GPUs"
         ],
     ),
     "fp32 on a GPU": (
@@ -218,22 +215,22 @@ CASES = {
     ),
     "a GPU that was not recorded": (
         found("cuda", idle=100.0, setting=on_gpu()),
-        ["the profiler recorded nothing of the GPU, perhaps for lack of permission; see KINETO_LOG_LEVEL=1"],
+        ["the profiler recorded no GPU activity, possibly for lack of permission; set KINETO_LOG_LEVEL=1 for details"],
     ),
     "two things": (
         found(data=40.0, optimizer=30.0, setting={"cores": 2}),
         [
-            "40 % of a step waits for data with workers=0; try workers=2",
-            "30 % of a step is the optimizer; batch_size=64 updates half as often",
+            "40 % of a step is spent waiting for data with workers=0; try workers=2",
+            "30 % of a step is the optimizer; batch_size=64 halves the number of updates",
         ],
     ),
     "nothing": (
         found(data=2.0, backward=60.0, optimizer=7.0),
-        ["nothing to improve by the config: forward and backward take 91 % of a step"],
+        ["nothing to improve in the config: forward and backward take 91 % of a step"],
     ),
     "nothing on a GPU": (
         found("cuda", idle=5.0, setting=on_gpu()),
-        ["nothing to improve by the config: the GPU computes for 95 % of a step"],
+        ["nothing to improve in the config: the GPU computes for 95 % of a step"],
     ),
 }  # fmt: skip
 

@@ -84,7 +84,7 @@ def test_the_facts_come_from_the_events_and_the_result(tmp_path: Path) -> None:
     assert about["machine"] == "node7, Linux, 8 cores"
     assert about["versions"] == "paceline 0.1.0, torch 2.13.0"
     assert about["commit"] == "4f1c2a90b7de, with changes"
-    assert about["time"] == "6.0 s, 2.5 s of it in training steps, 0.25 s held for checkpoints"
+    assert about["time"] == "6.0 s, 2.5 s of it in training steps, 0.25 s paused for checkpoints"
 
 
 def test_curves_come_from_step_events_and_times_from_pace_events(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_resumed_run_has_each_step_once_and_shows_where_it_resumed(tmp_path: P
 def test_a_run_that_started_from_a_checkpoint_of_another_run_names_it(tmp_path: Path) -> None:
     resumed = {"event": "resumed", "step": 20, "checkpoint": "/other/checkpoints/step-00000020", "changes": []}
     facts = facts_of(write_run(tmp_path / "r", STARTED, resumed, step(30)), "r")
-    assert dict(facts.about)["lineage"] == "began from /other/checkpoints/step-00000020, step 20"
+    assert dict(facts.about)["lineage"] == "started from /other/checkpoints/step-00000020, step 20"
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_folders_without_a_run_are_left_out_and_reported(tmp_path: Path, capsys:
     (tmp_path / "runs" / "profile").mkdir()
     (tmp_path / "runs" / "notes.txt").touch()
     cli.app(["report", "runs/a", "runs/notes.txt", "runs/profile"], standalone_mode=False)
-    assert capsys.readouterr().err == "left out, no run folder: runs/notes.txt, runs/profile\n"
+    assert capsys.readouterr().err == "skipped, not a run folder: runs/notes.txt, runs/profile\n"
     assert "node7" in (tmp_path / "report.html").read_text()
 
 

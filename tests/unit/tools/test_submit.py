@@ -103,7 +103,7 @@ def test_values_that_would_add_options_to_sbatch_are_refused(name: str, wanted: 
 def test_only_a_job_number_is_passed_to_slurm(content: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.slurm.write_text(content)
-    with pytest.raises(ConfigError, match=r"slurm\.json contains no number of a Slurm job; "):
+    with pytest.raises(ConfigError, match=r"slurm\.json does not contain a Slurm job ID; "):
         job_of(folder)
     folder.slurm.write_text('{"job": "4711"}')
     assert job_of(folder) == "4711"

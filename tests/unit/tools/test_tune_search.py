@@ -219,7 +219,7 @@ def test_a_study_with_another_space_or_config_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         kept_study().check_identity({"num_epochs": 9, "optimizer.lr": "log(0.0001, 0.1)", "batch_size": 8})
     assert error.value.problems == [
-        f"{key} but the study lab began with {then}; keep that value, or start another study with --study NAME"
+        f"{key} but the study lab started with {then}; use that value, or start another study with --study NAME"
         for key, then in (("batch_size=8", "batch_size=None"), ("num_epochs=9", "num_epochs=5"))
     ]
 

@@ -66,14 +66,14 @@ def test_a_key_with_one_value_is_set_and_not_searched(word: str) -> None:
         (["lr=log(1,0.1)"], "lr=log(1,0.1) ends below its start; give the smaller number first"),
         (["lr=log(1)"], "lr=log(1) needs two numbers; write log(low,high)"),
         (["lr=log:1:2:3"], "lr=log:1:2:3 needs two numbers; write log(low,high)"),
-        (["lr=log(a,b)"], "lr=log(a,b) is not a range of numbers; write for instance log(1,10)"),
+        (["lr=log(a,b)"], "lr=log(a,b) is not a range of numbers; write, for example, log(1,10)"),
         (["lr=lin(1,2)"], "lr=lin(1,2) is not a known kind of range; use uniform, log, int, logint"),
-        (["n=int(1,2.5)"], "n=int(1,2.5) needs whole numbers; use uniform for others"),
-        (["n=int:1:4:9"], "n=int:1:4:9 has the step 9; give one above 0 that fits between the ends"),
-        (["n=int(1,4)", "n=8"], "n=int(1,4) 8 is a range beside other values; give one range, or values alone"),
+        (["n=int(1,2.5)"], "n=int(1,2.5) needs integers; use uniform for other numbers"),
+        (["n=int:1:4:9"], "n=int:1:4:9 has the step 9; use a step above 0 that is smaller than the range"),
+        (["n=int(1,4)", "n=8"], "n=int(1,4) 8 mixes a range with other values; write one range, or only values"),
         (
             ["name={2024-01-01,b}"],
-            "name={2024-01-01,b} has values that are not numbers or text; put dates in quotes",
+            "name={2024-01-01,b} contains values that are not numbers or text; put dates in quotes",
         ),
         (["n={1,1}"], "n={1,1} is not a set of values; write {a, b, c}, each once"),
     ],
@@ -131,7 +131,7 @@ def test_the_goal_comes_from_the_config() -> None:
     ("metric", "mode", "problem"),
     [
         ("f1", None, "--metric f1 is not measured; use val_loss, train_loss, score, or add it to metrics"),
-        ("score", None, "--metric score may be better small or large; use --mode min or --mode max"),
+        ("score", None, "--metric score has no default mode; use --mode min or --mode max"),
         ("score", "up", "--mode up is not known; use --mode min or --mode max"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_process_that_dies_without_an_outcome_has_failed_unless_it_was_asked_t
     assert failed is not None
     assert failed.reason.startswith("its process ended with exit code 1: MemoryError: too much\nsee ")
     process.exit_code = -signal.SIGTERM
-    assert run.outcome() == TrialOutcome("failed", f"its process was ended by signal 15; see {folder.log(3)}")
+    assert run.outcome() == TrialOutcome("failed", f"its process was terminated by signal 15; see {folder.log(3)}")
     run.stop()
     assert run.outcome() == TrialOutcome("stopped")
 
@@ -173,8 +173,8 @@ def test_a_run_that_is_stopped_or_fails_has_this_outcome(folder, monkeypatch) ->
 
 def test_a_run_that_is_stopped_before_it_has_a_folder_is_stopped(folder, monkeypatch) -> None:
     monkeypatch.setattr(worker, "read", lambda path: pytest.fail("there is nothing to read"))
-    outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it began"))
-    assert outcome == TrialOutcome("stopped", "stopped by SIGTERM before it began")
+    outcome = train(folder, monkeypatch, Stopped("stopped by SIGTERM before it started"))
+    assert outcome == TrialOutcome("stopped", "stopped by SIGTERM before it started")
 
 
 # --- the configs of trials ---------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def test_an_empty_space_and_no_trials_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         tune.tune(TunePlan(raw, tmp_path, {}, trials=0), log=print, show_status=print)
     assert error.value.problems == [
-        "nothing is searched; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1",
-        "--trials 0 and --parallel 1 must be 1 or more",
+        "no keys to search; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1",
+        "--trials 0 and --parallel 1 must be at least 1",
     ]
 
 

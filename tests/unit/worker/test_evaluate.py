@@ -84,10 +84,10 @@ def tried(config: Config) -> list[str] | None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (Table(torch.ones(2, 2)), r"metrics\.mine computes a tensor of shape \(2, 2\); it must compute one number"),
-        (Table({"a": 1.0}), r"metrics\.mine computes a dict; it must compute one number"),
+        (Table(torch.ones(2, 2)), r"metrics\.mine returned a tensor of shape \(2, 2\); it must return one number"),
+        (Table({"a": 1.0}), r"metrics\.mine returned a dict; it must return one number"),
         (lambda output, target: {"a": 1.0}, r"mine returned a dict; it must return a mean or \(sum, count\)"),
-        (Half(), r"metrics\.mine has a method compute, so it must have reset and update"),
+        (Half(), r"metrics\.mine has a method compute, so it also needs reset and update"),
     ],
 )
 def test_a_wrong_metric_is_an_error_before_the_first_step(make_config: MakeConfig, metric: Any, message: str) -> None:
@@ -130,13 +130,16 @@ def in_mode(model: Any, batch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("evaluate_fn", "message"),
     [
-        (returning(accuracy=1.0), r"metrics\.accuracy has the name of a value of evaluate_fn; choose another name"),
-        (returning(train_right=1.0), "evaluate_fn returned a value named 'train_right', which events use; choose an"),
+        (returning(accuracy=1.0), r"metrics\.accuracy has the name of a value of evaluate_fn; rename one of them"),
+        (
+            returning(train_right=1.0),
+            "evaluate_fn returned a value named 'train_right', which is reserved in events; choose an",
+        ),
         (returning(loss=1.0, val_loss=2.0), "returned loss and val_loss, which are the same number here; return one"),
         (scaling, "evaluate_fn changes weight, which is trained; do that in a callback's on_step"),
         (
             lambda model, batch: {"a": model(batch[0]).mean().backward()},
-            "evaluate_fn computes gradients, which validation does not have; return numbers alone",
+            "evaluate_fn computes gradients, which are disabled in validation; return only numbers",
         ),
     ],
 )
@@ -208,7 +211,7 @@ class Growing(nn.Module):
 def test_outputs_that_fit_no_table_are_errors(make_config: MakeConfig) -> None:
     with pytest.raises(DataError, match=r"one row of output for each sample; 2 samples gave .* \(6,\); check"):
         predicted(make_config(batch_size=2), nn.Flatten(0), 4)
-    with pytest.raises(DataError, match=r"outputs of one shape for all samples; there are \(1,\) and \(3,\)"):
+    with pytest.raises(DataError, match=r"outputs of one shape for all samples, not \(1,\) and \(3,\)"):
         predicted(make_config(batch_size=2), Growing(), 4)
 
 

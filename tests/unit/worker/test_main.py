@@ -37,7 +37,7 @@ def test_a_run_needs_space_for_two_checkpoints(
     free = {"bytes": needed - 1}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
     with pytest.raises(
-        ConfigError, match=f"run_dir={tmp_path} has 0 MB free, two checkpoints need 0 MB; free some space"
+        ConfigError, match=f"run_dir={tmp_path} has 0 MB free, but two checkpoints need 0 MB; free some space"
     ):
         check_space(context, *trained(has_stepped=has_stepped))
     free["bytes"] = needed + 100  # the optimizer's own count of steps is a few bytes more

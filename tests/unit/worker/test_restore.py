@@ -99,10 +99,10 @@ def test_the_state_in_a_checkpoint_is_a_copy_with_plain_numbers() -> None:
     assert type(states["Counter"]["steps"][0]) is float
     states_of([counter])
     counter.steps = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="cannot be kept"):
+    with pytest.raises(ConfigError, match="cannot be in a checkpoint"):
         states_of([counter])
     counter.steps = print  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"the state_dict\(\) of callback Counter cannot be kept in a checkpoint"):
+    with pytest.raises(ConfigError, match=r"the state_dict\(\) of callback Counter cannot be in a checkpoint"):
         states_of([counter])
 
 

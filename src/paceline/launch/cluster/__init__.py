@@ -1,4 +1,4 @@
 """A run on several hosts: a coordinator, agents on the other hosts, and the authenticated messages between them.
 
-Promises that nothing a peer sends is unpickled or executed. Must not know models or data.
+Promises that messages of a peer are never unpickled or executed. Must not depend on models or data.
 """

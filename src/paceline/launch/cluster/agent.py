@@ -1,4 +1,4 @@
-"""The agent of a run on another host: offers capacity to the coordinator, and starts and ends ranks on its orders."""
+"""The agent of a run on another host: reports its capacity to the coordinator, and starts and ends ranks for it."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from paceline.run.layout import RunFolder
 from paceline.run.outcome import Outcome, collect
 from paceline.system.signals import StopRequest, listening
 
-RECONNECT_S = 60.0  # for a coordinator that does not answer any more
+RECONNECT_S = 60.0  # for a coordinator that no longer responds
 RETRY_S = 0.5
 VISIBLE_S = 60.0  # for NFS to show what another host has written
-MAX_FAILED_HANDSHAKES = 3  # in a row, before the port counts as used by another program
+MAX_FAILED_HANDSHAKES = 3  # consecutive, until the port is considered to be used by another program
 GRACE_S = 5.0
 
 Log = Callable[[str], None]
 
 
 def serve(config: Config, log: Log) -> Outcome:
-    """Take part in a run until its coordinator reports the end; returns the outcome of the run."""
+    """Participate in a run until its coordinator reports the end; returns the outcome of the run."""
     assert config.rendezvous is not None
     request, timeout_s = StopRequest(), GATHER_S
     ending = "the other hosts continue without this one"
@@ -60,7 +60,7 @@ def serve(config: Config, log: Log) -> Outcome:
             except (EOFError, OSError) as error:
                 timeout_s = RECONNECT_S
                 why = f" ({error})" if isinstance(error, BadMessage) else ""
-                log(f"the coordinator at {config.rendezvous} does not answer any more{why}; trying to reach it again")
+                log(f"the coordinator at {config.rendezvous} no longer responds{why}; reconnecting")
             else:
                 return _outcome_of(over)
             finally:
@@ -69,13 +69,13 @@ def serve(config: Config, log: Log) -> Outcome:
 
 
 def _stop_without_ranks(request: StopRequest, ranks: LocalRanks) -> None:
-    """Stop at once where no rank has anything to save."""
+    """Stop immediately if no rank has state to save."""
     if not ranks.pids:
         raise request.stopped("while no rank was running here")
 
 
 def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connection:
-    """A connection to the coordinator, which has admitted this host."""
+    """Connect to the coordinator and wait until it admits this host."""
     host, port = network.address_in(rendezvous)
     began = logged_at = time.monotonic()
     failed_handshakes = 0
@@ -85,8 +85,8 @@ def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connect
             answer = _introduce(connection, config)
         except KeysDiffer:
             raise ConfigError(
-                f"rendezvous={rendezvous} does not know the key in the run folder of this host; all hosts must see one "
-                "shared folder, and start in the same place of it"
+                f"rendezvous={rendezvous} and the run folder of this host have different keys; all hosts need the same "
+                "shared folder, and must start in the same place in it"
             ) from None
         except (EOFError, OSError) as error:
             now = time.monotonic()
@@ -95,7 +95,7 @@ def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connect
                 raise ConfigError(f"rendezvous={rendezvous} is used by another program; choose another port") from None
             if now - began > timeout_s:
                 raise RankFailed(
-                    f"no coordinator answered at {rendezvous} for {timeout_s:.0f} s ({error}); the run may have ended"
+                    f"no coordinator responded at {rendezvous} for {timeout_s:.0f} s ({error}); the run may have ended"
                 ) from None
             if logged_at == began or now - logged_at > LOG_S:
                 logged_at = now
@@ -104,13 +104,13 @@ def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connect
             continue
         if isinstance(answer, Refused):
             connection.close()
-            raise ConfigError(f"rendezvous={rendezvous} admits only hosts with its own versions: {answer.reason}")
+            raise ConfigError(f"rendezvous={rendezvous} requires the same versions on all hosts: {answer.reason}")
         log(f"joined {answer.name} at {rendezvous}")
         return connection
 
 
 def _introduce(connection: Connection, config: Config) -> Welcome | Refused:
-    """Introduce this host to the coordinator, and return the answer."""
+    """Introduce this host to the coordinator, and return its reply."""
     try:
         hello = Hello(
             name=socket.gethostname(), capacity=capacity(config)[1], versions=versions(), config=fingerprint(config)
@@ -123,7 +123,7 @@ def _introduce(connection: Connection, config: Config) -> Welcome | Refused:
 
 
 def _obey(connection: Connection, ranks: LocalRanks, variables: dict[str, str], request: StopRequest, log: Log) -> Over:
-    """Follow the coordinator's orders until the run is over; report the ranks' state, and pass signals on to them."""
+    """Follow the coordinator's orders until the run is over; report the ranks' state, and forward signals to them."""
     reported: tuple[dict[int, int], dict[int, int]] = ({}, {})
     attempt, sender = 0, StopSender(ranks)
     while True:
@@ -140,7 +140,7 @@ def _obey(connection: Connection, ranks: LocalRanks, variables: dict[str, str], 
                 case Over():
                     return order
         if sender.send(request.for_ranks):
-            log(f"{request.name}: asking all ranks to save and stop; a second signal ends this host's part at once")
+            log(f"{request.name}: all ranks save and stop; a second signal ends the ranks of this host immediately")
         ranks.poll(POLL_S)
         if reported != (ranks.pids, ranks.codes):
             reported = (dict(ranks.pids), dict(ranks.codes))
@@ -148,7 +148,7 @@ def _obey(connection: Connection, ranks: LocalRanks, variables: dict[str, str], 
 
 
 def _outcome_of(over: Over) -> Outcome:
-    """The outcome in the shared folder, which a network file system may show later; or the error of the run."""
+    """The outcome in the shared folder, which a network file system may show with a delay; or the error of the run."""
     if over.run_dir is None:
         error = ConfigError(over.error) if over.exit_code == ConfigError.exit_code else RankFailed(over.error)
         error.exit_code = over.exit_code
@@ -157,7 +157,7 @@ def _outcome_of(over: Over) -> Outcome:
     while not folder.has_ending():
         if time.monotonic() > deadline:
             raise RankFailed(
-                f"the run has ended, but {folder.path} holds no result here; check it on the coordinator's host"
+                f"the run has ended, but {folder.path} contains no result here; check it on the coordinator's host"
             )
         time.sleep(RETRY_S)
     return collect(folder)

@@ -1,4 +1,4 @@
-"""What two hosts compare before one joins the other: versions, and the config of the run."""
+"""The identity that two hosts compare before one joins the other: versions, and the config of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.config import Config
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all hosts for equal bits, and for a common protocol."""
+    """The versions that must be equal on all hosts, for identical results and a common protocol."""
     return {"paceline": version("paceline"), "torch": torch.__version__, "python": platform.python_version()}
 
 

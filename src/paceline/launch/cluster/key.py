@@ -24,16 +24,16 @@ def key_of(config: Config) -> bytes:
         if not os.path.lexists(path):
             _create(path)
         return _read(path)
-    except FileNotFoundError:  # NFS does not show it yet; an agent tries again
+    except FileNotFoundError:  # NFS does not show it yet; an agent retries
         raise
     except OSError as error:
         raise ConfigError(
-            f"run_dir={folder} cannot hold the key that the hosts share: {error.strerror}; choose another --run-dir"
+            f"run_dir={folder} cannot store the key that the hosts share: {error.strerror}; choose another --run-dir"
         ) from None
 
 
 def _create(path: Path) -> None:
-    """Create the file together with its content; a file that another host has created meanwhile stays."""
+    """Create the file together with its content; a file that another host has created in the meantime is kept."""
     number, name = tempfile.mkstemp(prefix=".key.", dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(number, "wb") as file:
@@ -58,7 +58,7 @@ def _read(path: Path) -> bytes:
         if facts.st_uid != os.geteuid():
             raise _refusal(path, f"belongs to user {facts.st_uid}, and this is user {os.geteuid()}")
         if facts.st_mode & 0o077:
-            raise _refusal(path, f"is open to other users (mode {stat.S_IMODE(facts.st_mode):04o})")
+            raise _refusal(path, f"is accessible to other users (mode {stat.S_IMODE(facts.st_mode):04o})")
         content = os.read(number, KEY_BYTES + 1)
         if len(content) != KEY_BYTES:
             raise _refusal(path, f"has {facts.st_size} bytes instead of {KEY_BYTES}")

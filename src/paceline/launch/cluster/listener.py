@@ -1,4 +1,4 @@
-"""Accepts connections at the coordinator, with a limit on those that have not proved to know the key."""
+"""Accepts connections at the coordinator, and limits the number that have not authenticated with the key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 
 from paceline.launch.cluster.transport import Connection, handshake
 
-MAX_UNPROVED = 64  # connections at once that have not proved to know the key
+MAX_UNPROVED = 64  # simultaneous connections that have not authenticated
 RETRY_S = 0.5  # after a connection could not be accepted
 
 
 class Listener:
-    """Accepts connections in a thread, and passes those whose other side knows the key to `admit`.
+    """Accepts connections in a thread, and passes those that authenticate with the key to `admit`.
 
-    Each handshake has a thread of its own, so a silent connection delays no other. At most `MAX_UNPROVED` run at once:
-    one more closes the oldest.
+    Each handshake has its own thread, so a silent connection delays no other. At most `MAX_UNPROVED` run at once:
+    a further one closes the oldest.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Listener:
             except OSError as error:
                 if self._is_closed.is_set():
                     return
-                self._report_once(f"a connection to {address} was not accepted: {error.strerror}; trying again")
+                self._report_once(f"a connection to {address} was not accepted: {error.strerror}; retrying")
                 self._is_closed.wait(RETRY_S)
                 continue
             with self._lock:
                 if len(self._unproved) >= MAX_UNPROVED:
                     self._report_once(
-                        f"more than {MAX_UNPROVED} connections to {address} have not proved to know the key; the "
+                        f"more than {MAX_UNPROVED} connections to {address} have not authenticated; the "
                         "oldest are closed"
                     )
                     self._close_oldest()
@@ -55,7 +55,7 @@ class Listener:
                 with self._lock:
                     self._unproved.pop(raw, None)
                 raw.close()
-                self._report_once(f"a connection to {address} was not accepted: {error}; trying again")
+                self._report_once(f"a connection to {address} was not accepted: {error}; retrying")
                 self._is_closed.wait(RETRY_S)
 
     def _close_oldest(self) -> None:
@@ -83,5 +83,7 @@ class Listener:
         """Accept no more connections, and release the address."""
         self._is_closed.set()
         with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # or the thread that waits in accept() would keep the port
+            self._listening.shutdown(
+                socket.SHUT_RDWR
+            )  # otherwise the thread that waits in accept() would keep the port
         self._listening.close()

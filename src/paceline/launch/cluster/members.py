@@ -1,4 +1,4 @@
-"""The hosts that have joined a run, as the coordinator sees them: it admits agents, and receives their reports."""
+"""The coordinator's list of the hosts that have joined a run: admits agents, and receives their reports."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Agent:
     ranks: int = 0
 
     def send(self, message: Message) -> None:
-        """Send a message; if the host has left, the next report is its end."""
+        """Send a message; if the host has left, its next report is None."""
         with suppress(OSError):
             self.connection.send(message)
 
     def owns(self, rank: int) -> bool:
-        """Whether a rank of the current attempt runs there."""
+        """Whether a rank of the current attempt runs on this host."""
         return self.first <= rank < self.first + self.ranks
 
 
@@ -44,7 +44,7 @@ class Members:
 
     def __init__(self, config: Config, listening: socket.socket, key: bytes, log: Callable[[str], None]) -> None:
         self.agents: list[Agent] = []
-        self.joined_at = time.monotonic()  # the last one
+        self.joined_at = time.monotonic()  # the time when the last agent joined
         self._config, self._log = config, log
         self._joining: queue.SimpleQueue[Agent] = queue.SimpleQueue()
         self._listener = Listener(listening, key, self._admit, log)
@@ -55,7 +55,7 @@ class Members:
         return [socket.gethostname(), *(agent.name for agent in self.agents)]
 
     def _admit(self, connection: Connection) -> None:
-        """Admit a host that knows the key, if its versions are equal. Called in a thread of that connection."""
+        """Admit an authenticated host if its versions are equal. Called in the thread of the connection."""
         try:
             hello = connection.receive(HELLO)
             if hello.versions == versions():
@@ -74,11 +74,11 @@ class Members:
             agent = self._joining.get()
             self.agents.append(agent)
             self.joined_at = time.monotonic()
-            other = "" if agent.has_our_config else "; its config differs, the coordinator's is used"
+            other = "" if agent.has_our_config else "; its config differs, so the coordinator's is used"
             self._log(f"host {agent.name} has joined, with capacity for {ranks_text(agent.capacity)}{other}")
 
     def reports(self, timeout_s: float, channel: int | None = None) -> Iterator[tuple[Agent, RanksState | None]]:
-        """What agents report about their ranks; None for one that has left, which is removed.
+        """The agents' reports about their ranks; None for an agent that has left, which is removed.
 
         Waits up to `timeout_s` for the first report, or until the file `channel` can be read.
         """
@@ -99,7 +99,7 @@ class Members:
         self._log(f"host {agent.name} {why}")
 
     def dismiss(self, over: Over) -> None:
-        """Send all agents how the run ended, and stop listening."""
+        """Send the outcome of the run to all agents, and stop listening."""
         self._listener.close()
         while not self._joining.empty():
             self.agents.append(self._joining.get())

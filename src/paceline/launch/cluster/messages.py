@@ -40,7 +40,7 @@ class Refused(Message):
 
 
 class Start(Message):
-    """The agent starts ranks; its reports about them carry the number of this attempt."""
+    """The agent starts ranks; its reports about them contain the number of this attempt."""
 
     type: Literal["start"] = "start"
     attempt: int
@@ -72,7 +72,7 @@ class Over(Message):
 
 
 class RanksState(Message):
-    """The ranks of an agent, counted from 0: the pids of those that run, the exit codes of those that have ended."""
+    """The ranks of an agent, counted from 0: the pids of running ranks, the exit codes of ended ranks."""
 
     attempt: int
     pids: dict[NonNegativeInt, NonNegativeInt]

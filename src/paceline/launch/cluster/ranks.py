@@ -22,7 +22,7 @@ class ClusterRanks:
     local: LocalRanks
     local_size: int
     local_variables: dict[str, str]
-    attempt: int  # reports about another one are late, and ignored
+    attempt: int  # reports about another attempt are late, and ignored
     pids: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class ClusterRanks:
         self.members.take_new()
 
     def _note(self, first: int, pids: dict[int, int], codes: dict[int, int]) -> None:
-        """Take over the state of a host's ranks, which that host counts from 0."""
+        """Store the state of a host's ranks, which that host counts from 0."""
         for rank, pid in pids.items():
             if first + rank in self.pids:
                 self.pids[first + rank] = pid
@@ -64,7 +64,7 @@ class ClusterRanks:
             agent.send(Signal(number=number))
 
     def end(self, number: int, grace_s: float) -> None:
-        """End the ranks by a signal, and by SIGKILL those that still run; remove a host that does not answer."""
+        """End the ranks by a signal, and by SIGKILL those that still run; remove a host that does not respond."""
         for agent in self.members.agents:
             agent.send(End(number=Signals(number), grace_s=grace_s))
         self.local.end(number, grace_s)
@@ -72,4 +72,4 @@ class ClusterRanks:
         while self.pids and time.monotonic() < deadline:
             self.poll(0.1)
         for agent in [agent for agent in self.members.agents if any(map(agent.owns, self.pids))]:
-            self.members.remove(agent, "does not answer, and takes no further part")
+            self.members.remove(agent, "does not respond, and is removed from the run")

@@ -27,7 +27,7 @@ def start(config: Config, task: Task) -> Outcome:
         coordinator.finish(None, str(error), error.exit_code)
         raise
     except BaseException as error:
-        coordinator.finish(None, f"the coordinator was ended by {type(error).__name__}")
+        coordinator.finish(None, f"the coordinator failed with {type(error).__name__}")
         raise
     coordinator.finish(outcome.run_dir)
     return outcome

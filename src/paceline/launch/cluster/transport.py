@@ -1,9 +1,9 @@
 """Connections between the hosts of a run: the handshake, and messages that cannot be altered.
 
-Both hosts know a key. The agent, which connects, proves this first, then the coordinator does. A proof covers the role
+Both hosts have a key. The agent, which connects, proves this first, then the coordinator does. A proof covers the role
 of its sender and a nonce of each side: it is not valid on another connection, or in the other role. Until both are
 proved, only a fixed number of bytes is read. Every later message is JSON of a bounded size, with a code over its
-direction, its number and its text, made with a key of this connection alone. Nothing is encrypted.
+direction, its number and its text, made with a key of this connection only. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ IDLE_S, PROBE_S, PROBES = 6, 2, 3
 
 
 class HandshakeFailed(OSError):
-    """The other side does not answer, has left, or is not a host of a run."""
+    """The other side does not respond, has left, or is not a host of a run."""
 
 
 class KeysDiffer(OSError):
-    """The other side is a host of a run, but knows another key."""
+    """The other side is a host of a run, but has a different key."""
 
 
 class BadMessage(OSError):
-    """A message was altered, repeated or dropped on its way, or is not of an expected kind."""
+    """A message was altered, repeated or dropped in transit, or is not of an expected kind."""
 
 
 class Connection:
-    """A connection between two hosts that have proved to know the same key."""
+    """A connection between two hosts that have authenticated with the same key."""
 
     def __init__(self, raw: socket.socket, session_key: bytes, role: Role) -> None:
         self._raw, self._session_key = raw, session_key
@@ -64,7 +64,7 @@ class Connection:
         _send(self._raw, frame, time.monotonic() + MESSAGE_S)
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether there is something to receive, or the other side has left; waits up to `timeout_s` for it."""
+        """Whether there is data to receive, or the other side has left; waits up to `timeout_s`."""
         return bool(wait([self._raw], timeout_s))
 
     def receive(self, kind: TypeAdapter[T]) -> T:
@@ -75,7 +75,7 @@ class Connection:
             raise BadMessage(f"a message of {size} bytes is too long")
         code, text = _receive(self._raw, CODE_BYTES, deadline), _receive(self._raw, size, deadline)
         if not hmac.compare_digest(code, self._code(self._peer, self._received, text)):
-            raise BadMessage("a message was altered on its way")
+            raise BadMessage("a message was altered in transit")
         self._received += 1
         try:
             return kind.validate_json(text)
@@ -86,17 +86,17 @@ class Connection:
         return _hmac(self._session_key, sender.encode(), struct.pack("!Q", number), text)
 
     def close(self) -> None:
-        """Close the connection; the other side sees that at once."""
+        """Close the connection; the other side is notified immediately."""
         self._raw.close()
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """Connect to the coordinator that listens there. Raises OSError: KeysDiffer, HandshakeFailed and others."""
+    """Connect to the coordinator at this address. Raises OSError: KeysDiffer, HandshakeFailed and others."""
     return handshake(socket.create_connection((resolve(host), port), HANDSHAKE_S), key, "agent")
 
 
 def handshake(raw: socket.socket, key: bytes, role: Role) -> Connection:
-    """Prove to the other side that this one knows the key, and check its proof; closes `raw` if that fails."""
+    """Authenticate to the other side with the key, and check its proof; closes `raw` if that fails."""
     deadline = time.monotonic() + HANDSHAKE_S
     try:
         _detect_lost_links(raw)
@@ -111,7 +111,7 @@ def handshake(raw: socket.socket, key: bytes, role: Role) -> Connection:
 
 
 def _exchange_proofs(raw: socket.socket, key: bytes, role: Role, deadline: float) -> bytes:
-    """The key of this connection, after both sides have proved to know the common key."""
+    """The key of this connection, after both sides have authenticated with the common key."""
     mine = secrets.token_bytes(CODE_BYTES)
     _send(raw, PROTOCOL + mine, deadline)
     if _receive(raw, len(PROTOCOL), deadline) != PROTOCOL:
@@ -138,7 +138,7 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
 
 
 def _detect_lost_links(raw: socket.socket) -> None:
-    """Have the kernel probe the other host, and send small messages at once."""
+    """Make the kernel probe the other host, and send small messages without delay."""
     for option, value in ((socket.TCP_KEEPIDLE, IDLE_S), (socket.TCP_KEEPINTVL, PROBE_S), (socket.TCP_KEEPCNT, PROBES)):
         raw.setsockopt(socket.IPPROTO_TCP, option, value)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (IDLE_S + PROBE_S * PROBES))

@@ -34,7 +34,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, force_jupyter=False, highlight=False, soft_wrap=True)
-        # The streams of a notebook report that they are terminals, but they cannot move a cursor.
+        # The streams of a notebook claim to be terminals, but cannot move a cursor.
         is_own_stream = sys.stderr is sys.__stderr__
         self.is_live = is_own_stream and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live: Live | None = None
@@ -56,7 +56,7 @@ class Screen:
         print(text, flush=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Print one line of Paceline itself."""
+        """Print one line of Paceline's own output."""
         self.console.print(printable(text), style=style, markup=False)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Screen:
 
 
 def _printable(value: Any) -> Any:
-    """A value of an event with all texts, also names of fields, safe to print."""
+    """A value of an event in which all texts, including field names, are safe to print."""
     if isinstance(value, dict):
         return {printable(name): _printable(item) for name, item in value.items()}
     if isinstance(value, list):

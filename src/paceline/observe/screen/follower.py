@@ -23,15 +23,15 @@ from paceline.system.disk import is_full
 
 INTERVAL_S = 0.1
 DISK_CHECK_S = 2.0  # between two checks of the free disk space
-INCOMPLETE_S = 1.0  # without an event, until a result counts as the end: the last event may be an incomplete line
-IDLE_S = 10.0  # without an event, until the lock shows whether a process still trains the run
-RESUMED_S = 5.0  # a run that was stopped may be resumed at once
+INCOMPLETE_S = 1.0  # without an event, until a result is treated as the end: the last event may be an incomplete line
+IDLE_S = 10.0  # without an event, until the lock is checked for a process that still trains the run
+RESUMED_S = 5.0  # a run that was stopped may be resumed immediately
 
 
 class Follower:
     """A thread that shows a run. It reads the logs of `ranks` ranks; 0 where the ranks own the terminal themselves.
 
-    `from_now` skips what earlier attempts of the run have written; `tensorboard` also writes for TensorBoard.
+    `from_now` skips the output of earlier attempts of the run; `tensorboard` also writes files for TensorBoard.
     """
 
     def __init__(self, folder: RunFolder, ranks: int, *, from_now: bool = False, tensorboard: bool = False) -> None:
@@ -80,7 +80,7 @@ class Follower:
         return time.monotonic() - self._last[1]
 
     def update(self, *, to_end: bool = False) -> None:
-        """Show what is new. A screen that cannot be written to, such as a closed pipe, must not end the run."""
+        """Show new events and output. A screen that cannot be written, such as a closed pipe, must not end the run."""
         if not self._is_screen_lost:
             try:
                 self._warn_if_disk_is_full()
@@ -95,7 +95,7 @@ class Follower:
             self._feed_tensorboard()
 
     def _feed_tensorboard(self) -> None:
-        """Write for TensorBoard; nothing until there are new events, since the run may still be refused."""
+        """Write files for TensorBoard; nothing until there are new events, since the run may still be rejected."""
         if self._tensorboard is not None and file_identity(self._folder.events) != self._before:
             try:
                 self._tensorboard.deliver()
@@ -123,7 +123,7 @@ class Follower:
                     self.screen.line(line)
 
     def _show_events(self) -> None:
-        """Show new events, each once, also if the file was rewound and is read again."""
+        """Show new events, each once, even if the file was rewound and is read again."""
         for line in self._events.lines():
             event = self._parser.parse(line)
             if event is None and line.strip() and not self._has_damage:
@@ -173,7 +173,7 @@ def show(folder: RunFolder) -> None:
             if follower.idle_s > INCOMPLETE_S and folder.result.exists() and not is_locked(folder):
                 break
             if follower.idle_s > IDLE_S and folder.events.exists() and not is_locked(folder):
-                follower.screen.note(f"no process trains this run; {resume_hint(folder)}")
+                follower.screen.note(f"no process is training this run; {resume_hint(folder)}")
                 return
     if (outcome := result_text(folder)) is not None:
         follower.screen.note(f"done: {outcome}")

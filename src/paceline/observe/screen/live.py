@@ -1,4 +1,4 @@
-"""The live view of a run: events update a state, and the state gives the lines to show (pure)."""
+"""The live view of a run: events update a state, from which the lines to show are computed (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.observe.event_types import values_in
 
 Event = Mapping[str, Any]
 
-SPEED_S = 300.0  # time constant of the mean speed that gives the time left
+SPEED_S = 300.0  # time constant of the mean speed from which the time left is computed
 SMOOTHING_S = 10.0  # time constant of the numbers that are shown
 NARROW = 72  # columns; below that, units are dropped to keep the bar
 GAP = "  "
@@ -31,19 +31,19 @@ class DecayingMean:
     times: float = 0.0
 
     def add(self, seconds: float, times: int) -> DecayingMean:
-        """The mean after `times` more, which took `seconds` together."""
+        """The mean after `times` more occurrences, which took `seconds` in total."""
         kept = math.exp(-seconds / SPEED_S)
         return DecayingMean(self.seconds * kept + seconds, self.times * kept + times)
 
     @property
     def each(self) -> float:
-        """Seconds for one; 0 if none was added."""
+        """Seconds per occurrence; 0 if none was added."""
         return self.seconds / self.times if self.times else 0.0
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """What the events so far say about a run."""
+    """The state of a run according to its events so far."""
 
     pace: Event | None = None  # the newest `pace` event
     recorded: Event | None = None  # the newest `step` event
@@ -200,7 +200,7 @@ def _memory_text(pace: Event) -> str:
 
 
 class BarLine(NamedTuple):
-    """A line with a progress bar; the bar is left out if the total is unknown."""
+    """A line with a progress bar; the bar is omitted if the total is unknown."""
 
     label: str
     done: int
@@ -283,7 +283,7 @@ def _counts(bar: BarLine, *, has_unit: bool) -> str:
 
 
 def _fitting(texts: Iterable[str], width: int) -> str:
-    """As many texts as fit into a line, each with space for longer values; a dash if there are none."""
+    """The texts that fit into a line, each with space for longer values; a dash if there are none."""
     line = ""
     for text in filter(None, texts):
         name, _, value = text.partition(" ")

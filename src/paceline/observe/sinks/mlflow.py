@@ -10,7 +10,7 @@ from paceline.observe.event_types import Event
 from paceline.observe.sinks.tracker import RunEnding, TrackerSink
 
 STATUSES: dict[RunEnding, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-PARAM_LENGTH, PARAMS_AT_ONCE, METRICS_AT_ONCE = 500, 100, 1000  # limits of MLflow's servers
+PARAM_LENGTH, PARAMS_AT_ONCE, METRICS_AT_ONCE = 500, 100, 1000  # limits of the MLflow server
 
 
 class MlflowSink(TrackerSink):
@@ -52,7 +52,7 @@ class MlflowSink(TrackerSink):
         self._client.set_terminated(self._run, STATUSES[ending])
 
     def _log_params(self, params: dict[str, Any]) -> None:
-        """Send the config; params that MLflow already has are left out, since MLflow refuses to change them."""
+        """Send the config; params that MLflow already has are skipped, since MLflow does not allow changes."""
         from mlflow.entities import Param
 
         existing = self._client.get_run(self._run).data.params

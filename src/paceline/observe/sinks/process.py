@@ -1,4 +1,4 @@
-"""The process that runs one sink of a run, so that nothing the sink does costs the run anything.
+"""The process that runs one sink of a run, so that a slow or failing sink does not affect the run.
 
 It reads `events.jsonl` until it receives a byte on its standard input, or until that is closed because the launcher
 has ended.
@@ -47,7 +47,7 @@ def run(name: str, open_: Callable[[], Sink], folder: RunFolder, is_over: thread
         is_last = is_over.is_set()
         try:
             _deliver(SinkFeeder(folder.events, open_()), is_over)
-        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and none of it may end the run
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and no error may end the run
             traceback.print_exc()
             if not has_warned:
                 _warn(folder, name, error)
@@ -68,6 +68,6 @@ def _deliver(feeder: SinkFeeder, is_over: threading.Event) -> None:
 
 def _warn(folder: RunFolder, name: str, error: Exception) -> None:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-    text = f"{name} does not receive the events of this run: {reason}; training continues, and {name} is tried again"
+    text = f"{name} does not receive the events of this run: {reason}; training continues, and {name} is retried"
     with suppress(OSError), closing(Events(folder.events)) as events:
         events.write("warning", text=text)

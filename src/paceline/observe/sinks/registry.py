@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.observe.sinks.sink import Sink
 
 GROUP = "paceline.sinks"  # of entry points
-# Each name is also that of the package that the sink needs, and of the extra that installs it.
+# Each name is also the name of the package that the sink needs and of the extra that installs it.
 BUILT_IN = {
     "wandb": "paceline.observe.sinks.wandb:WandbSink",
     "mlflow": "paceline.observe.sinks.mlflow:MlflowSink",
@@ -43,7 +43,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def open_sink(name: str, run_dir: Path) -> Sink:
-    """A new sink for a run; imports the module that the name is registered with."""
+    """A new sink for a run; imports the module that is registered under the name."""
     from paceline.observe.sinks.sink import Sink
 
     entry = _entry_points()[name]

@@ -24,9 +24,9 @@ class Sink:
         self.run_dir = run_dir
 
     def restart(self) -> None:
-        """Called before the first event, and again when all events follow once more from the first one.
+        """Called before the first event, and again before all events are delivered again from the first one.
 
-        Events follow once more when a run resumes from an earlier step: later events are removed from the file.
+        Events are delivered again when a run resumes from an earlier step: later events are removed from the file.
         """
 
     def write(self, event: Event) -> None:
@@ -34,7 +34,7 @@ class Sink:
         raise NotImplementedError(f"{type(self).__name__} must implement write(event)")
 
     def flush(self) -> None:
-        """Called when all events that are known so far have been written."""
+        """Called when all events so far have been written."""
 
     def close(self) -> None:
         """Called once, after the last event; not after an error."""
@@ -52,7 +52,7 @@ class SinkFeeder:
         self._tail, self._parser = Tail(self._events), Parser()
 
     def deliver(self) -> None:
-        """Deliver the events that are new."""
+        """Deliver the new events."""
         lines = list(self._tail.lines())
         if self._tail.is_replaced:
             self.sink.restart()

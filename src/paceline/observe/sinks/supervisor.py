@@ -15,7 +15,7 @@ from paceline.run.layout import RunFolder
 from paceline.system.processes import command_of
 
 FINISH_S = 60.0  # for the last events at the end of a run; importing MLflow alone may take ten
-NOTICE_S = 3.0  # after which the screen shows what the command is waiting for
+NOTICE_S = 3.0  # after which the screen shows that the command waits for sinks
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def running_sinks(names: Sequence[str], folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError, KeyboardInterrupt):  # the screen is closed; the user does not want to wait
+        with suppress(OSError, KeyboardInterrupt):  # the screen is closed, or the user does not want to wait
             _finish(started, folder)
         for process in started.values():
             _kill(process)
@@ -45,7 +45,7 @@ def _start(name: str, folder: RunFolder) -> subprocess.Popen[bytes]:
 
 
 def _finish(started: dict[str, subprocess.Popen[bytes]], folder: RunFolder) -> None:
-    """Signal the end of the run to the sinks, wait for them, and warn about those that have missed events."""
+    """Signal the end of the run to the sinks, wait for them, and warn about sinks that have missed events."""
     screen, deadline = Screen(), time.monotonic() + FINISH_S
     for process in started.values():
         assert process.stdin is not None

@@ -1,7 +1,7 @@
-"""TensorBoard: the numbers in `events.jsonl` as a file that TensorBoard reads.
+"""Writes the numbers in `events.jsonl` as a file for TensorBoard.
 
-The file is written again in each attempt of a run and whenever events are removed, so it has each step once. When a run
-has finished, its config is added at the end, for the tab HParams.
+The file is written again in each attempt of a run and whenever events are removed, so it contains each step once. When
+a run has finished, its config is added at the end, for the tab HParams.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.run.layout import RunFolder
 
 
 class TensorBoardSink(Sink):
-    """A sink that creates its file when there is a first number to write."""
+    """A sink that creates its file when the first number is written."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
@@ -76,7 +76,7 @@ class TensorBoardSink(Sink):
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with suppress(OSError, struct.error):  # it was removed, or it is not complete
+        with suppress(OSError, struct.error):  # it was removed, or it is incomplete
             png = (self.run_dir / event["file"]).read_bytes()
             height, width, channels = size_of_png(png)
             image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)

@@ -1,6 +1,6 @@
-"""What W&B and MLflow have in common: each number is sent once, over all attempts of a run, to the same remote run.
+"""The base of the sinks for W&B and MLflow: sends each number once, over all attempts of a run, to one remote run.
 
-The run folder keeps the tracker's own id of the run and the last event that was sent.
+The run folder stores the tracker's id of the run and the last event that was sent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class TrackerSink(Sink, ABC):
         self._ending: RunEnding = "failed"  # unless an event reports another ending
 
     def restart(self) -> None:
-        """Forget the ending; numbers that were sent stay, and are not sent again."""
+        """Forget the ending; numbers that were sent are not sent again."""
         self._ending = "failed"
 
     def write(self, event: Event) -> None:
-        """Log the numbers of an event that was not sent before; remember how the run has ended."""
+        """Log the numbers of an event that was not sent before; store how the run has ended."""
         kind = event["event"]
         self._ending = ENDINGS.get(kind, self._ending)
         if kind in PLOTTED and (position := (event["step"], PLOTTED.index(kind))) > self._sent:
@@ -59,7 +59,7 @@ class TrackerSink(Sink, ABC):
             write_json(self._state_file, {"id": self._run_id, "step": step, "kind": PLOTTED[kind]})
 
     def close(self) -> None:
-        """End the remote run with the ending of this one."""
+        """End the remote run with the state in which this run ended."""
         if self._run_id is not None and self._ending == "finished":
             self._open()  # an attempt without new numbers ends the remote run, too
         if self._is_open:

@@ -29,7 +29,7 @@ class WandbSink(TrackerSink):
             resume="allow",
             settings=wandb.Settings(console="off"),
         )
-        # A resumed run may have to add numbers to a step that W&B has closed, so W&B's own counter is not our step.
+        # A resumed run may add numbers to a step that W&B has closed, so W&B's own counter differs from our step.
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
@@ -39,7 +39,7 @@ class WandbSink(TrackerSink):
         self._run.log(numbers | axes, step=max(event["step"], self._run.step))
 
     def send(self) -> None:
-        """Do nothing: W&B sends in a process of its own."""
+        """Do nothing: W&B sends from its own process."""
 
     def end(self, ending: RunEnding) -> None:
         """End the run."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import datasets
 
-folder = None  # the root given to get_dataset; the test images are read from there, too
+folder = None  # the root given to get_dataset; the test images are read from it, too
 
 
 def get_dataset(root=None):

@@ -1,6 +1,6 @@
 """CIFAR-10 in the shortest time on one GPU: a small convolutional network, Muon, half precision.
 
-On one H200: 94.15 % accuracy (mean of ten seeds), 1.4 s of training steps, 12 s for the command (docs/benchmarks.md).
+On one H200: 94.15 % accuracy (mean of ten seeds), 1.4 s of steps, 11 to 14 s for the command (docs/benchmarks.md).
 The method is that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024: a frozen first layer that
 decorrelates pixels, convolutions that start as the identity, flips that alternate, Muon, and an evaluation on six views
 of each image. Data as for the recipe `cifar10`, in `$PACELINE_HOME/datasets/cifar10`.
@@ -103,7 +103,7 @@ def smoothed_loss(output, target):
 
 
 def get_optimizer(model, lr=0.24, bias_lr=100.0, head_lr=1.6, decay=4e-3):
-    """Return Muon for the filters, SGD for the rest. Biases behind BatchNorm have tiny gradients: a large rate."""
+    """Return Muon for the filters, SGD for the rest. Biases of BatchNorm have tiny gradients and need a large rate."""
     filters = [p for p in model.groups.parameters() if p.requires_grad and p.dim() == 4]
     biases = [model.whiten.bias, *(p for p in model.groups.parameters() if p.requires_grad and p.dim() == 1)]
     return paceline.Muon(

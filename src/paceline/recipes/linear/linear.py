@@ -1,8 +1,8 @@
 """One linear layer: read this first to understand DDP.
 
-Every rank runs `train` below with a model of its own that starts from the same weights. Its `train_loader` gives it a
-different share of the samples. `loss.backward()` averages the gradients over the ranks, so `optimizer.step()` moves
-every copy in the same way, and all copies stay equal.
+Each rank runs `train` below with its own copy of the model; all copies start with the same weights. Each rank's
+`train_loader` yields a different share of the samples. `loss.backward()` averages the gradients over the ranks, so
+`optimizer.step()` makes the same update on every rank, and all copies stay identical.
 
     paceline train linear --procs 2                                    # local processes
     torchrun --nproc_per_node=2 -m paceline train linear               # the same under torchrun
@@ -38,7 +38,7 @@ def train(model, train_loader, val_loader, device, num_epochs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(num_epochs):
         total = 0.0
-        for points, classes in train_loader:  # this rank's share, in a new order each epoch
+        for points, classes in train_loader:  # this rank's share, shuffled again each epoch
             optimizer.zero_grad()
             loss = loss_fn(model(points.to(device)), classes.to(device))
             loss.backward()  # averages the gradients over the ranks

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import datasets, errors
 
-BYTES = 256  # the vocabulary is all bytes, so none has to be built or stored
+BYTES = 256  # each byte is a token, so no vocabulary has to be built or stored
 TRAINING = 0.9  # the fraction of the text for training; the rest is for validation
 
 source = {}  # the options given to get_dataset; get_val_dataset uses them, too
@@ -54,7 +54,7 @@ def windows(path=None, context=64, is_training=True):
     if len(text) <= context:
         raise errors.DataError(f"{path} is too short for windows of {context} bytes; lower dataset_args.context")
     step = 1 if is_training else context
-    # Views of the text: a million windows take no additional memory.
+    # Views of the text: a million windows need no additional memory.
     return TensorDataset(text[:-1].unfold(0, context, step), text[1:].unfold(0, context, step))
 
 
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.scores = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                is_last = name.endswith(("out.weight", "mlp.2.weight"))  # limits the sum of residuals
+                is_last = name.endswith(("out.weight", "mlp.2.weight"))  # keeps the sum of residuals small
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if is_last else 0.02)
 
     def forward(self, text):

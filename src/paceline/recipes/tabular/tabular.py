@@ -17,19 +17,19 @@ from paceline import StandardScaler, datasets, errors
 
 
 def get_dataset(df=None, target="Cover_Type", classes=(), root=None):
-    """Return all columns but the target as numbers, and the classes; without a table, those of Covertype.
+    """Return all columns except the target as numbers, and the classes; without a table, those of Covertype.
 
     Columns are sorted by name, so that their order in a table does not matter. A class is its index in `classes`,
-    also if a table does not contain all of them.
+    even if a table does not contain all of them.
     """
     if df is None and target != "Cover_Type":
-        raise errors.DataError("there is no table; give one: df=FILE")
+        raise errors.DataError("no table is given; set df=FILE")
     df = datasets.table("covtype", root=root) if df is None else df
     columns = sorted((column for column in df.columns if column != target), key=str)
     numbers = torch.tensor(df[columns].to_numpy("float32"))
     if target not in df:
         print(
-            f"the table has no column {target} (dataset_args.target), so it is for predictions only",
+            f"the table has no column {target} (dataset_args.target): it can be used for predictions only",
             flush=True,
         )
         return UnlabelledRows(numbers)

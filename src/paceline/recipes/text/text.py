@@ -24,8 +24,8 @@ from paceline import cached_tensors, datasets, errors, models
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CLASSES = ("negative", "positive")
-PAD_TO = 16  # few different lengths, so that each can have a CUDA graph; multiples of 16 suit tensor cores
-MIN_WORDS = 4  # in texts with fewer words, none is masked
+PAD_TO = 16  # so few lengths occur that each can have a CUDA graph; multiples of 16 suit tensor cores
+MIN_WORDS = 4  # texts with fewer words are not masked
 
 source, has_table = {}, False  # the options given to get_dataset; get_dev_dataset uses them, too
 
@@ -41,7 +41,7 @@ def get_dev_dataset(df=None):
     """Return the 872 validation sentences of SST-2, or those of a table."""
     if has_table and df is None:
         raise errors.DataError(
-            "df is given without validation data; give val_df, or val_dataset_fn=null to hold out some rows"
+            "df is given without validation data; set val_df, or set val_dataset_fn=null to hold out some rows"
         )
     return Sentences(df, train=False, **source)
 
@@ -76,7 +76,7 @@ class Sentences(Dataset):
     def collate_fn(self, samples):
         """Return a batch, whose padding does not depend on other batches or on the number of processes."""
         longest = max(len(sample["input_ids"]) for sample in samples)
-        # There is always some padding, because without any, transformers uses another code path with other rounding.
+        # Always add some padding: without it, transformers uses another code path, which rounds differently.
         width = min((longest // PAD_TO + 1) * PAD_TO, self.max_length)
         ids = torch.full((len(samples), width), self.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
@@ -129,14 +129,14 @@ def get_model(model=MODEL, classes=CLASSES, masked=0.1, learns_embeddings=False)
 
 
 def check_matches_data(**given):
-    """Refuse arguments that differ from those of the data; only in ranks, where the data was created before."""
+    """Raise if arguments differ from those of the data; only in ranks, which create the data before the model."""
     if not torch.distributed.is_initialized():
         return
     of_data = {"model": MODEL, "classes": CLASSES, **source}
     for key, value in given.items():
         if list(value) != list(of_data[key]):
             raise errors.ConfigError(
-                f"model_args.{key}={value} is not dataset_args.{key}={of_data[key]}; make them equal"
+                f"model_args.{key}={value} differs from dataset_args.{key}={of_data[key]}; make them equal"
             )
 
 
@@ -148,7 +148,7 @@ def columns_of(table, text="sentence", label="label"):
     if text not in table:
         raise errors.DataError(f"the table has no column {text}; name the column of texts in dataset_args.text")
     if label not in table:
-        print(f"the table has no column {label} (dataset_args.label), so it is for predictions only", flush=True)
+        print(f"the table has no column {label} (dataset_args.label): it can be used for predictions only", flush=True)
     return [str(value) for value in table[text]], table.get(label)
 
 

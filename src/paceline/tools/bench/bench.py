@@ -1,4 +1,4 @@
-"""The benchmark: measures every loop in several rounds, and compares the medians."""
+"""The benchmark: measures each loop in several rounds, and compares the medians."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALED = (BASE, "paceline")
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Which models and loops to measure, on how many processes, in how many rounds."""
+    """The models and loops to measure, and the numbers of processes and rounds."""
 
     models: Sequence[str] = tuple(WORKLOADS)
     contenders: Sequence[str] = ()  # empty for all
@@ -38,7 +38,7 @@ class BenchPlan:
     device: str = "auto"
 
     def check(self) -> None:
-        """Raise one ConfigError with every mistake."""
+        """Raise one ConfigError with all mistakes."""
         problems = [
             f"--{flag} {name} is not known; use {', '.join(known)}"
             for flag, names, known in (
@@ -52,7 +52,7 @@ class BenchPlan:
         least = {"procs": (self.procs, 1), "rounds": (self.rounds, 1), "workers": (self.workers, 0)}
         least["steps"] = (LEAST_WINDOWS if self.steps is None else self.steps, LEAST_WINDOWS)
         least["scaling"] = (min(self.scaling, default=1), 1)
-        problems += [f"--{flag} {n} is too few; use {low} or more" for flag, (n, low) in least.items() if n < low]
+        problems += [f"--{flag} {n} is too few; use at least {low}" for flag, (n, low) in least.items() if n < low]
         if problems:
             raise ConfigError(problems)
 
@@ -92,7 +92,7 @@ class Measurements:
     @property
     def latest(self) -> str:
         """The outcome of the last round as text."""
-        return self.error or f"{self.us_per_step[-1]:,.0f} µs a step"
+        return self.error or f"{self.us_per_step[-1]:,.0f} µs per step"
 
 
 def bench(
@@ -100,12 +100,14 @@ def bench(
     log: Callable[[str], None],
     run: Callable[[Sequence[BenchJob]], Mapping[str, Any]] = run_jobs,
 ) -> dict[str, Any]:
-    """Measure everything in the plan, and return the figures as plain values; `log` takes a line after each."""
+    """Run the plan, and return the figures as plain values; `log` is called with a line after each measurement."""
     plan.check()
     device = device_type(plan.device)
     present, missing = _choose_contenders(plan, device, log)
     measured = {cell: Measurements([]) for cell in cells_of(plan, present)}
-    turns = [cell for _ in range(plan.rounds) for cell in measured]  # rounds spread the noise over all cells
+    turns = [
+        cell for _ in range(plan.rounds) for cell in measured
+    ]  # alternating the cells spreads noise over all of them
     for turn, cell in enumerate(turns, 1):
         if not measured[cell].error:
             with jobs_of(*cell, plan.steps, plan.workers, device) as jobs:
@@ -113,7 +115,7 @@ def bench(
             log(f"{turn}/{len(turns)} {cell.model}  {cell}: {measured[cell].latest}")
     if not any(found.us_per_step for found in measured.values()):
         errors = [f"{cell}: {found.error}" for cell, found in measured.items()]
-        raise PacelineError("\n".join(["nothing could be measured", *errors]))
+        raise PacelineError("\n".join(["all measurements failed", *errors]))
     return {
         "machine": machine(device),
         "rounds": plan.rounds,
@@ -133,7 +135,7 @@ def bench(
 
 
 def _choose_contenders(plan: BenchPlan, device: str, log: Callable[[str], None]) -> tuple[list[str], list[str]]:
-    """The loops that can run here, and the packages that others lack."""
+    """The loops that can run here; logs the packages that other loops need."""
     names = plan.contenders or list(CONTENDERS)
     lacks = {name: [p for p in CONTENDERS[name].packages if version_of(p) is None] for name in names}
     missing = list(dict.fromkeys(package for packages in lacks.values() for package in packages))
@@ -144,15 +146,15 @@ def _choose_contenders(plan: BenchPlan, device: str, log: Callable[[str], None])
         for name in [name for name in present if CONTENDERS[name].needs_one_gpu]:
             present.remove(name)
             if name in plan.contenders:
-                log(f"{CONTENDERS[name].title} needs one GPU and one process; it is left out")
+                log(f"{CONTENDERS[name].title} needs one GPU and one process; skipped")
     return present, missing
 
 
 def device_type(wanted: str) -> str:
-    """cpu or cuda; `auto` is cuda where torch finds a GPU."""
+    """cpu or cuda; `auto` is cuda if torch finds a GPU."""
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
-        raise ConfigError("--device cuda but torch finds no GPU; use --device cpu, or check `nvidia-smi`")
+        raise ConfigError("--device cuda: torch finds no GPU; use --device cpu, or check `nvidia-smi`")
     return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
@@ -221,7 +223,7 @@ def scaling_rows(
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The machine and the versions that the figures were measured with."""
+    """The machine and the versions with which the figures were measured."""
     return {
         "cores": usable_cores(),
         "architecture": platform.machine(),
@@ -234,7 +236,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package, or None if it is not installed; Paceline itself may run without being installed."""
+    """The version of a package, or None if it is not installed; Paceline itself can run without being installed."""
     if package == "paceline":
         return paceline.__version__
     try:

@@ -16,11 +16,11 @@ class Contender:
     """A loop, as it appears in the table."""
 
     title: str
-    package: str  # its name for pip and `importlib.metadata`
+    package: str  # its distribution name, for pip and `importlib.metadata`
     loop: Callable[[LoopSetup], nn.Module | None]
-    starts_ranks: bool = False  # itself; otherwise each rank is a process of the benchmark
-    needs: tuple[str, ...] = ()  # further packages, which pip does not install with it
-    needs_one_gpu: bool = False  # and is left out elsewhere
+    starts_ranks: bool = False  # the loop starts its ranks; otherwise each rank is a process of the benchmark
+    needs: tuple[str, ...] = ()  # further packages, which are not dependencies of it
+    needs_one_gpu: bool = False  # otherwise it is skipped
 
     @property
     def packages(self) -> tuple[str, ...]:

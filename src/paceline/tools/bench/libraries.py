@@ -1,7 +1,7 @@
 """The loops of other libraries, as their users write them, with the same model, data and optimizer.
 
-The process group exists already. Progress bars, logging and checkpoints are off, because they take time and train
-nothing. A loop returns the trained model, with its DDP wrapper.
+The process group exists already. Progress bars, logging and checkpoints are off, because they take time without
+training. A loop returns the trained model, with its DDP wrapper.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fabric(setup: LoopSetup) -> nn.Module:
 
 
 def _endless(loader: Any) -> Iterator[Any]:
-    """The batches of one epoch after another, without end."""
+    """The batches of an endless sequence of epochs."""
     while True:
         yield from loader
 

@@ -93,7 +93,7 @@ def paceline_by_default(setup: LoopSetup) -> None:
 
 
 def paceline_samplewise(setup: LoopSetup) -> None:
-    """Paceline in fp32 with a data set that gives one sample at a time, which needs a DataLoader as the others use."""
+    """Paceline in fp32 with a data set that returns single samples, so that it uses a DataLoader like the others."""
     _train(setup, functools.partial(_one_by_one, setup.workload.dataset_fn), precision="fp32")
 
 
@@ -115,7 +115,7 @@ def _train(setup: LoopSetup, dataset_fn: Callable[[], Dataset[Any]], **options: 
 
 
 def window_speeds(path: Path, window: int) -> list[float]:
-    """Samples per second of every whole window; windows that the end of an epoch cut short are left out."""
+    """Samples per second of each complete window; windows that end early with their epoch are skipped."""
     events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     paces = [{"step": 0}, *(event for event in events if event["event"] == "pace")]
     return [event["samples_per_s"] for last, event in pairwise(paces) if event["step"] - last["step"] == window]

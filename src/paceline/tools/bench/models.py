@@ -24,7 +24,7 @@ class Workload:
     samples: int  # in the data set
     batch_size: int
     lr: float
-    steps: dict[str, int]  # to measure by default, for each type of device
+    steps: dict[str, int]  # the default number to measure, for each type of device
 
 
 class ShortcutBlock(nn.Module):

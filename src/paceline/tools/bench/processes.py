@@ -62,7 +62,7 @@ def run_jobs(jobs: Sequence[BenchJob]) -> dict[str, Any]:
                 process.kill()
                 process.wait()
     if first is None:
-        return {"error": f"not done after {LIMIT_S:.0f} s"}
+        return {"error": f"not finished after {LIMIT_S:.0f} s"}
     with suppress(OSError):
         outcome: dict[str, Any] = json.loads(jobs[first].outcome.read_text(encoding="utf-8"))
         return outcome
@@ -72,7 +72,7 @@ def run_jobs(jobs: Sequence[BenchJob]) -> dict[str, Any]:
 def _start(job: BenchJob, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "paceline.tools.bench.worker", job.to_json()]
     variables = [f"{name}={value}" for name, value in _environment(job).items()]
-    # Not in the user's folder: Python would import modules from there, such as a folder called `datasets`.
+    # Not in the user's folder: Python would import modules from it, such as a folder named `datasets`.
     return subprocess.Popen(
         ["env", *variables, *command], cwd=job.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
     )

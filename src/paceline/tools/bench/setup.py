@@ -1,4 +1,4 @@
-"""What every loop of a benchmark gets: the model, the data, the device, and a timer that ends it."""
+"""The inputs of every benchmark loop: the model, the data, the device, and a timer that ends the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.tools.bench.models import Workload
 class WindowTimer:
     """Times windows of an equal number of steps."""
 
-    steps: int  # in all, with the warm-up
+    steps: int  # in total, including the warm-up
     window: int
     device: torch.device
     seconds: list[float] = field(default_factory=list)  # of each window

@@ -26,7 +26,7 @@ WARM_UP = 2  # windows that are not counted
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What one process measures, and the folder for its outcome."""
+    """The measurement of one process, and the folder for its outcome."""
 
     contender: str
     model: str
@@ -61,7 +61,7 @@ def main() -> None:
         job.outcome.write_text(json.dumps({"error": f"{type(error).__name__}: {reason}"}), encoding="utf-8")
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: threads of this process may wait for other ranks in a collective
+        os._exit(1)  # immediately: threads of this process may wait for other ranks in a collective
     job.outcome.write_text(json.dumps(outcome), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Measures an all-reduce: a run whose training loop does nothing else."""
+"""Measures an all-reduce, with a run whose training loop does nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline import Trainer
 from paceline.config import Config, build
 
-SIZE = 16_000_000  # bytes, near a bucket of gradients
+SIZE = 16_000_000  # bytes, about the size of a gradient bucket
 WARM_UPS, ROUNDS = 2, 10
 
 
@@ -32,7 +32,7 @@ def measure(config: Config, ranks: int, run_dir: Path) -> float:
 
 
 def time_all_reduce(model: Any, train_loader: Any, val_loader: Any, device: torch.device, num_epochs: int) -> float:
-    """Seconds for one all-reduce, as the slowest rank has measured it. All ranks."""
+    """Seconds for one all-reduce, as measured by the slowest rank. All ranks."""
     tensor = torch.zeros(SIZE // 4, device=device)
     _reduce(tensor, WARM_UPS)
     began = time.perf_counter()

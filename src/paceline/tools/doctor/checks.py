@@ -1,4 +1,4 @@
-"""Checks: each turns facts about the machine or the config into one finding (pure)."""
+"""Checks: each computes one finding from facts about the machine or the config (pure)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.formatting import ranks_text, size_text
 from paceline.tools.doctor.facts import MachineFacts
 
 OLDEST_TORCH = (2, 11)
-MIN_MEMORY = 2 << 30  # a rank takes 0.3 to 1 GB before it has a model
+MIN_MEMORY = 2 << 30  # a rank needs 0.3 to 1 GB before it has a model
 MIN_SHARED_MEMORY = 512 << 20  # Docker gives 64 MB; DataLoader workers and NCCL pass data through it
 MIN_DISK = 1 << 30
-MIN_OPEN_FILES = 1024  # DataLoader workers open one for each tensor that they pass on
+MIN_OPEN_FILES = 1024  # DataLoader workers open one for each tensor that they send
 MAX_GPU_USE = 0.1  # the share of a GPU's memory that other processes may use without a warning
-MIN_BYTES_PER_S = {"nccl": 4e9, "gloo": 0.1e9}  # of an all-reduce: far below what PCIe and loopback reach
+MIN_BYTES_PER_S = {"nccl": 4e9, "gloo": 0.1e9}  # of an all-reduce: far below the bandwidth of PCIe and loopback
 FIX_IT = "fix it, then run paceline doctor again"
 FREE_DISK = "free some disk space, or choose another folder with --run-dir"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` is what to do about a warning or a failure."""
+    """One line of the report; `advice` is the fix for a warning or a failure."""
 
     name: str
     state: Literal["ok", "warning", "failure"]
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """What a rehearsal has measured on the CPU; sizes in bytes."""
+    """The measurements of a rehearsal on the CPU; sizes in bytes."""
 
     ranks: int
     seconds: float
@@ -43,11 +43,11 @@ class RehearsalResult:
     loss: float | None = None
     metrics: tuple[tuple[str, float], ...] = ()
     checkpoint: int | None = None
-    memory: int | None = None  # the most that a rank held
+    memory: int | None = None  # the maximum of a rank
 
 
 def failure_of(name: str, sentence: str) -> Finding:
-    """A failure from the text of an error, `<what is wrong>; <what to do>`."""
+    """A failure from the text of an error, `<problem>; <fix>`."""
     text, _, advice = sentence.partition("; ")
     return Finding(name, "failure", text, advice or FIX_IT)
 
@@ -77,7 +77,7 @@ def check_torch(machine: MachineFacts) -> Finding:
     if version < OLDEST_TORCH:
         return Finding("torch", "failure", text, "Paceline needs torch 2.11 or newer: pip install -U torch")
     if not machine.has_gloo:
-        return Finding("torch", "failure", f"{text}, without Gloo", "install a build of torch that has Gloo")
+        return Finding("torch", "failure", f"{text}, without Gloo", "install a build of torch with Gloo")
     return Finding("torch", "ok", text)
 
 
@@ -89,12 +89,14 @@ def check_gpus(machine: MachineFacts) -> Finding:
         return Finding("gpu", "ok", "none; runs use the CPU")
     if machine.usable_gpus == 0:
         reason = f" ({machine.gpu_warning})" if machine.gpu_warning else ""
-        text = f"torch can use none of {listed}, driver {machine.driver}{reason}"
+        text = f"torch cannot use {listed}, driver {machine.driver}{reason}"
         if machine.cuda is None:
             return Finding("gpu", "warning", text, "install torch built for CUDA, see pytorch.org")
-        return Finding("gpu", "warning", text, f"check CUDA_VISIBLE_DEVICES, and a driver for CUDA {machine.cuda}")
-    driver = f"driver {machine.driver}" if machine.driver else "driver unknown, nvidia-smi does not answer"
-    text = f"{machine.usable_gpus} for torch; {listed or 'names unknown'}, {driver}"
+        return Finding(
+            "gpu", "warning", text, f"check CUDA_VISIBLE_DEVICES, and install a driver for CUDA {machine.cuda}"
+        )
+    driver = f"driver {machine.driver}" if machine.driver else "driver unknown, nvidia-smi does not respond"
+    text = f"{machine.usable_gpus} usable by torch; {listed or 'names unknown'}, {driver}"
     used = [
         f"GPU {number} has {gpu.used_mb:,} of {gpu.memory_mb:,} MB in use"
         for number, gpu in enumerate(machine.gpus)
@@ -107,9 +109,11 @@ def check_gpus(machine: MachineFacts) -> Finding:
 
 
 def check_nccl(machine: MachineFacts) -> Finding:
-    """Whether torch has NCCL, for GPUs to communicate."""
+    """Whether torch has NCCL, which GPUs need to communicate."""
     if machine.nccl is None:
-        return Finding("nccl", "failure", "this torch has none", "install a build with NCCL, or use backend: gloo")
+        return Finding(
+            "nccl", "failure", "this build of torch has no NCCL", "install a build with NCCL, or use backend: gloo"
+        )
     return Finding("nccl", "ok", machine.nccl)
 
 
@@ -120,22 +124,24 @@ def check_cores(machine: MachineFacts) -> Finding:
     if quota is not None and quota < machine.cores:
         whole = max(1, math.floor(quota))
         return Finding(
-            "cores", "warning", f"{text}, but its container or job gets the time of {quota:g}",
+            "cores", "warning", f"{text}, but its container or job is limited to the CPU time of {quota:g}",
             f"set OMP_NUM_THREADS={whole} or `threads`, or request whole cores",
         )  # fmt: skip
     return Finding("cores", "ok", text)
 
 
 def check_memory(machine: MachineFacts) -> Finding:
-    """Whether there is memory for a rank."""
+    """Whether there is enough free memory for a rank."""
     text = f"{size_text(machine.free_memory)} free of {size_text(machine.memory)}"
     if machine.free_memory < MIN_MEMORY:
-        return Finding("memory", "warning", text, "end other programs, or request more for the job or container")
+        return Finding(
+            "memory", "warning", text, "stop other programs, or request more memory for the job or container"
+        )
     return Finding("memory", "ok", text)
 
 
 def check_shared_memory(machine: MachineFacts) -> Finding:
-    """Whether DataLoader workers can pass on their batches."""
+    """Whether shared memory suffices for the batches of DataLoader workers."""
     free = machine.free_shared_memory
     if free is None:
         return Finding("shared memory", "ok", "no /dev/shm on this system")
@@ -149,7 +155,7 @@ def check_shared_memory(machine: MachineFacts) -> Finding:
 def check_open_files(machine: MachineFacts) -> Finding:
     """Whether a process may open as many files as DataLoader workers need."""
     count = machine.open_files
-    text = f"{count:,} for a process" if 0 <= count < 1 << 31 else "no limit"
+    text = f"{count:,} per process" if 0 <= count < 1 << 31 else "no limit"
     if 0 <= count < MIN_OPEN_FILES:
         return Finding("open files", "warning", text, f"ulimit -n {4 * MIN_OPEN_FILES}")
     return Finding("open files", "ok", text)
@@ -175,7 +181,9 @@ def check_network(machine: MachineFacts) -> Finding:
     if machine.infiniband:
         text += f"; InfiniBand: {', '.join(machine.infiniband)}"
     if not any(interface.address.startswith("127.") for interface in machine.interfaces):
-        return Finding("network", "failure", f"{text}; no loopback, which local ranks use", "ip link set lo up")
+        return Finding(
+            "network", "failure", f"{text}; no loopback interface, which local ranks need", "ip link set lo up"
+        )
     return Finding("network", "ok", text)
 
 
@@ -183,8 +191,8 @@ def check_network(machine: MachineFacts) -> Finding:
 
 
 def check_ranks(ranks: int, device: str, backend: str, machine: MachineFacts) -> Finding:
-    """Whether there is a core for each rank that the run would have on this machine."""
-    text = f"{ranks_text(ranks)} on {device} ({backend}) here"
+    """Whether there is a core for each rank of the run on this machine."""
+    text = f"{ranks_text(ranks)} on {device} ({backend}) on this machine"
     if ranks > machine.cores:
         return Finding("ranks", "warning", f"{text}, for {machine.cores} cores", f"use --procs {machine.cores} or less")
     return Finding("ranks", "ok", text)
@@ -192,11 +200,11 @@ def check_ranks(ranks: int, device: str, backend: str, machine: MachineFacts) ->
 
 def check_rehearsal(result: RehearsalResult) -> Finding:
     """Whether the rehearsed step has a finite loss."""
-    where = f"on {ranks_text(result.ranks)} of CPU, {result.seconds:.1f} s"
+    where = f"on the CPU with {ranks_text(result.ranks)}, {result.seconds:.1f} s"
     if result.is_own_loop:
-        text = f"model and data were built {where}; train_fn was not called, as it cannot be stopped after a step"
+        text = f"model and data were built {where}; train_fn was not called, because it cannot be stopped after a step"
         return Finding("rehearsal", "ok", text)
-    memory = f", {size_text(result.memory)} a rank" if result.memory is not None else ""
+    memory = f", {size_text(result.memory)} per rank" if result.memory is not None else ""
     measured = "".join(f", {name} {value:.4g}" for name, value in result.metrics)
     if result.loss is None or not math.isfinite(result.loss):
         return Finding(
@@ -232,13 +240,17 @@ def check_checkpoints(size: int, config: Config, machine: MachineFacts) -> Findi
 
 
 def check_bandwidth(size: int, seconds: float, ranks: int, backend: str) -> Finding:
-    """Whether an all-reduce is as fast as on most machines."""
+    """Whether an all-reduce is as fast as it is on most machines."""
     speed = bytes_per_s(size, seconds, ranks)
-    example = f"{size / 1e6:.0f} MB take {1e3 * seconds:.1f} ms"
+    example = f"{1e3 * seconds:.1f} ms for {size / 1e6:.0f} MB"
     text = f"{speed / 1e9:.2f} GB/s among {ranks_text(ranks)} ({backend}); {example}"
     if speed >= MIN_BYTES_PER_S[backend]:
         return Finding("all-reduce", "ok", text)
-    advice = "look at `nvidia-smi topo -m`" if backend == "nccl" else "check whether other programs use the cores"
+    advice = (
+        "check the output of `nvidia-smi topo -m`"
+        if backend == "nccl"
+        else "check whether other programs use the cores"
+    )
     return Finding("all-reduce", "warning", f"{text}, which is slow", advice)
 
 

@@ -1,4 +1,4 @@
-"""All checks in order: the machine, the config file, then what is found out by starting ranks."""
+"""All checks in order: the machine, the config file, then the checks that start ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def examine(
     on_progress: Callable[[str], None] = lambda text: None,
     prepare: Callable[[Mapping[str, Any], Path], None] = lambda raw, folder: None,
 ) -> Iterator[Finding]:
-    """Yield findings as they are made. Without a config at `path`: of the machine, and of `procs` ranks if given.
+    """Yield findings one by one. Without a config at `path`: of the machine, and of `procs` ranks if given.
 
     `on_progress` is called with the name of each part that takes time. If ranks will be started, `prepare` is called
     with the config's keys and folder before torch is imported here.
@@ -45,7 +45,7 @@ def examine(
     if path is None:
         yield from trials.try_ranks(config, machine, on_progress)
     else:
-        yield checks.Finding("config", "ok", f"{path} is valid, its functions were found")
+        yield checks.Finding("config", "ok", f"{path} is valid, and its functions were found")
         yield from trials.try_config(config, machine, on_progress, has_procs=procs is not None)
 
 

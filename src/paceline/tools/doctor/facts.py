@@ -1,4 +1,4 @@
-"""Facts about this machine. `checks.py` decides what they mean for a run."""
+"""Facts about this machine. `checks.py` derives their consequences for a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline.system.cores import usable_cores
 
-SMI_TIMEOUT_S = 20.0  # a driver that is not loaded yet takes seconds to answer
+SMI_TIMEOUT_S = 20.0  # a driver that is not loaded yet responds only after seconds
 SMI_FIELDS = "driver_version,name,memory.total,memory.used"
 
 
@@ -43,7 +43,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What matters to a run on this machine; sizes in bytes, None where the machine does not report a value."""
+    """The properties of this machine that affect a run; sizes in bytes, None if the machine does not report a value."""
 
     system: str
     python: str
@@ -51,13 +51,13 @@ class MachineFacts:
     has_gloo: bool
     cuda: str | None  # the version that torch was built for
     nccl: str | None
-    usable_gpus: int  # by torch
-    gpu_warning: str | None  # of torch, while it counted the GPUs
+    usable_gpus: int  # usable by torch
+    gpu_warning: str | None  # from torch, while it counted the GPUs
     driver: str | None
     gpus: tuple[Gpu, ...]  # all that the driver lists, regardless of CUDA_VISIBLE_DEVICES
-    cores: int  # that this process may use
+    cores: int  # available to this process
     cores_of_machine: int
-    core_quota: float | None  # of a container or a job
+    core_quota: float | None  # the limit of a container or a job
     memory: int
     free_memory: int
     free_shared_memory: int | None
@@ -70,7 +70,7 @@ class MachineFacts:
 
 
 def gather(folder: Path) -> MachineFacts:
-    """The facts about this machine; `folder` is where run folders are created, and need not exist yet."""
+    """The facts about this machine; `folder` is where run folders are created, and does not have to exist yet."""
     usable_gpus, gpu_warning = count_gpus()
     driver, gpus = query_driver()
     memory, groups = psutil.virtual_memory(), own_cgroups()
@@ -124,7 +124,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def count_gpus() -> tuple[int, str | None]:
-    """The number of GPUs that torch can use, and the warning that torch gives if it cannot."""
+    """The number of GPUs that torch can use, and torch's warning if it cannot use them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -162,7 +162,7 @@ def _integer(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-# --- limits of containers and jobs, which psutil does not know -----------------------------------------------------
+# --- limits of containers and jobs, which psutil does not report -----------------------------------------------------
 
 
 def own_cgroups(root: Path = Path("/")) -> list[Path]:

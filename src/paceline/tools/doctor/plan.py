@@ -1,4 +1,4 @@
-"""The ranks that a run would have on this machine, by the rules of the launcher."""
+"""The ranks that a run would have on this machine, according to the rules of the launcher."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def plan_of(config: Config) -> RankPlan:
 
 
 def most_ranks(config: Config) -> int:
-    """The most ranks that a run may have here, whether its lanes can be split among them or not."""
+    """The largest number of ranks that a run may have here, even if its lanes cannot be split over them."""
     return capacity(config)[1]

@@ -1,4 +1,4 @@
-"""Rehearses a config: a run of one step with few samples, on a few ranks of CPU."""
+"""Rehearses a config: a run of one step with few samples, with a few ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.observe.events import read
 from paceline.run.layout import RunFolder
 from paceline.tools.doctor.checks import RehearsalResult
 
-SAMPLES = 8  # of a micro-batch, and to validate on
+SAMPLES = 8  # in a micro-batch, and for validation
 # The keys that belong to the real run: its hosts, its GPUs, its checkpoints and its end.
 OF_REAL_RUN: dict[str, Any] = {
     "launcher": "local", "nodes": None, "rendezvous": None, "device": "cpu", "backend": "auto", "precision": "auto",
@@ -25,7 +25,7 @@ OF_REAL_RUN: dict[str, Any] = {
 
 
 def rehearse(config: Config, ranks: int, run_dir: Path) -> RehearsalResult:
-    """Train one step in the given run folder; in place of a `train_fn`, only fetch its first batch."""
+    """Train one step in the given run folder; with a `train_fn`, only fetch its first batch."""
     began = time.perf_counter()
     result = Trainer.from_config(shortened(config, ranks, run_dir), config.folder or Path()).start()
     seconds = time.perf_counter() - began
@@ -63,7 +63,7 @@ def few_samples(config: Config, needed: int) -> dict[str, Any]:
         return {"val_dataset_fn": partial(few_of, make, SAMPLES)}
     if not config.val_fraction:
         return {}
-    # What is held out is a share of all samples, whose number is known only to the ranks: so they get a fixed number.
+    # The validation data is a fraction of all samples, and only ranks can count them: use a fixed number instead.
     count = needed + SAMPLES
     keys = {"dataset_fn": partial(few_of, config.function("dataset_fn"), count), "val_fraction": SAMPLES / count}
     has_column = config.curriculum is not None and config.curriculum.column is not None  # a number for every sample

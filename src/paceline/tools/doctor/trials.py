@@ -1,4 +1,4 @@
-"""Checks of a config that start ranks, or that depend on more than facts about the machine."""
+"""Checks of a config that start ranks, or that need more than facts about the machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DEFAULT_MAX_RANKS = 2  # of a rehearsal, unless the number of processes was give
 
 def try_config(config: Config, machine: MachineFacts, on_progress: OnProgress, *, has_procs: bool) -> Iterator[Finding]:
     """Whether ranks can be started with a config and train one step; `has_procs` if their number was given."""
-    travel = check_travel(config)
-    yield travel
+    pickling = check_pickling(config)
+    yield pickling
     if config.rendezvous is not None:
         yield check_rendezvous(config.rendezvous, machine)
-    if travel.state == "failure":
+    if pickling.state == "failure":
         return
     most = most_ranks(config)
     ranks = most if has_procs else min(most, DEFAULT_MAX_RANKS)
@@ -43,7 +43,7 @@ def try_config(config: Config, machine: MachineFacts, on_progress: OnProgress, *
 def try_ranks(
     config: Config, machine: MachineFacts, on_progress: OnProgress, result: RehearsalResult | None = None
 ) -> Iterator[Finding]:
-    """Whether the ranks that a run would have here fit into memory, and how fast an all-reduce among them is."""
+    """Whether the ranks of a run fit into memory here, and the speed of an all-reduce among them."""
     try:
         plan = plan_of(config)
         yield checks.check_ranks(*plan, machine)
@@ -57,32 +57,32 @@ def try_ranks(
     except (Interrupted, Stopped):
         raise
     except RankFailed as error:
-        yield Finding("all-reduce", "failure", str(error), "see the log; NCCL_DEBUG=INFO makes NCCL log more")
+        yield Finding("all-reduce", "failure", str(error), "see the log; set NCCL_DEBUG=INFO for more output of NCCL")
     except PacelineError as error:
         yield failure_of("ranks", str(error))
 
 
-def check_travel(config: Config) -> Finding:
+def check_pickling(config: Config) -> Finding:
     """Whether functions and data can be sent to other processes."""
     try:
-        packed = job.pack(config, job.Task("builtins:print"))  # any task will do: it is sent by name
+        packed = job.pack(config, job.Task("builtins:print"))  # any task suffices: it is sent by name
     except PacelineError as error:
-        return failure_of("travel", str(error))
+        return failure_of("pickling", str(error))
     except Exception as error:  # noqa: BLE001 - any object may raise anything from __reduce__
-        return Finding("travel", "failure", f"{type(error).__name__}: {error}", "use functions that can be pickled")
+        return Finding("pickling", "failure", f"{type(error).__name__}: {error}", "use functions that can be pickled")
     size = len(packed.header) + sum(buffer.raw().nbytes for buffer in packed.buffers)
-    return Finding("travel", "ok", f"{size_text(size)} are sent to the ranks")
+    return Finding("pickling", "ok", f"{size_text(size)} sent to the ranks")
 
 
 def check_rendezvous(rendezvous: str, machine: MachineFacts) -> Finding:
-    """Which interface of this machine leads to the host of the rendezvous."""
+    """The interface of this machine on the route to the host of the rendezvous."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((rendezvous.rpartition(":")[0], 9))  # looks up the route; nothing is sent
             own = probe.getsockname()[0]
     except OSError as error:
         text = f"{rendezvous} cannot be reached: {error.strerror}"
-        return Finding("rendezvous", "failure", text, "check the name of the host, and the network")
+        return Finding("rendezvous", "failure", text, "check the host name and the network")
     name = next((each.name for each in machine.interfaces if each.address == own), "an unknown interface")
     return Finding("rendezvous", "ok", f"{rendezvous} is reached over {name}")
 
@@ -91,7 +91,7 @@ def try_step(config: Config, ranks: int, machine: MachineFacts) -> tuple[Rehears
     """The result of a rehearsal, None if it failed, and the finding."""
     advice = checks.FIX_IT
     if machine.usable_gpus:
-        advice += "; code that needs a GPU cannot be rehearsed, try `paceline train … max_steps=1`"
+        advice += "; code that needs a GPU cannot be rehearsed; try `paceline train … max_steps=1`"
     try:
         with temporary_run_folder(machine) as folder:
             result = rehearsal.rehearse(config, ranks, folder)
@@ -119,6 +119,6 @@ def temporary_run_folder(machine: MachineFacts) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(created, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
-            error.args = ()  # they name the folder
+            error.args = ()  # the arguments name the temporary folder
         raise
     shutil.rmtree(created, ignore_errors=True)

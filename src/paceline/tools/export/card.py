@@ -1,4 +1,4 @@
-"""The model card, README.md: what was trained, its figures, how to load it."""
+"""The model card, README.md: the model, its metrics, and the code that loads it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Trained with Paceline; `config.yaml` is the config of the run.
 def loading_weights(config: Config, *, is_tied: bool) -> str:
     """Python code that loads weights.safetensors into a model of `model_fn`.
 
-    `is_tied` if tensors have several names, of which the file has one.
+    `is_tied` if tensors have several names, of which the file contains one.
     """
     module, _, name = name_of(config.function("model_fn")).partition(":")
     if config.folder is not None and config.folder.is_relative_to(RECIPES):

@@ -1,6 +1,6 @@
-"""Exports a trained model in a form that other programs read.
+"""Exports a trained model in a format that other programs can read.
 
-What was written is loaded again and compared with the trained model before the folder gets its name.
+The exported model is loaded again and compared with the trained model before the folder is renamed to its final name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _published(to: Path) -> Iterator[Path]:
     """A folder to write into, which is renamed to `to` at the end, or removed after an error."""
     to = to.resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to {to} exists and is not an empty folder; choose another name")
+        raise ConfigError(f"--to {to} already exists and is not an empty folder; choose another name")
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:

@@ -1,4 +1,4 @@
-"""The format of Hugging Face: what `save_pretrained` writes, with a tokenizer and label names if there are any."""
+"""The format of Hugging Face: the files of `save_pretrained`, with a tokenizer and label names if available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_hf(task: ExportTask) -> str:
     pretrained: Any = model if hasattr(model, "save_pretrained") else getattr(model, "model", None)
     if not hasattr(pretrained, "save_pretrained"):
         raise ConfigError(
-            f"format=hf needs a model with save_pretrained, or with one as its attribute model; model_fn returned a "
+            f"format=hf needs a model with save_pretrained, or a wrapper with the attribute model; model_fn returned a "
             f"{type(model).__name__}; use format safetensors, torch or onnx"
         )
     _name_labels(pretrained, task.dataset)
@@ -30,14 +30,14 @@ def write_hf(task: ExportTask) -> str:
         model = loaded
     else:
         model.model = loaded
-        task.notes.append(f"This is the attribute `model` of the model that was trained, a {type(model).__name__}.")
+        task.notes.append(f"This is the attribute `model` of the trained model, a {type(model).__name__}.")
     task.compare(model, BATCH_SIZES, is_normalized=True)
     task.note_normalization()
     if is_adapter:
-        task.notes.append("These are the weights of the adapter; the model that it adapts is not included.")
+        task.notes.append("These are the weights of the adapter; the base model is not included.")
         return (
             f"from {_module_of(kind)} import {kind.__name__}\n"
-            "base = …  # the model that was adapted, in evaluation mode\n"
+            "base = …  # the base model, in evaluation mode\n"
             f'model = {kind.__name__}.from_pretrained(base, ".")'
         )
     return f'from {_module_of(kind)} import {kind.__name__}\nmodel = {kind.__name__}.from_pretrained(".")\nmodel.eval()'
@@ -60,7 +60,7 @@ def _name_labels(pretrained: Any, dataset: Any) -> None:
 
 
 def _save_tokenizer(task: ExportTask, model: torch.nn.Module) -> None:
-    """Save the tokenizer of the model or of the data set, if one has it."""
+    """Save the tokenizer of the model or of the data set, if there is one."""
     for owner in (model, task.dataset):
         tokenizer: Any = getattr(owner, "tokenizer", None)
         if hasattr(tokenizer, "save_pretrained"):

@@ -1,4 +1,4 @@
-"""One export: samples to call the model with, its outputs, and the comparison with what was written."""
+"""One export: samples to call the model with, its outputs, and the comparison with the exported model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.results.load import TrainedRun
 
 BATCH_SIZES = (8, 3, 1)  # of the batches that are compared; the model is traced with the first
-TOLERANCE = 1e-4  # relative to the largest output: other kernels add in another order
+TOLERANCE = 1e-4  # relative to the largest output: other kernels sum in a different order
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ExportTask:
     folder: Path
     data: Path | None
     on_progress: Callable[[str], None]
-    notes: list[str] = field(default_factory=list)  # what a reader of the card must know to use the model
+    notes: list[str] = field(default_factory=list)  # sentences for the card, about the use of the model
 
     @cached_property
     def dataset(self) -> Any:
@@ -59,7 +59,7 @@ class ExportTask:
             return self.run.model(*inputs, **named)
 
     def compare(self, call: Callable[..., Any], sizes: tuple[int, ...], *, is_normalized: bool = False) -> None:
-        """Raise a PacelineError unless a loaded model gives the outputs of the trained one for batches of `sizes`."""
+        """Raise a PacelineError unless a loaded model has the outputs of the trained one for batches of `sizes`."""
         self.on_progress("comparing with the trained model")
         for size in sizes:
             batch = _first(size, self.batch)
@@ -75,16 +75,20 @@ class ExportTask:
                     "samples; nothing was exported"
                 )
         tried = ", ".join(map(str, sizes))
-        self.notes.append(f"Loaded again, it gave the outputs of the trained model on batches of {tried} samples.")
+        self.notes.append(
+            f"Verified after loading: the outputs agree with those of the trained model for batches of {tried} samples."
+        )
 
     def note_normalization(self) -> None:
-        """Note what the user of a model must do to images, because the exported model does not do it."""
+        """Note the preprocessing of images that the exported model does not contain."""
         section = self.run.config.augment
         if section is not None and section.normalize is not None:
             mean, std = section.normalize.mean, section.normalize.std
-            self.notes.append(f"Normalise images first, as the run did: mean {mean}, deviation {std} by channel.")
+            self.notes.append(
+                f"Normalise images first, as in training: mean {mean}, standard deviation {std} per channel."
+            )
         if section is not None:
-            self.notes.append("Images of bytes are divided by 255 before all else.")
+            self.notes.append("Divide images of type uint8 by 255 first.")
 
 
 def inputs_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,7 +97,7 @@ def inputs_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {key: value for key, value in batch.items() if key != "labels"}
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise DataError(
-            f"a batch is a {type(batch).__name__}; the data set must give (*inputs, target), or a dict with labels"
+            f"a batch is a {type(batch).__name__}; the data set must return (*inputs, target), or a dict with labels"
         )
     return tuple(batch[:-1]), {}
 
@@ -105,7 +109,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def with_normalized_images(batch: Any, config: Config) -> Any:
-    """A batch as evaluation gives it to the model."""
+    """A batch as the model receives it in evaluation."""
     return batch if config.augment is None else with_images(batch, Augment(config.augment, config.seed).evaluate)
 
 
@@ -118,14 +122,14 @@ def explained(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # the text of torch.onnx itself is advice, in colours
+        while cause.__cause__ is not None:  # the text of torch.onnx itself is coloured advice
             cause = cause.__cause__
         reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__).rstrip(".")
         raise PacelineError(f"{what}: {reason}; use format safetensors") from error
 
 
 def _open_dataset(config: Config, data: Path | None) -> Any:
-    """The data set to take samples from; its functions are called in the order of a run, as they may share state."""
+    """The data set to take samples from; its functions are called in a run's order, because they may share state."""
     if data is not None:
         config = config.model_copy(update={"df": data, "val_df": None, "val_dataset_fn": None})
     missing = [table for table in (config.df, config.val_df) if isinstance(table, Missing)]
@@ -163,7 +167,7 @@ def _read_table(table: Any) -> list[Any]:
 
 
 def _collate_of(dataset: Any) -> Callable[[Any], Any]:
-    """The `collate_fn` of the data set if it has one; else torch's default, unless the samples are a batch already."""
+    """The `collate_fn` of the data set if it has one; else torch's default, unless samples are already a batch."""
     while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
         dataset = dataset.dataset
     collate: Callable[[Any], Any] = getattr(dataset, "collate_fn", _collate)

@@ -24,7 +24,7 @@ from paceline.tools.export.task import (
     with_normalized_images,
 )
 
-MAX_BYTES_IN_ONE_FILE = 1 << 30  # of weights; ONNX cannot hold more than twice as much
+MAX_BYTES_IN_ONE_FILE = 1 << 30  # of weights; an ONNX file is limited to twice as much
 
 
 def write_torch(task: ExportTask) -> str:
@@ -45,9 +45,9 @@ def write_onnx(task: ExportTask) -> str:
             raise MissingExtra(package, "onnx", "format=onnx")
     path = task.folder / "model.onnx"
     program, shapes, sizes = _trace(task)
-    task.on_progress("translating to ONNX")
+    task.on_progress("converting to ONNX")
     size = sum(tensor.nbytes for tensor in tensors_in(task.run.model.state_dict()))
-    with _quiet(), explained("torch.onnx.export cannot translate this model"):
+    with _quiet(), explained("torch.onnx.export cannot convert this model"):
         torch.onnx.export(
             program, f=path, dynamo=True, dynamic_shapes=shapes, output_names=_names_of(task.expected(task.batch)),
             external_data=size > MAX_BYTES_IN_ONE_FILE, verbose=False,
@@ -78,14 +78,14 @@ def _trace(task: ExportTask) -> tuple[torch.export.ExportedProgram, Any, tuple[i
             program = torch.export.export(model, inputs, named, dynamic_shapes=dynamic)
         except Exception:  # noqa: BLE001 - an error that is not about the batch size is raised again below
             dynamic, sizes = None, BATCH_SIZES[:1]
-            with explained("torch.export cannot follow this model"):
+            with explained("torch.export cannot trace this model"):
                 program = torch.export.export(model, inputs, named)
     _describe_inputs(task, program, sizes)
     return program, dynamic, sizes
 
 
 def _with_normalization(model: torch.nn.Module, config: Config) -> torch.nn.Module:
-    """The model, changed to normalise its images itself if the run did that before calling it."""
+    """The model, with normalisation of images included if the run normalises them before calling it."""
 
     def normalize(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if named:
@@ -105,13 +105,13 @@ def _describe_inputs(task: ExportTask, program: torch.export.ExportedProgram, si
         shape = ", ".join([batch, *map(str, tensor.shape[1:])] if tensor.ndim else [])
         task.notes.append(f"Input `{name}`: {str(tensor.dtype).removeprefix('torch.')}, shape ({shape}).")
     if sizes != BATCH_SIZES:
-        task.notes.append(f"It takes batches of exactly {BATCH_SIZES[0]} samples: the model fixes their number.")
+        task.notes.append(f"The batch size must be {BATCH_SIZES[0]}: the model has a fixed batch size.")
     if task.run.config.augment is not None:
-        task.notes.append("It normalises images by itself: pass them as the data set of the run returns them.")
+        task.notes.append("The model normalises images itself: pass them as the data set of the run returns them.")
 
 
 def _in_onnxruntime(path: Path) -> Callable[..., Any]:
-    """A function that runs the model of a file, with and to tensors."""
+    """A function that runs the model of a file, with tensors as inputs and outputs."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -125,7 +125,7 @@ def _in_onnxruntime(path: Path) -> Callable[..., Any]:
 
 
 def _names_of(outputs: Any) -> list[str]:
-    """A name for each tensor of the outputs: the keys of a dict, else numbered."""
+    """A name for each tensor of the outputs: the keys of a dict, otherwise numbered names."""
     if isinstance(outputs, Mapping) and len(outputs) == len(tensors_in(outputs)):
         return list(outputs)
     count = len(tensors_in(outputs))

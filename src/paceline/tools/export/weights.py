@@ -1,4 +1,4 @@
-"""The format safetensors: the weights alone, which need the code of the model."""
+"""The format safetensors: only the weights, which need the code of the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def write_safetensors(task: ExportTask) -> str:
     """Write `weights.safetensors` and compare it bit by bit; compare outputs too if there are samples."""
     path, config = task.folder / "weights.safetensors", task.run.config
     if others := [name for name, value in task.run.model.state_dict().items() if not can_hold(value)]:
-        raise PacelineError(f"safetensors cannot hold {others[0]} of the model's state; use format torch")
+        raise PacelineError(f"safetensors cannot store {others[0]} of the model's state; use format torch")
     weights_sha256 = save_weights(task.run.model, path)
     with safetensors.safe_open(path, "pt") as file:
-        is_tied = bool(file.metadata())  # which has the other names of tensors that have several
-    fresh = config.function("model_fn")(**config.model_args)  # as the code on the card does
+        is_tied = bool(file.metadata())  # lists the further names of tensors with several names
+    fresh = config.function("model_fn")(**config.model_args)  # as in the code of the card
     try:
         if is_tied:
             safetensors.torch.load_model(fresh, path)
@@ -33,7 +33,7 @@ def write_safetensors(task: ExportTask) -> str:
         ) from None
     if sha256_of(fresh.state_dict()) != weights_sha256:
         raise PacelineError("the weights that were read back differ from the model's; nothing was exported")
-    task.notes.append("Loaded into a new model: every weight is equal, bit by bit.")
+    task.notes.append("Verified after loading into a new model: all weights are bitwise identical.")
     if reason := _why_no_samples(task):
         task.notes.append(f"Outputs were not compared: {reason}.")
     else:
@@ -43,10 +43,10 @@ def write_safetensors(task: ExportTask) -> str:
 
 
 def _why_no_samples(task: ExportTask) -> str | None:
-    """Why outputs cannot be compared; None if they can."""
+    """The reason why outputs cannot be compared; None if they can."""
     if task.run.config.train_fn is not None:
-        return "how the model is called is known only to the run's own loop (train_fn)"
+        return "only the run's own loop (train_fn) defines how the model is called"
     try:
-        return None if task.batch is not None else "there are none"
+        return None if task.batch is not None else "there are no samples"
     except (ConfigError, DataError) as error:
         return str(error)

@@ -15,8 +15,8 @@ class StepSettings:
     batch_size: int
     lanes: int
     threads: int
-    cores: int  # of rank 0's host, that it may use
-    ranks_here: int  # that share these cores
+    cores: int  # available to rank 0
+    ranks_here: int  # the ranks that share these cores
     backend: str
     precision: str
     has_bf16: bool  # the GPU can compute in bf16
@@ -36,7 +36,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Operator:
-    """The time that an operator takes of a step, without those that it calls, or a GPU's kernel; means over ranks."""
+    """The time of an operator in a step, without the operators that it calls, or of a GPU kernel; means over ranks."""
 
     name: str
     ms: float
@@ -70,6 +70,6 @@ class Profile:
         return self.share_of(self.phase_ms.get(phase, ()))
 
     def share_of(self, ms: Sequence[float]) -> float:
-        """The share of a step that these milliseconds of each rank are."""
+        """The share of a step, from the milliseconds of each rank."""
         total = fmean(self.step_ms)
         return fmean(ms) / total if ms and total > 0 else 0.0

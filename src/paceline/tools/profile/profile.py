@@ -17,7 +17,7 @@ from paceline.run.lifecycle import new_folder
 if TYPE_CHECKING:
     from paceline.tools.profile.facts import Profile
 
-WARM_UP = 5  # steps: kernels are chosen, optimizer states and buckets are created
+WARM_UP = 5  # steps, in which kernels are chosen and optimizer states and buckets are created
 WARM_UP_ON_GPU = 20  # by then the full steps of several ranks are CUDA graphs
 LOG_EVERY_STEPS = 100
 # The keys that belong to the real run: its hosts, its checkpoints, its end, and the order of its samples.
@@ -27,7 +27,7 @@ OF_REAL_RUN: dict[str, Any] = {
 
 
 def profile(config: Config, steps: int, folder: Path) -> Profile:
-    """Time and trace a few steps in a run folder of their own. `folder` may hold a `.env` file."""
+    """Time and trace a few steps in a separate run folder. `folder` may contain a `.env` file."""
     if config.train_fn is not None:
         raise ConfigError(
             f"train_fn={to_plain(config.train_fn)} is your own loop, whose steps cannot be profiled; "
@@ -37,7 +37,7 @@ def profile(config: Config, steps: int, folder: Path) -> Profile:
     from paceline.world import pick_device
 
     warm_up = WARM_UP if pick_device(config.device, 0).type == "cpu" else WARM_UP_ON_GPU
-    short = shortened(config, warm_up + 2 * steps + 1)  # the last is not measured: it ends the run
+    short = shortened(config, warm_up + 2 * steps + 1)  # the last step is not measured: it ends the run
     if is_main_process() and short.run_dir is None:
         short.run_dir = new_folder(None, Path("runs") / config.name / "profile")
     task = Task("paceline.tools.profile.task:profile", {"warm_up": warm_up, "steps": steps})
@@ -57,7 +57,7 @@ def report_of(found: Profile) -> dict[str, Any]:
 def shortened(config: Config, steps: int) -> Config:
     """The config for `steps` steps without checkpoints, trackers and TensorBoard; otherwise unchanged."""
     length = {"max_steps": steps, "num_epochs": steps}
-    # By default a run logs more often in its first seconds than later, and most of its time is later.
+    # By default a run logs more often in its first seconds, which are not typical of the run.
     every_steps = config.log.every_steps or LOG_EVERY_STEPS
     quiet = {
         "log": config.log.model_copy(update={"every_steps": every_steps, "tensorboard": False, "trackers": []}),

@@ -1,7 +1,7 @@
-"""What a rank does to be profiled: the managed loop with a callback, for a few steps, without saving anything.
+"""The task of a rank that is profiled: the managed loop with a callback, for a few steps, without checkpoints.
 
-After some steps to warm up, steps are timed as they are, because a profiler slows down what it observes; then as many
-are traced.
+After a warm-up, steps are timed without the profiler, because the profiler slows them down; then the same number of
+steps is traced.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class RankProfile(NamedTuple):
     host_ms: list[float]  # of each phase of the clock
     busy_ms: dict[str, float]  # of a GPU
     costs: dict[str, Cost]
-    traced_ms: float  # a step while it was traced
-    own_ms: list[float]  # of each timed step, what it took without waiting for sums
+    traced_ms: float  # the time of a step while it was traced
+    own_ms: list[float]  # the time of each timed step without waiting for the all-reduce
 
 
 def profile(config: Config, folder: RunFolder, world: World, progress: Progress, *, warm_up: int, steps: int) -> None:
     """Write a profile of the steps as the value of the job, and a trace of each rank. All ranks."""
-    # Kineto logs lines that only its developers need.
+    # Kineto logs lines that are of use only to its developers.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_own_stream(world)
     context = open_context(config, folder, world, progress)
@@ -91,7 +91,9 @@ class StepProfiler(Callback):
         self.device, self.steps, self.events = device, steps, events
         self.timed_from, self.traced_from, self.total = warm_up, warm_up + steps, warm_up + 2 * steps
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)  # or some versions warn
+        self.profiler = torch.profiler.profile(
+            activities=activities, acc_events=True
+        )  # without acc_events, some versions warn
         self.marks = [PhaseStart(OTHER, time.time_ns())]
         self._timed: list[int] = []  # the times between steps, in ns
         self._traced: list[int] = []  # the start and the end of the trace, in ns
@@ -124,13 +126,13 @@ class StepProfiler(Callback):
         self._enter(phase)
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
-        """Start or stop timing or tracing, if this step is the one for it."""
+        """Start or stop timing or tracing at the steps where they begin and end."""
         done = run.step_number
         if self.timed_from <= done <= self.traced_from:
             is_end = done in (self.timed_from, self.traced_from)
             self._timed.append(self._now() if is_end else time.time_ns())
         if done == self.traced_from:
-            self.profiler.start()  # which takes its time
+            self.profiler.start()  # slow
             self._traced.append(self._now())
             self.marks.append(PhaseStart(OTHER, self._traced[0]))
         if done == self.total:
@@ -142,17 +144,17 @@ class StepProfiler(Callback):
 
     def _now(self) -> int:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the host runs ahead of it
+            torch.cuda.synchronize(self.device)  # the host runs ahead of the device
         return time.time_ns()
 
 
-# --- what all ranks have found together ------------------------------------------------------------------------------
+# --- the measurements of all ranks ------------------------------------------------------------------------------
 
 
 def put_together(
     rank_profiles: list[RankProfile], setting: StepSettings, device: str, steps: int, folder: RunFolder
 ) -> Profile:
-    """One profile of what the ranks have found (pure)."""
+    """Combine the measurements of all ranks into one profile (pure)."""
     step_ms = [rank_profile.step_ms for rank_profile in rank_profiles]
     if device == "cuda":
         phases = {kind: [rank_profile.busy_ms[kind] for rank_profile in rank_profiles] for kind in trace.KINDS}
@@ -178,13 +180,13 @@ def put_together(
 
 
 def last_in(own_ms: list[list[float]]) -> list[float]:
-    """The share of steps in which each rank took longest, by its milliseconds for each step."""
+    """The share of steps in which each rank took longest, from its milliseconds for each step."""
     last = [max(range(len(step)), key=step.__getitem__) for step in zip(*own_ms, strict=True)]
     return [last.count(rank) / len(last) for rank in range(len(own_ms))]
 
 
 def operators_in(rank_profiles: list[RankProfile], steps: int, device: str) -> list[Operator]:
-    """The operators that cost most, as means over ranks and steps; on a CPU, relative to traced steps."""
+    """The operators with the longest times, as means over ranks and steps; on a CPU, relative to traced steps."""
     count = steps * len(rank_profiles)
     whole = sum(
         rank_profile.traced_ms if device == "cpu" else rank_profile.step_ms for rank_profile in rank_profiles
@@ -200,7 +202,7 @@ def operators_in(rank_profiles: list[RankProfile], steps: int, device: str) -> l
 
 
 def setting_of(stepper: Stepper, world: World) -> StepSettings:
-    """The settings of the run that its time depends on."""
+    """The settings of the run that affect its time."""
     config = stepper.settings
     optimizer, dataset = stepper.optimizer, stepper.feed.dataset
     return StepSettings(

@@ -16,13 +16,13 @@ import torch
 
 from paceline.engine.clock import PHASES
 
-# The kinds of work of a GPU, the most useful first: of work that overlaps, the first kind counts.
+# The kinds of GPU work, the most useful first: where work overlaps, the first kind counts.
 KINDS = ("compute", "reduction", "copies")
 OPERATOR, KERNEL, COPIES = "cpu_op", "kernel", ("gpu_memcpy", "gpu_memset")  # as traces call them
 BASE_TIME = re.compile(r'"baseTimeNanoseconds": (\d+)')
 EVENTS = '"traceEvents": ['
 PHASE_TRACK = 1  # no thread has this number
-MAX_NAMES = 200  # of operators that a rank sends to the others
+MAX_NAMES = 200  # the number of operators that a rank sends to the others
 
 
 class PhaseStart(NamedTuple):
@@ -138,7 +138,7 @@ def busy_us(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def kind_of(span: Span) -> str:
-    """The kind of work that a kernel or copy of a GPU is."""
+    """The kind of work of a GPU kernel or copy."""
     if span.category in COPIES:
         return "copies"
     return "reduction" if span.name.startswith("nccl") else "compute"

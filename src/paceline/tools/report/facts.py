@@ -20,10 +20,10 @@ from paceline.tools.report.history import Attempt, RunHistory, TimelineMark
 from paceline.tools.report.phases import Phases
 from paceline.tools.report.thin import Heat, Point, heat_of, stretches, thinned
 
-# Limits that keep the page small; those with ALL are shared by all runs of a page.
+# Limits that keep the page small; limits with ALL apply to all runs of a page together.
 CURVE_POINTS, ALL_CURVE_POINTS = 2_000, 12_000
 HEAT_COLUMNS, ALL_HEAT_CELLS = 300, 40_000
-MARKS = 200  # of checkpoints, and as many of all other kinds together
+MARKS = 200  # the number of checkpoints, and of all other kinds together
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Curve:
 
 @dataclass
 class RunFacts:
-    """What a page shows of one run."""
+    """The facts about one run that a page shows."""
 
     name: str
-    label: str  # tells the runs of a page apart
+    label: str  # unique among the runs of a page
     state: str
     began: float | None
     seconds: float
@@ -61,11 +61,11 @@ class RunFacts:
     settings: dict[str, Any]  # the config with keys such as `optimizer.lr`
 
 
-def facts_of_all(paths: Sequence[Path]) -> list[RunFacts]:
-    """The facts of runs, each once, with labels that tell them apart."""
+def facts_of_all(paths: Sequence[Path], points: int = CURVE_POINTS) -> list[RunFacts]:
+    """The facts of runs, each once, with labels that tell them apart and at most `points` points of a curve."""
     paths = list(dict.fromkeys(path.resolve() for path in paths))
     top = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
-    points = max(100, min(CURVE_POINTS, ALL_CURVE_POINTS // len(paths)))
+    points = max(100, min(points, ALL_CURVE_POINTS // len(paths)))
     cells = ALL_HEAT_CELLS // len(paths)
     labels = [str(path.relative_to(top)) if path != top else path.name for path in paths]
     return [facts_of(RunFolder(path), label, points, cells) for path, label in zip(paths, labels, strict=True)]
@@ -122,7 +122,7 @@ def _state_without_ending(folder: RunFolder, history: RunHistory) -> str:
 
 
 def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:
-    """The rows of the table "What ran"."""
+    """The rows of the table "Run details"."""
     started = history.started
     yield "run folder", str(folder.path)
     yield "state", f"{state}, step {history.step:,}"
@@ -140,7 +140,7 @@ def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, st
     if versions := started.get("versions") or (result.versions if result is not None else {}):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     if result is not None:
-        held = f", {history.held_s:.3g} s held for checkpoints" if history.held_s else ""
+        held = f", {history.held_s:.3g} s paused for checkpoints" if history.held_s else ""
         yield "time", f"{history.seconds:,.1f} s, {result.seconds:,.1f} s of it in training steps{held}"
         yield "samples", f"{result.samples:,}"
     yield from _lineage(history.attempts)
@@ -150,9 +150,9 @@ def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, st
 
 
 def _lineage(attempts: Sequence[Attempt]) -> Iterator[tuple[str, str]]:
-    """Where the run started from, and each later start of its ranks."""
+    """The checkpoint from which the run started, and each later start of its ranks."""
     if attempts and attempts[0].source:
-        yield "lineage", f"began from {attempts[0].source}, step {attempts[0].step:,}"
+        yield "lineage", f"started from {attempts[0].source}, step {attempts[0].step:,}"
     later = [f"from step {attempt.step:,} on {attempt.ranks}" for attempt in attempts[1:]]
     if later:
         yield "starts", f"{len(attempts)}: {attempts[0].ranks} ranks at first, then {'; '.join(later[-8:])}"

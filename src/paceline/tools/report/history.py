@@ -1,4 +1,4 @@
-"""What the events of a run add up to: curves, step times, attempts, and marks on the time line."""
+"""The history of a run, computed from its events: curves, step times, attempts, and marks on the time line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TimelineMark:
 
 
 class RunHistory:
-    """Takes the events of a run in their order and adds them up."""
+    """Computes the history of a run from its events, which are added in order."""
 
     def __init__(self) -> None:
         self.began: float | None = None
@@ -63,7 +63,7 @@ class RunHistory:
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(complete(event))
-        if self.attempts and event["event"] != "restarted":  # the launcher writes it between two attempts
+        if self.attempts and event["event"] != "restarted":  # the launcher writes this event between two attempts
             self.attempts[-1].end = self.seconds
 
     def _on_run_started(self, event: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from paceline.tools.report.charts import charts_of
 from paceline.tools.report.facts import RunFacts
 
 ASSETS = Path(__file__).parent / "assets"
@@ -25,12 +26,12 @@ def page_of(runs: Sequence[RunFacts]) -> str:
         licence=_asset("uplot/LICENSE"),
         library=_asset("uplot/uPlot.iife.min.js"),
         script=_asset("report.js"),
-        data=as_script({"runs": [asdict(run) for run in runs]}),
+        data=as_script({"runs": [asdict(run) for run in runs], "charts": [asdict(chart) for chart in charts_of(runs)]}),
     )
 
 
 def as_script(data: Any) -> str:
-    """JSON that is safe inside a script element, whatever strings it contains."""
+    """JSON that is safe inside a script element, for any strings in it."""
     return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

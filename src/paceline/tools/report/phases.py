@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-REST = "device"  # the rest of a step on a GPU, where the phases of no step were timed
+REST = "device"  # the rest of a step on a GPU, if no step's phases were timed
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,6 @@ class PhaseSums:
 
 
 def own_ms(step_ms: Sequence[float], phase_ms: Mapping[str, Sequence[float]]) -> list[float]:
-    """The step time of each rank, without the time in which it waited for other ranks, where that is known."""
+    """The step time of each rank, without the time in which it waited for other ranks, if known."""
     waited = phase_ms.get("reduction", [0.0] * len(step_ms))
     return [round(all_ - waits, 3) for all_, waits in zip(step_ms, waited, strict=True)]

@@ -1,4 +1,4 @@
-"""Reduces the points of a long run to as many as a page can draw. Every kept value was measured (pure)."""
+"""Reduces the points of a long run to the number that a page can draw. All remaining values were measured (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The time of a step on each rank, without the time in which it waited for other ranks, where that is known."""
+    """The time of a step on each rank, without the time in which it waited for other ranks, if known."""
 
     step: int
     ms: Sequence[float]
@@ -58,7 +58,7 @@ def stretches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 
 def heat_of(times: Sequence[StepTimes], limit: int) -> Heat:
-    """Step times in at most `limit` columns. Stragglers are found before times are left out."""
+    """Step times in at most `limit` columns. Stragglers are detected before times are dropped."""
     slow = [stragglers_in(point.ms) for point in times]
     parts = list(stretches(list(zip(times, slow, strict=True)), limit))
     counts: dict[int, int] = {}

@@ -1,1 +1,1 @@
-"""`paceline tune`: a search for good values of config keys. Each trial is a run of its own."""
+"""`paceline tune`: a search for good values of config keys. Each trial is a separate run."""

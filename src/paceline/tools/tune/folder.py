@@ -20,7 +20,7 @@ class StudyFolder:
         self._name = path / ".name"
 
     def name(self) -> str:
-        """A unique name of this folder, which it keeps when it is moved."""
+        """A unique name of this folder, which does not change when the folder is moved."""
         if not self._name.exists():
             write_text(self._name, uuid.uuid4().hex)
         return self._name.read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ class StudyFolder:
         return self.path / f"trial-{number:04}"
 
     def config(self, number: int) -> Path:
-        """The config of a trial, which `paceline train` can read too."""
+        """The config of a trial, which `paceline train` can also read."""
         return self.path / f"trial-{number:04}.yaml"
 
     def log(self, number: int) -> Path:
@@ -38,5 +38,5 @@ class StudyFolder:
         return self.path / f"trial-{number:04}.log"
 
     def outcome(self, number: int) -> Path:
-        """How a trial ended."""
+        """The file with the outcome of a trial."""
         return self.path / f"trial-{number:04}.json"

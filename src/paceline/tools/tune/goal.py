@@ -36,7 +36,7 @@ class Goal:
 
 
 def pick_goal(config: Config, metric: str | None, mode: str | None) -> Goal:
-    """The goal of the command line, else that of `checkpoint.best`, else the loss on the validation data."""
+    """The goal of the command line, or that of `checkpoint.best`, or the loss on the validation data."""
     best = config.checkpoint.best
     measured = _measured(config)
     if metric is None:
@@ -47,7 +47,7 @@ def pick_goal(config: Config, metric: str | None, mode: str | None) -> Goal:
     if mode is None:
         mode = best.mode if best is not None and is_kept else KNOWN_MODES.get(metric)
     if mode not in ("min", "max"):
-        problem = f"--mode {mode} is not known" if mode else f"--metric {metric} may be better small or large"
+        problem = f"--mode {mode} is not known" if mode else f"--metric {metric} has no default mode"
         raise ConfigError(f"{problem}; use --mode min or --mode max")
     return Goal(metric, mode, keeps_best=is_kept and best is not None and best.mode == mode)
 

@@ -1,4 +1,4 @@
-"""The trials of one search: which to train next, and how each ended. Searches with and without Ray use it."""
+"""The trials of one search: the next trial to train, and the outcome of each. Searches with and without Ray use it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.tools.tune.worker import TrialOutcome
 
 @dataclass(kw_only=True)
 class RunningTrial:
-    """A trial that is being trained, and what the study knows of it."""
+    """A trial that is being trained, and the epochs that were reported to the study."""
 
     candidate: Candidate
-    reported: set[int]  # the epochs whose metric the study knows
+    reported: set[int]  # the epochs whose metric was reported to the study
     is_pruned: bool = False
     progress: str = "starting"
 
@@ -29,7 +29,7 @@ class TrialLedger:
         self._unfinished = study.unfinished()
 
     def next_candidate(self) -> Candidate | None:
-        """The next trial to train; None if there are enough. Unfinished trials of an earlier search come first."""
+        """The next trial to train; None if there are enough. Returns unfinished trials of an earlier search first."""
         while True:
             candidate = self._unfinished.pop(0) if self._unfinished else self.study.ask(self.total)
             if candidate is None or not self.may_copy:
@@ -50,7 +50,7 @@ class TrialLedger:
         trial.is_pruned = self.study.report(trial.candidate, epoch, float(value))
 
     def close(self, trial: RunningTrial, outcome: TrialOutcome, seconds: float) -> None:
-        """Record how a trial ended that will not be resumed."""
+        """Record the outcome of a trial that will not be resumed."""
         study, candidate = self.study, trial.candidate
         value = study.goal.value_of(outcome.history)
         if outcome.state == "done" and value is not None and math.isfinite(value):

@@ -37,7 +37,7 @@ class RayTrial(RunningTrial):
 
 
 class StudySearcher(Searcher):  # type: ignore[misc]
-    """Gives the trials of the study to Ray Tune, and their results to the study."""
+    """Passes the trials of the study to Ray Tune, and their results to the study."""
 
     def __init__(
         self, ledger: TrialLedger, folder: StudyFolder, config_of: Callable[[Candidate], dict[str, Any]]
@@ -55,7 +55,7 @@ class StudySearcher(Searcher):  # type: ignore[misc]
         self.active[trial_id] = RayTrial(candidate=candidate, reported=candidate.reported_epochs)
         raw = self.config_of(candidate)
         self.ledger.study.start(candidate, raw["run_dir"])
-        self.folder.outcome(candidate.number).unlink(missing_ok=True)  # of an earlier attempt
+        self.folder.outcome(candidate.number).unlink(missing_ok=True)  # from an earlier attempt
         return {"number": candidate.number, "config": dump_yaml(raw)}
 
     def is_pruned(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -91,7 +91,7 @@ class StudySearcher(Searcher):  # type: ignore[misc]
 
 
 class TrialStopper(tune.Stopper):  # type: ignore[misc]
-    """Has Ray Tune end trials that are pruned, or all trials."""
+    """Makes Ray Tune end trials that are pruned, or all trials."""
 
     def __init__(self, searcher: StudySearcher) -> None:
         self.searcher = searcher
@@ -144,14 +144,14 @@ def most_ranks(config: Config) -> int:
 
 
 def share_of(config: Config, resources: RayResources) -> dict[str, float]:
-    """What a trial requests: a CPU for each rank, but no more than a node has, and a GPU for each if there are any."""
+    """The resources of a trial: a CPU per rank, but no more than a node has, and a GPU per rank if there are any."""
     ranks = most_ranks(config)
     share: dict[str, float] = {"CPU": max(1, min(ranks, resources.cpus // resources.nodes))}
     return {**share, "GPU": ranks} if resources.gpus else share
 
 
 def train_trial(given: dict[str, Any], *, folder: str, metric: str, threads: int) -> None:
-    """In a worker of Ray Tune: train one trial in a process of its own, and report its epochs."""
+    """In a worker of Ray Tune: train one trial in a separate process, and report its epochs."""
     with closing(TrialProcess(MachineShare(None, None))) as process:
         raw = {"threads": threads, **yaml.safe_load(given["config"])}
         run = TrialRun(StudyFolder(Path(folder)), given["number"], raw, process)

@@ -17,7 +17,7 @@ from paceline.tools.tune.goal import Goal
 if TYPE_CHECKING:
     import optuna
 
-LEAST_FOR_IMPORTANCE = 5  # different values, without which the importance of keys means nothing
+LEAST_FOR_IMPORTANCE = 5  # fewer different values do not show the importance of keys
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def shown(value: Any) -> str:
 
 
 def first_words(reason: str, limit: int = 160) -> str:
-    """The first two lines of a reason as one line, which name the rank and the error."""
+    """The first two lines of a reason, which name the rank and the error, as one line."""
     text = " ".join(line.strip() for line in reason.splitlines()[:2])
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -82,11 +82,11 @@ def write_table(path: Path, rows: Sequence[TrialRow], goal: Goal) -> None:
 
 
 def write_plots(path: Path, study: optuna.Study, metric: str) -> str | None:
-    """Write Optuna's plots to one page, which needs no network; returns a reason if it cannot."""
+    """Write Optuna's plots to one page, which works offline; returns the reason if it cannot."""
     if find_spec("plotly") is None:
-        return "no plots, because they need plotly: pip install 'paceline[tune]'"
+        return "no plots: plotly is not installed; pip install 'paceline[tune]'"
     from optuna import visualization as plots
-    from optuna.importance import PedAnovaImportanceEvaluator  # the only one that needs no other package
+    from optuna.importance import PedAnovaImportanceEvaluator  # the only evaluator without further dependencies
 
     figures = [
         plots.plot_optimization_history(study, target_name=metric),

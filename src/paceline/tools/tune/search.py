@@ -1,4 +1,4 @@
-"""The search on this machine: trains several trials side by side, and watches them in one thread."""
+"""The search on this machine: trains several trials in parallel, and watches them in one thread."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class TrainingRun(Protocol):
 
 @dataclass(kw_only=True)
 class LocalTrial(RunningTrial):
-    """A trial that is being trained in one of the places of this machine."""
+    """A trial that is being trained in one of the parallel slots of this machine."""
 
     run: TrainingRun
     place: int
 
 
 class Search:
-    """Trials until the ledger has no more. `start` trains a candidate in one of `parallel` places."""
+    """Trains trials until the ledger has no more. `start` trains a candidate in one of `parallel` slots."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Search:
                 time.sleep(self._poll_s)
 
     def _fill(self) -> None:
-        """Start trials in the free places."""
+        """Start trials in the free slots."""
         while not self._request.signal and len(self._active) < self._parallel:
             candidate = self._ledger.next_candidate()
             if candidate is None:
@@ -96,7 +96,7 @@ class Search:
             self._ledger.close(trial, outcome, trial.run.seconds)
 
     def _stop_all(self) -> None:
-        """Pass a request to stop on to all trials."""
+        """Forward a stop request to all trials."""
         self._ledger.log(f"{self._request.name}: the running trials save and stop; a second signal ends them at once")
         for trial in self._active:
             trial.run.stop()

@@ -1,4 +1,4 @@
-"""The GPUs and cores of each trial, when several trials run side by side."""
+"""The GPUs and cores of each trial when several trials run in parallel."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Range:
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """Values to check a config with. One of them is a fraction, which fails for keys that take whole numbers."""
+        """Values to check a config with. One of them is a fraction, which fails for keys that require integers."""
         between = self.low + 0.3819 * (self.high - self.low)
         return (self.low, self.high) if self.is_int or self.step else (self.low, self.high, between)
 
@@ -98,10 +98,10 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _domain(texts: list[str]) -> Range | Choices | None:
-    """The range or choices of one key; None for a single value. Raises ValueError with what is wrong."""
+    """The range or choices of one key; None for a single value. Raises ValueError with the problem."""
     ranges = [found for text in texts if (found := _range(text)) is not None]
     if ranges and len(texts) > 1:
-        raise ValueError("is a range beside other values; give one range, or values alone")
+        raise ValueError("mixes a range with other values; write one range, or only values")
     if ranges:
         return ranges[0]
     values: list[Any] = []
@@ -110,7 +110,7 @@ def _domain(texts: list[str]) -> Range | Choices | None:
     try:
         distinct = {json.dumps(value): value for value in values}
     except TypeError:
-        raise ValueError("has values that are not numbers or text; put dates in quotes") from None
+        raise ValueError("contains values that are not numbers or text; put dates in quotes") from None
     is_one = len(distinct) == 1 and not _is_set(_read(texts[0]))
     return None if is_one else Choices(tuple(distinct.values()))
 
@@ -145,7 +145,7 @@ def _range(text: str) -> Range | None:
     if match[1] and match[1] not in KINDS:
         raise ValueError(f"is not a known kind of range; use {', '.join(KINDS)}")
     if not LOOKS_LIKE_NUMBERS.fullmatch(match[2]):
-        raise ValueError(f"is not a range of numbers; write for instance {match[1]}(1,10)")
+        raise ValueError(f"is not a range of numbers; write, for example, {match[1]}(1,10)")
     return _checked(match[1] or "uniform", match[2].split(","))
 
 
@@ -156,7 +156,7 @@ def _checked(kind: str, texts: list[str]) -> Range:
         raise ValueError(f"needs two numbers{'' if is_log else ', or three with a step'}; write {kind}(low,high)")
     if is_int:
         if not all(number.is_integer() for number in numbers):
-            raise ValueError(f"needs whole numbers; use {kind.replace('int', '') or 'uniform'} for others")
+            raise ValueError(f"needs integers; use {kind.replace('int', '') or 'uniform'} for other numbers")
         numbers = [int(number) for number in numbers]
     low, high, step = (*numbers, None)[:3]
     assert low is not None
@@ -166,5 +166,5 @@ def _checked(kind: str, texts: list[str]) -> Range:
     if is_log and low <= 0:
         raise ValueError(f"starts at {low:g}; the ends of a logarithmic range must be above 0")
     if step is not None and not 0 < step <= high - low:
-        raise ValueError(f"has the step {step:g}; give one above 0 that fits between the ends")
+        raise ValueError(f"has the step {step:g}; use a step above 0 that is smaller than the range")
     return Range(low, high, is_log=is_log, is_int=is_int, step=step)

@@ -1,6 +1,6 @@
-"""The Optuna study: which values to try next, which trials to prune, and the results of all trials.
+"""The Optuna study: the next values to try, the trials to prune, and the results of all trials.
 
-It knows nothing of runs and processes. Samplers, pruners and storage are Optuna's own. Its retry of failed trials is
+It does not depend on runs and processes. Samplers, pruners and storage are Optuna's own. Its retry of failed trials is
 not used: it needs `optimize()` and starts a new trial, where `unfinished` (3 lines) resumes the same one.
 """
 
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def reported_epochs(self) -> set[int]:
-        """The epochs whose metric the study knows already."""
+        """The epochs whose metric was reported already."""
         return set(self.handle.study.trials[self.number].intermediate_values)
 
 
@@ -67,7 +67,7 @@ class Study:
                 study_name=name, storage=storage, load_if_exists=True, pruner=pruner or NopPruner(),
                 direction="minimize" if goal.mode == "min" else "maximize",
             )  # fmt: skip
-        except Exception as error:  # each database driver has errors of its own
+        except Exception as error:  # each database driver has its own errors
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"--storage {storage} cannot be used: {why}; give a database's URL") from error
         # A resumed study needs another seed, or the sampler would draw the same values again.
@@ -80,8 +80,8 @@ class Study:
             self._study.set_user_attr(IDENTITY, dict(identity))
             return
         problems = [
-            f"{key}={identity.get(key)} but the study {self._study.study_name} began with {key}={then.get(key)}; "
-            "keep that value, or start another study with --study NAME"
+            f"{key}={identity.get(key)} but the study {self._study.study_name} started with {key}={then.get(key)}; "
+            "use that value, or start another study with --study NAME"
             for key in sorted(then.keys() | identity.keys())
             if then.get(key) != identity.get(key)
         ]
@@ -137,7 +137,7 @@ class Study:
         self._study.tell(candidate.number, state=TrialState.FAIL)
 
     def add_seconds(self, candidate: Candidate, seconds: float) -> None:
-        """Add to the training time of a trial; enough for one that is stopped and will be resumed."""
+        """Add to the training time of a trial; the only record of a trial that is stopped and will be resumed."""
         before = candidate.handle.user_attrs.get(SECONDS, 0.0)
         candidate.handle.set_user_attr(SECONDS, round(before + seconds, 1))
 
@@ -186,7 +186,7 @@ def make_sampler(name: str, seed: int) -> BaseSampler:
         return RandomSampler(seed=seed)
     with warnings.catch_warnings():  # some versions warn that constant_liar is experimental
         warnings.simplefilter("ignore")
-        return TPESampler(seed=seed, constant_liar=True)  # so that trials side by side get different values
+        return TPESampler(seed=seed, constant_liar=True)  # so that parallel trials get different values
 
 
 def make_pruner(name: str, num_epochs: int) -> BasePruner:

@@ -1,4 +1,4 @@
-"""The run of one trial, as the search sees it: start it, read its epochs, stop it, and read how it ended."""
+"""The search's interface to the run of one trial: starts it, reads its epochs, stops it, and reads its outcome."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from paceline.tools.tune.worker import TrialJob, TrialOutcome
 
 
 class TrialProcess:
-    """The process that trains the trials of one place. A new one is started if it has died.
+    """The process that trains the trials of one slot. A new process is started if it has died.
 
-    It has a session of its own, so that Ctrl-C reaches only the search.
+    It has its own session, so that Ctrl-C reaches only the search.
     """
 
     def __init__(self, share: MachineShare) -> None:
@@ -42,7 +42,7 @@ class TrialProcess:
         """Send it a trial to train."""
         try:
             self._write(job)
-        except BrokenPipeError:  # it died just now
+        except BrokenPipeError:  # it has just died
             self.close()
             self._write(job)
 
@@ -89,12 +89,12 @@ class TrialRun:
         self._events = Tail(RunFolder(Path(raw["run_dir"])).events)
         self._is_stopping = False
         write_text(folder.config(number), dump_yaml(raw))
-        self._outcome.unlink(missing_ok=True)  # of an earlier attempt
+        self._outcome.unlink(missing_ok=True)  # from an earlier attempt
         process.train(TrialJob(str(folder.config(number)), str(self._log), str(self._outcome)))
 
     @property
     def seconds(self) -> float:
-        """How long it has been running."""
+        """The time since its start."""
         return time.monotonic() - self._began
 
     def epochs(self) -> Iterator[dict[str, Any]]:
@@ -105,20 +105,20 @@ class TrialRun:
                 yield event
 
     def stop(self) -> None:
-        """Ask its ranks to save and stop at one step."""
-        if not self._is_stopping:  # a second signal would end it at once
+        """Request its ranks to save and stop at the same step."""
+        if not self._is_stopping:  # a second signal would end it immediately
             self._is_stopping = True
             self._process.signal(signal.SIGTERM)
 
     def outcome(self) -> TrialOutcome | None:
-        """How it ended; None while it runs."""
+        """The outcome; None while the trial runs."""
         code = self._process.exit_code  # before the file, which a process that has ended has written by now
         if (written := TrialOutcome.read(self._outcome)) is not None or code is None:
             return written
         if self._is_stopping and code == -signal.SIGTERM:  # it had not started to train
             return TrialOutcome("stopped")
         if code < 0:
-            return TrialOutcome("failed", f"its process was ended by signal {-code}; see {self._log}")
+            return TrialOutcome("failed", f"its process was terminated by signal {-code}; see {self._log}")
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n") if self._log.exists() else []
         last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
         return TrialOutcome("failed", f"its process ended with exit code {code}{last}\nsee {self._log}")

@@ -35,7 +35,7 @@ ENGINES = ("optuna", "ray")
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What to search, and how."""
+    """The settings of a search."""
 
     raw: dict[str, Any]  # the config as written, with the values that all trials share
     folder: Path  # of the config
@@ -53,7 +53,7 @@ class TunePlan:
     run_dir: Path | None = None
 
     def config_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The config with the values of a trial, and an absolute `folder`, so that any other folder may hold it."""
+        """The config with the values of a trial, and an absolute `folder`, so that it can be stored anywhere."""
         raw = {**self.raw, "folder": str((self.folder / (self.raw.get("folder") or "")).resolve())}
         override(raw, words_of(values))
         return raw
@@ -71,7 +71,7 @@ class TuneResult:
 
 
 def tune(plan: TunePlan, log: Callable[[str], None], show_status: Callable[[str], None]) -> TuneResult:
-    """Search, or resume a search. `log` takes lines to keep, `show_status` a line that replaces the last one."""
+    """Search, or resume a search. `log` prints permanent lines, `show_status` a line that replaces the last one."""
     config = _checked(plan)
     goal = pick_goal(config, plan.metric, plan.mode)
     name = plan.study or config.name
@@ -111,9 +111,9 @@ def _checked(plan: TunePlan) -> Config:
     """The config with values of the space. Raises ConfigError with the mistakes of all examples of the space."""
     problems: dict[str, None] = {}
     if not plan.space:
-        problems["nothing is searched; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1"] = None
+        problems["no keys to search; give ranges and choices, such as optimizer.lr=log:1e-4:1e-1"] = None
     if plan.trials < 1 or plan.parallel < 1:
-        problems[f"--trials {plan.trials} and --parallel {plan.parallel} must be 1 or more"] = None
+        problems[f"--trials {plan.trials} and --parallel {plan.parallel} must be at least 1"] = None
     if plan.engine not in ENGINES:
         problems[f"--engine {plan.engine} is not known; use {', '.join(ENGINES)}"] = None
     for values in examples_of(plan.space):
@@ -127,7 +127,7 @@ def _checked(plan: TunePlan) -> Config:
 
 
 def _identity(plan: TunePlan, goal: Goal) -> dict[str, Any]:
-    """What must not change when a study is resumed: the space, the goal, and the keys that decide the numbers."""
+    """The settings that must not change when a study is resumed: the space, the goal, and keys that affect results."""
     raw = {key: value for key, value in plan.raw.items() if key not in EXECUTION_KEYS}
     space = {key: str(domain) for key, domain in plan.space.items()}
     identity: dict[str, Any] = json.loads(

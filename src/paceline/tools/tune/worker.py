@@ -45,7 +45,7 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """The outcome of a trial."""
 
     state: str  # done, stopped or failed
     reason: str = ""
@@ -58,14 +58,16 @@ class TrialOutcome:
 
 
 def main() -> None:
-    """Train the job of each line of the input, and write its outcome. A process that is killed writes none."""
+    """Train the job of each input line, and write its outcome. A process that is killed writes no outcome."""
     parent, cores = json.loads(sys.argv[1])
     die_with_parent(parent)
     pin_to(cores)
     for line in sys.stdin:
         job = TrialJob(**json.loads(line))
         _write_output_to(job.log)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process, until its ranks have started
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # the default action ends the process until its ranks have started
         outcome = train(Path(job.config))
         signal.signal(signal.SIGTERM, lambda number, frame: None)  # a late signal must not end the next trial
         write_json(Path(job.outcome), asdict(outcome))
@@ -89,7 +91,7 @@ def train(path: Path) -> TrialOutcome:
         launch.prepare(raw, folder)
         result = Trainer.from_config(build_config(raw, folder), folder).start()
     except Stopped as stopped:
-        # With a time limit, trials have equal times instead of equal lengths: what was measured by then counts.
+        # With a time limit, trials have equal times instead of equal lengths: metrics measured before the limit count.
         if not str(stopped).startswith(f"stopped by {describe(TIME_IS_UP)}"):
             return TrialOutcome("stopped", str(stopped))
         return TrialOutcome("done", str(stopped), _epochs(Path(raw["run_dir"])))

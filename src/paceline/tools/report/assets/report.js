@@ -1,13 +1,9 @@
 "use strict";
 // Draws the page from the JSON in #data. Text goes in as text, never as HTML.
 
-const { runs } = JSON.parse(document.getElementById("data").textContent);
+const { runs, charts: chartsToDraw } = JSON.parse(document.getElementById("data").textContent);
 const areSeveral = runs.length > 1;
 const COLOURS = 8;
-const TITLES = {
-  lr: "learning rate", samples_per_s: "samples per second", grad_norm: "gradient norm", memory_mb: "memory of the largest rank, MB",
-};
-const LOSSES = ["loss", "train_loss", "val_loss"];
 const redraws = []; // functions that draw on a canvas, called when its width or the colour scheme changes
 let axis = "step";
 
@@ -88,16 +84,16 @@ function comparison() {
 function sameness() {
   const hashes = union(runs.map((run) => run.weights_sha256)).filter((hash) => hash !== null);
   const groups = hashes.map((hash) => runs.filter((run) => run.weights_sha256 === hash)).filter((group) => group.length > 1);
-  if (!groups.length) return "no two with the same weights";
+  if (!groups.length) return "all have different weights";
   const words = groups.map((group) => (group.length === runs.length ? "all" : group.map((run) => run.label).join(", ")));
-  return `the same weights to the last bit: ${words.join("; ")}`;
+  return `bitwise identical weights: ${words.join("; ")}`;
 }
 
 function differences() {
   const keys = union(runs.map((run) => Object.keys(run.settings)));
   const differing = keys.filter((key) => key !== "run_dir" && new Set(runs.map((run) => shownKey(run, key))).size > 1);
-  if (!differing.length) return [el("p", { class: "muted" }, "The configs are equal.")];
-  const head = [{ title: "what differs" }, ...runs.map((run) => ({ title: run.label, isNumber: true }))];
+  if (!differing.length) return [el("p", { class: "muted" }, "The configs are identical.")];
+  const head = [{ title: "key" }, ...runs.map((run) => ({ title: run.label, isNumber: true }))];
   const rows = differing.map((key) => [el("code", {}, key), ...runs.map((run) => shownKey(run, key))]);
   return [el("h2", {}, "Config"), table(head, rows)];
 }
@@ -105,15 +101,6 @@ function differences() {
 const shownKey = (run, key) => (key in run.settings ? String(run.settings[key]) : "–");
 
 // --- curves ---------------------------------------------------------------------------------------------------------
-
-function chartsToDraw() {
-  const names = union(runs.map((run) => Object.keys(run.curves)));
-  const perEpoch = names.filter((name) => runs.some((run) => run.curves[name]?.per === "epoch"));
-  const losses = LOSSES.filter((name) => names.includes(name) && !(name === "train_loss" && names.includes("loss")));
-  const rest = names.filter((name) => !LOSSES.includes(name) && !perEpoch.includes(name));
-  const single = [...perEpoch.filter((name) => !LOSSES.includes(name)), ...rest].map((name) => [TITLES[name] ?? name, [name]]);
-  return losses.length ? [["loss", losses], ...single] : single;
-}
 
 function linesOf(names) {
   return names.flatMap((name, n) =>
@@ -191,9 +178,8 @@ function drawStarts(u) {
 }
 
 function curves() {
-  const charts = chartsToDraw();
-  if (!charts.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "The run wrote no numbers: it ended before it could, or it used your own loop.")];
-  const drawn = charts.map(([title, names]) => chart(title, names));
+  if (!chartsToDraw.length) return [el("h2", {}, "Curves"), el("p", { class: "muted" }, "No metrics were logged: the run ended too early, or its own loop does not log.")];
+  const drawn = chartsToDraw.map(({ title, names }) => chart(title, names));
   const fill = () => drawn.forEach((one) => one.fill());
   redraws.push(...drawn.map((one) => one.redraw));
   const buttons = ["step", "seconds"].map((name) => {
@@ -206,7 +192,7 @@ function curves() {
     el("h2", {}, "Curves"),
     el("div", { class: "axis" }, "over ", ...buttons),
     el("div", { class: "charts" }, ...drawn.map((one) => one.element)),
-    el("p", { class: "note" }, "Point at a curve for its numbers, drag to zoom, double-click to see all again."),
+    el("p", { class: "note" }, "Hover over a curve to see its values, drag to zoom, double-click to reset."),
   ];
 }
 
@@ -221,7 +207,7 @@ function ranksOf(run) {
   const output = el("output", {}, "");
   const sorted = heat.columns.flat().sort((a, b) => a - b);
   const low = sorted[Math.floor(0.02 * sorted.length)], high = sorted[Math.floor(0.98 * sorted.length)];
-  const scale = `pale ${shown(low)} ms, strong ${shown(high)} ms`;
+  const scale = `light: ${shown(low)} ms, dark: ${shown(high)} ms`;
   const strip = () => paint(canvas, heat, rows, height, (ms) => Math.min(1, Math.max(0, (ms - low) / (high - low || 1))));
   redraws.push(strip);
   requestAnimationFrame(strip);
@@ -258,16 +244,16 @@ function paint(canvas, heat, rows, height, strength) {
 function stragglers(heat, rows) {
   if (rows === 1) return ["A single rank does not wait for others."];
   const found = Object.entries(heat.slow_points).sort((a, b) => b[1] - a[1]);
-  const wait = "On a CPU these are each rank's own times, on a GPU those of whole steps, in which ranks wait for each other.";
+  const wait = "On a CPU the times exclude waiting for other ranks; on a GPU they are those of whole steps and include it.";
   if (!found.length) return [`No rank took longer than 1.25 times the median of all. ${wait}`];
   const words = found.slice(0, 4).map(([rank, count]) => `rank ${rank} at ${shown(count)}`).join(", ");
   return [el("i", { class: "key" }), `longer than 1.25 times the median of all ranks: ${words} of ${shown(heat.points)} points. ${wait}`];
 }
 
-// --- where the time of a step goes ----------------------------------------------------------------------------------
+// --- where a step spends its time ----------------------------------------------------------------------------------
 
 const WORDS = {
-  data: "waiting for data", reduction: "waiting for the sums of all ranks", other: "logging, saving and the rest",
+  data: "waiting for data", reduction: "summing over all ranks", other: "logging, saving and the rest",
   device: "everything else, on the GPU",
 };
 
@@ -287,10 +273,10 @@ function phasesOf(run) {
     return [el("span", {}, swatch(n), name), WORDS[name] ?? "", shown(sum / ranks.length), share];
   });
   const head = [{ title: "phase" }, { title: "" }, { title: "ms, mean of the ranks", isNumber: true }, { title: "share", isNumber: true }];
-  return [el("h2", {}, "Where the time of a step goes"), el("div", { class: "strip" }, labels, el("div", {}, ...bars)), table(head, rows, "phases")];
+  return [el("h2", {}, "Where a step spends its time"), el("div", { class: "strip" }, labels, el("div", {}, ...bars)), table(head, rows, "phases")];
 }
 
-// --- the time line, and what ran ------------------------------------------------------------------------------------
+// --- the time line and the details of the run ------------------------------------------------------------------------------------
 
 function timeLine(run) {
   if (!run.attempts.length) return [];
@@ -322,7 +308,7 @@ function inWords(mark) {
 function whatRan(run) {
   const rows = run.about.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text)));
   return [
-    el("h2", {}, "What ran"),
+    el("h2", {}, "Run details"),
     el("table", { class: "facts" }, el("tbody", {}, ...rows)),
     el("details", {}, el("summary", {}, "config.yaml"), el("pre", {}, run.config)),
   ];
@@ -333,7 +319,7 @@ const partsOf = (run) => [...ranksOf(run), ...phasesOf(run), ...timeLine(run), .
 function runsOneByOne() {
   return runs.map((run, place) => {
     const box = el("details", { class: "run" }, el("summary", {}, swatch(place), run.label), ...partsOf(run));
-    box.ontoggle = redrawAll; // a closed box has no width to draw on
+    box.ontoggle = redrawAll; // a closed box has no width
     return box;
   });
 }
