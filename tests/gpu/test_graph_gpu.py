@@ -182,7 +182,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "through_ddp": True})
             if way == "as integers":
-                self.reduction._queue = reduce.RankQueue(self.world)
+                self.reduction._queues = [reduce.RankQueue(self.world)]
             self.reduction.compression = "bf16" if way == "in bf16" else "none"
             hooks.append(self.hook)
 

@@ -2,7 +2,7 @@
 
 Floating-point addition rounds, so its result depends on the order; integer addition does not round. The elements of
 each gradient are divided into blocks, and the largest exponent in a block, over all lanes and ranks, fixes the grid to
-which every lane rounds that block. The grid leaves room for the sum of all lanes, so no integer overflows.
+which every lane rounds that block. The grid is so coarse that the sum of all lanes does not overflow.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ class IntegerSum:
         self._values, self._integers = scratch.take(starts[-1], self._format, gradients[0].device)
         self._blocks = self._values.view(starts[-1] // BLOCK, BLOCK)
         self._slots = slots_in(self._values, gradients, starts)
+        # What fills the last block of each gradient.
+        ends = [start + gradient.numel() for start, gradient in zip(starts, gradients, strict=False)]
+        gaps = [self._values[end:start] for end, start in zip(ends, starts[1:], strict=True) if end < start]
+        if gaps:
+            torch._foreach_zero_(gaps)
 
     def exponents(self, lanes: Sequence[Gradients]) -> torch.Tensor:
         """The largest exponent field of each block in these lanes of this rank; to be combined by their maximum."""
         largest = self._values.new_zeros(len(self._blocks))
-        self._values.zero_()  # what fills the last block of a gradient
         for lane in lanes:
             torch._foreach_copy_(self._slots, lane)
             # The maximum of absolute values; NaN if there is one.
@@ -75,12 +79,17 @@ class IntegerSum:
         scale = kind.power(kind.special - 2 + self._bits - fields)[:, None]
         # Where a block has Inf or NaN, its integers have no meaning.
         self._unit = kind.power(fields - self._bits + 1).masked_fill_(exponents == kind.special, torch.nan)
-        self._integers.zero_()
+        if not lanes:
+            self._integers.zero_()
         for index, lane in enumerate(reversed(lanes)):
             if index:
                 torch._foreach_copy_(self._slots, lane)
             self._blocks.mul_(scale)
-            self._integers.add_(self._values.round_().to(kind.integer))
+            self._values.round_()
+            if index:
+                self._integers.add_(self._values.to(kind.integer))
+            else:
+                self._integers.copy_(self._values)
         return self._integers
 
     def write(self, gradients: Gradients) -> None:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
 from paceline.world import COLLECTIVE_TIMEOUT, World
 
+GLOO_QUEUES = 2  # while one bucket is sent, the next one is rounded
 GLOO_PARTS = 2  # Gloo sums a tensor with one core; two halves are summed by two cores
 MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
 ALIGNED_ELEMENTS = 64  # kernels that sum may take another order at unaligned addresses
 
 Future = torch.futures.Future[torch.Tensor]
+Work = Callable[["RankQueue | None"], None]
 
 
 class LaneGradients:
@@ -53,11 +56,12 @@ class Reduction:
         self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
         self.uses_integers = exact and lanes > 2
         self._scratch = Scratch()
-        self._queue: RankQueue | None = None
+        self._queues: list[RankQueue] = []
+        self._started = 0
         # When the future of Gloo's all-reduce is done, sums are still being copied to a GPU, and only its default
         # stream waits for them. The thread of the queue has the stream of the step wait.
         if world.size > 1 and (self.uses_integers or (world.backend == "gloo" and world.device.type == "cuda")):
-            self._queue = RankQueue(world)
+            self._queues = [RankQueue(world) for _ in range(GLOO_QUEUES if world.device.type == "cpu" else 1)]
 
     def start(self, sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> Future:
         """Start to sum gradients over the given lanes of this rank and over ranks.
@@ -67,7 +71,7 @@ class Reduction:
         """
         if self.uses_integers:
             lanes = [*lanes] if is_empty else [*lanes, sums]
-            return self._run(lambda group: self.sum_integers(sums, lanes, sums, group), buffer)
+            return self._run(partial(self.sum_integers, sums, lanes, sums), buffer)
         add_lanes(sums, lanes, buffer, is_empty=is_empty)
         if self.compression in HALF_DTYPES and buffer.dtype == torch.float32:
             half = buffer.to(HALF_DTYPES[self.compression])
@@ -76,14 +80,15 @@ class Reduction:
 
     def _start_sum(self, tensor: torch.Tensor) -> Future:
         """Start to sum a tensor over ranks in place, by torch's all-reduce. All ranks."""
-        if self.world.size == 1 or self._queue is not None:
-            return self._run(lambda group: self._all_reduce(tensor, group), tensor)
+        if self.world.size == 1 or self._queues:
+            return self._run(lambda queue: self._all_reduce(tensor, queue), tensor)
         return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
 
-    def _run(self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor) -> Future:
+    def _run(self, work: Work, result: torch.Tensor) -> Future:
         """Start work whose result will be in a tensor. All ranks."""
-        if self._queue is not None:
-            return self._queue.start(work, result)
+        if self._queues:
+            self._started += 1
+            return self._queues[self._started % len(self._queues)].start(work, result)
         work(None)
         future: Future = torch.futures.Future()
         future.set_result(result)
@@ -91,24 +96,24 @@ class Reduction:
 
     def sum_integers(
         self, sums: Gradients, lanes: Sequence[Gradients], like: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None = None,
+        queue: RankQueue | None = None,
     ) -> None:  # fmt: skip
         """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks."""
-        total = IntegerSum(like, self.lanes, self._scratch)
+        total = IntegerSum(like, self.lanes, self._scratch if queue is None else queue.scratch)
         exponents = total.exponents(lanes)
-        if self.world.size > 1:
-            dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
+        if queue is not None:
+            dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=queue.group)
         integers = total.integers(lanes, exponents)
-        self._all_reduce(integers, group)
+        self._all_reduce(integers, queue)
         total.write(sums)
 
-    def _all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def _all_reduce(self, tensor: torch.Tensor, queue: RankQueue | None) -> None:
         """All ranks."""
-        if self.world.size == 1:
+        if queue is None:  # a single rank
             return
         is_split = self.world.backend == "gloo" and tensor.nbytes >= MIN_SPLIT_BYTES
         parts = tensor.view(-1).tensor_split(GLOO_PARTS) if is_split else [tensor]
-        for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
+        for work in [dist.all_reduce(part, group=queue.group, async_op=True) for part in parts]:
             work.wait()  # type: ignore[union-attr]
 
 
@@ -125,17 +130,21 @@ class RankQueue:
 
     def __init__(self, world: World) -> None:
         """All ranks."""
-        self._device = world.device
+        self._device, self.scratch = world.device, Scratch()
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         if world.backend == "gloo":  # whose collectives in a thread must not mix with those of the main thread
-            self._group = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+            self.group = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
             self._thread = ThreadPoolExecutor(1, "paceline-reduce", initializer=_use_device, initargs=(world.device,))
+            # A second team of OpenMP threads would slow down that of the main thread.
+            threads = torch.get_num_threads()
+            self._thread.submit(torch.set_num_threads, 1).result()
+            torch.set_num_threads(threads)
         else:
             self._stream = torch.cuda.Stream(world.device)  # type: ignore[no-untyped-call]
 
-    def start(self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor) -> Future:
+    def start(self, work: Work, result: torch.Tensor) -> Future:
         """Start work, for whose end the stream of the device can wait too. All ranks."""
         if self._stream is not None:
             return self._start_on_stream(work, result, self._stream)
@@ -147,7 +156,7 @@ class RankQueue:
             try:
                 # The stream where the tensor was written and will be read: a thread has a stream of its own.
                 with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                    work(self._group)
+                    work(self)
                     future.set_result(result)
             except Exception as error:  # noqa: BLE001 - raised again where backward waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]
@@ -155,14 +164,12 @@ class RankQueue:
         self._thread.submit(run)
         return future
 
-    def _start_on_stream(
-        self, work: Callable[[dist.ProcessGroup | None], None], result: torch.Tensor, stream: torch.cuda.Stream
-    ) -> Future:
+    def _start_on_stream(self, work: Work, result: torch.Tensor, stream: torch.cuda.Stream) -> Future:
         # NCCL's operations wait for each other on a stream of their own, so backward's stream never waits.
         future: Future = torch.futures.Future(devices=[self._device])
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
-            work(None)
+            work(self)
             result.record_stream(stream)
             future.set_result(result)
         return future
