@@ -19,7 +19,7 @@ from paceline.engine.objective import objectives_of
 from paceline.engine.precision import autocast
 from paceline.engine.step_probe import StepProbe
 from paceline.errors import ConfigError
-from paceline.observe.failures import user_location
+from paceline.user_code import user_location
 from paceline.world import World
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of operators
