@@ -52,6 +52,11 @@ def with_place(name: str, function: Any) -> str:
     return name if place is None else f"{name} ({place})"
 
 
+def described(value: Any) -> str:
+    """What a function of the user has returned or given, for messages: None, or the class of the value."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def render(error: BaseException) -> list[str]:
     """The lines of an uncaught error: the traceback without frames of libraries, then its class and text."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
@@ -65,9 +70,11 @@ def _code_of(function: Any) -> CodeType | None:
         function = function.func
     function = inspect.unwrap(function) if callable(function) else function
     if isinstance(function, type):
-        function = vars(function).get("__init__")
+        methods = [getattr(function, "__init__", None), *vars(function).values()]
+        function = next((method for method in methods if hasattr(method, "__code__")), None)
     elif not hasattr(function, "__code__"):  # an object of a class
-        function = getattr(type(function), "forward", None) or getattr(type(function), "__call__", None)
+        methods = vars(type(function))
+        function = methods.get("forward") or methods.get("__call__")
     return getattr(function, "__code__", None)
 
 

@@ -44,6 +44,8 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
     key, value = ".".join(path), shortened(detail["input"])
     if advice := advice_on_value(key, detail["input"], given, origin):
         return f"{key}={value} {advice}"
+    if key == "optimizer" and is_optimizer(detail["input"]):
+        return _instead_of_optimizer(detail["input"], origin)
     if key in _MADE_BY:
         return f"{key}={value} is neither a name nor a section; to use an object, {_MADE_BY[key]}"
     if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
@@ -55,6 +57,29 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
     message = detail["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     message = message.replace("Input should", "must")
     return f"{key}={value} {message[0].lower()}{message[1:]}"
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer of torch, or such a class; without importing torch."""
+    kind = value if isinstance(value, type) else type(value)
+    return any(each.__name__ == "Optimizer" and each.__module__.startswith("torch.") for each in kind.__mro__)
+
+
+def _instead_of_optimizer(value: Any, origin: Origin) -> str:
+    """The sentence for an optimizer, or a class of them, in place of a name."""
+    is_class = isinstance(value, type)
+    kind = value if is_class else type(value)
+    lr = None if is_class else value.param_groups[0].get("lr")
+    settings = {"name": kind.__name__.lower(), **({"lr": lr} if isinstance(lr, float) else {})}
+    words = written({"optimizer": settings if len(settings) > 1 else settings["name"]}, origin.of("optimizer"))
+    if not kind.__module__.startswith("torch.optim"):
+        words = "optimizer_fn=lambda model: …, a function that returns it"
+    if is_class:
+        return f"optimizer=<class {kind.__name__}> is a class; write {words}"
+    return (
+        f"optimizer=<{kind.__name__}> has the parameters of a model outside the run; write {words}, "
+        f"or optimizer_fn=lambda model: {kind.__name__}(model.parameters())"
+    )
 
 
 def _hint(path: list[str]) -> str:
