@@ -69,17 +69,13 @@ def _instead_of_optimizer(value: Any, origin: Origin) -> str:
     """The sentence for an optimizer, or a class of them, in place of a name."""
     is_class = isinstance(value, type)
     kind = value if is_class else type(value)
-    lr = None if is_class else value.param_groups[0].get("lr")
-    settings = {"name": kind.__name__.lower(), **({"lr": lr} if isinstance(lr, float) else {})}
-    words = written({"optimizer": settings if len(settings) > 1 else settings["name"]}, origin.of("optimizer"))
-    if not kind.__module__.startswith("torch.optim"):
-        words = "optimizer_fn=lambda model: …, a function that returns it"
-    if is_class:
-        return f"optimizer=<class {kind.__name__}> is a class; write {words}"
-    return (
-        f"optimizer=<{kind.__name__}> has the parameters of a model outside the run; write {words}, "
-        f"or optimizer_fn=lambda model: {kind.__name__}(model.parameters())"
-    )
+    ways = [f"optimizer_fn=lambda model: {kind.__name__}(model.parameters())"]
+    if kind.__module__.startswith("torch.optim."):
+        name, lr = kind.__name__.lower(), None if is_class else value.param_groups[0].get("lr")
+        section = {"name": name, "lr": lr} if isinstance(lr, float) else name
+        ways = [written({"optimizer": section}, origin.of("optimizer")), *ways]
+    wrong = "is a class" if is_class else "has the parameters of a model outside the run"
+    return f"optimizer=<{kind.__name__}> {wrong}; write {', or '.join(ways)}"
 
 
 def _hint(path: list[str]) -> str:

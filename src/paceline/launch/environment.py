@@ -50,9 +50,10 @@ def report_unused(folder: Path) -> None:
 def report_shared_cores(ranks: int, cores: int) -> None:
     """Print what it costs to have more ranks on this machine than cores, if it has."""
     if ranks > cores:
+        there = "1 core" if cores == 1 else f"{cores} cores"
         print(
-            f"{ranks} processes share {'1 core' if cores == 1 else f'{cores} cores'}: no faster than with procs={cores}, "
-            "and each process needs memory for its own copy of the model",
+            f"{ranks} processes share {there}: they are not faster than procs={cores}, and each needs memory for its "
+            "own copy of the model",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
