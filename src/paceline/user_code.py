@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -24,7 +23,9 @@ LIBRARIES = tuple(
     }
     | {*site.getsitepackages(), site.getusersitepackages(), "<frozen", "<string>"}
 )
-CELL = re.compile(r"(\S*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>):(\d+)")  # a line of a cell of a notebook
+CELL = re.compile(
+    r"([^\s(]*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>):(\d+)"
+)  # a line of a cell of a notebook
 
 
 def user_location(error: BaseException) -> str | None:
@@ -40,10 +41,12 @@ def user_location(error: BaseException) -> str | None:
 
 def place_of(function: Any) -> str | None:
     """`file:line` where a function or class of the user is defined; None for those of libraries."""
-    code = _code_of(function)
-    if code is None or code.co_filename.startswith(LIBRARIES):
-        return None
-    return f"{code.co_filename}:{code.co_firstlineno}"
+    places = [
+        f"{code.co_filename}:{code.co_firstlineno}"
+        for code in (getattr(each, "__code__", None) for each in _methods(function))
+        if code is not None and not code.co_filename.startswith(LIBRARIES)
+    ]
+    return places[0] if places else None
 
 
 def with_place(name: str, function: Any) -> str:
@@ -65,17 +68,16 @@ def render(error: BaseException) -> list[str]:
     return [*head, *_with_cells(f"{type(error).__name__}: {error}").splitlines()]
 
 
-def _code_of(function: Any) -> CodeType | None:
+def _methods(function: Any) -> list[Any]:
+    """The functions of Python that a callable is made of: itself, or the methods of its class, the first one first."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function) if callable(function) else function
-    if isinstance(function, type):
-        methods = [getattr(function, "__init__", None), *vars(function).values()]
-        function = next((method for method in methods if hasattr(method, "__code__")), None)
-    elif not hasattr(function, "__code__"):  # an object of a class
-        methods = vars(type(function))
-        function = methods.get("forward") or methods.get("__call__")
-    return getattr(function, "__code__", None)
+    if hasattr(function, "__code__") or inspect.ismethod(function):
+        return [function]
+    is_class = isinstance(function, type)
+    kind = function if is_class else type(function)
+    return [getattr(kind, "__init__" if is_class else "__call__", None), *vars(kind).values()]
 
 
 def _with_cells(text: str) -> str:

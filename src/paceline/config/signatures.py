@@ -176,7 +176,7 @@ def _wrong_tables(config: Config, key: str, table: str, named: Mapping[str, Any]
     if others and key == "dataset_fn":
         advice.append(written({"dataset_args": {**dict.fromkeys(others, OPEN)}}, config.origin.place))
     joined = " and " if others is not missing else " or "
-    return [f"{_called(config, key)} needs {listed}, which is not given; give {joined.join(advice)}"]
+    return [f"{_called(config, key)} needs {listed}; give {joined.join(advice)}"]
 
 
 def _missing(function: Any, named: Mapping[str, Any], positional: int = 0) -> list[str]:

@@ -117,15 +117,11 @@ def _classes(text: str, facts: Facts) -> Diagnosis | None:
             MODEL,
         )
     more = f"give the last layer of the model {high + 1} outputs"
-    if low > 0 and high == count:
-        return Diagnosis(
-            f"the targets of a batch are {low} to {high}, but {outputs}, numbered from 0 to {count - 1}; subtract 1 "
-            f"from the targets if they are numbered from 1, else {more}",
-            DATA,
-        )
+    starts_at_1 = low > 0 and high == count
+    fix = f"subtract 1 from the targets if they are numbered from 1, else {more}" if starts_at_1 else more
     return Diagnosis(
-        f"a target is class {high}, but {outputs}, numbered from 0 to {count - 1}; {more}, or correct the targets",
-        MODEL,
+        f"a target is class {high}, but {outputs}, numbered from 0 to {count - 1}; {fix}",
+        DATA if starts_at_1 else MODEL,
     )
 
 
@@ -271,7 +267,7 @@ def _of_layer(layer: torch.nn.Module, root: torch.nn.Module, frame: FrameType) -
     if "target" in frame.f_locals:  # a loss
         return Facts(given=_tensor_facts(given), target=_tensor_facts(frame.f_locals["target"]), text=_text_in(given))
     path = next((path for path, each in root.named_modules() if each is layer), "")
-    label = f"the layer {path} ({type(layer).__name__})" if path else f"the model ({type(layer).__name__})"
+    label = f"layer {path!r} ({type(layer).__name__})" if path else f"the model ({type(layer).__name__})"
     weights = next((str(p.dtype).removeprefix("torch.") for p in layer.parameters() if p.is_floating_point()), "")
     takes = {name: getattr(layer, name, None) for name in ("in_features", "in_channels", "num_embeddings")}
     known = {name: value for name, value in takes.items() if isinstance(value, int)}

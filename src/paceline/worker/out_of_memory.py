@@ -38,8 +38,8 @@ def _numbers(text: str) -> str:
     needed, number, total, free = found.groups()
     own, others = OWN.search(text), OTHERS.findall(text)
     used = [f"{own[1]} are used by this process"] if own is not None else []
-    used += [f"{', '.join(others)} by other processes"] if others else []
-    there = " and ".join([f"{free} of {total} are free", *used])
+    used += [f"{' and '.join(others)} by others"] if others else []
+    there = ", ".join([f"{free} of {total} are free", *used])
     return f"GPU {number} has no memory for {needed} more ({there})"
 
 
@@ -49,10 +49,9 @@ def _advice(config: Config, *, is_evaluating: bool) -> str:
     def words(**settings: Any) -> str:
         return written(settings, config.origin.place)
 
-    if is_evaluating and config.evaluate.batch_size is not None and config.evaluate.batch_size > 1:
-        return (
-            f"lower the batch size of the evaluation: {words(evaluate={'batch_size': config.evaluate.batch_size // 2})}"
-        )
+    of_evaluation = config.evaluate.batch_size if is_evaluating else None
+    if of_evaluation is not None and of_evaluation > 1:
+        return f"set {words(evaluate={'batch_size': of_evaluation // 2})} instead of {of_evaluation}"
     size, half = config.batch_size, config.batch_size // 2
     ways = []
     if half and config.global_batch_size is not None and config.global_batch_size % half == 0:
