@@ -82,12 +82,12 @@ def _methods(function: Any) -> list[Any]:
 
 def _with_cells(text: str) -> str:
     """The text with files that a notebook has made of its cells replaced by the numbers of the cells."""
-    shell = _notebook()
-    if shell is None:
+    name_of = getattr(getattr(_notebook(), "compile", None), "format_code_name", None)
+    if name_of is None:
         return text
 
     def named(path: str, line: str) -> str | None:
-        label = shell.compile.format_code_name(path)  # ("Cell", "In[3]")
+        label = name_of(path)  # ("Cell", "In[3]")
         return f"{label[0]} {label[1]}, line {line}" if label is not None else None
 
     text = FRAME.sub(lambda match: named(match[1], match[2]) or match[0], text)
