@@ -117,7 +117,8 @@ class Stopped(PacelineError, SystemExit):
 def handle_uncaught() -> None:
     """Wrap `sys.excepthook`, so that a script ends with the code of an uncaught error, and shows the user's frames.
 
-    A hook that another library has set still shows the error in its own way. An interactive shell is not ended.
+    A hook that another library has set still shows the error in its own way. One that is set later calls this one, and
+    may have redirected stderr for it, so the code is then left to Python. An interactive shell is not ended.
     """
     before = sys.excepthook
 
@@ -127,7 +128,7 @@ def handle_uncaught() -> None:
         else:
             print(*render(error), sep="\n", file=sys.stderr, flush=True)
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        if isinstance(error, PacelineError) and not is_interactive:
+        if isinstance(error, PacelineError) and sys.excepthook is show and not is_interactive:
             sys.exit(error.exit_code)
 
     sys.excepthook = show
