@@ -143,9 +143,9 @@ FURTHER: dict[str, tuple[dict[str, Any], str]] = {
     "float64, own loop": ({"dataset_fn": lambda: tensors(X.double()), **own()}, f"{FLOAT64} {PLACE}"),
     "float64, plain loop": ({"dataset_fn": lambda: tensors(X.double()), **PLAIN}, f"{FLOAT64} {PLACE}"),
     "loss as a number, no validation": ({"loss_fn": item, "val_fraction": 0}, f"loss_fn {PLACE}{NO_GRADIENT}"),
-    "loss as a number, own loop": (own(item), rf"run\.backward\(loss\) got a float; give a tensor .* {PLACE}"),
+    "loss as a number, own loop": (own(item), rf"run\.backward\(loss\) got a float; pass a tensor .* {PLACE}"),
     "loss is None, no validation": ({"loss_fn": nothing, "val_fraction": 0}, f"loss_fn {PLACE} returned None; return"),
-    "loss is None, own loop": (own(nothing), rf"run\.backward\(loss\) got None; give a tensor .* {PLACE}"),
+    "loss is None, own loop": (own(nothing), rf"run\.backward\(loss\) got None; pass a tensor .* {PLACE}"),
     "loss without gradient": ({"loss_fn": detached}, f"loss_fn {PLACE} returned a loss without a gradient; compute"),
     "too few classes, step_fn": (
         {"model_args": {"outputs": 1}, "loss_fn": None, "step_fn": step, "val_fraction": 0}, f"{TOO_FEW} {PLACE}"

@@ -55,6 +55,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": torch.optim.SGD},
         'optimizer=<SGD> is a class; write optimizer="sgd", or optimizer_fn=lambda model: SGD(model.parameters())',
     ),
+    "an optimizer as optimizer_fn": (
+        {"optimizer_fn": ADAM},
+        "optimizer_fn=<Adam> is an optimizer; give a function that returns it: lambda model: Adam(model.parameters())",
+    ),
     "a class as optimizer_fn": (
         {"optimizer_fn": torch.optim.SGD},
         "optimizer_fn=torch.optim.sgd:SGD takes parameters, not the model; give a function such as lambda model: "
