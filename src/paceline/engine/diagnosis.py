@@ -29,7 +29,7 @@ TEXT = re.compile(
 )
 OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 DTYPES = re.compile(
-    r"(have|not) the same dtype|expected scalar type|Input type \(|mixed dtype|input dtype .* does not match weight dtype"
+    r"(have|not) the same dtype|expected scalar type|Input type \(|mixed dtype|input dtype .* does not match weight"
 )
 TARGET_DTYPES = re.compile(
     r"result type \w+ can't be cast to the desired output type|expected target dtype|expected scalar type|"
