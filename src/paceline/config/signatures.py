@@ -206,10 +206,9 @@ def _called(config: Config, key: str) -> str:
 
 def arguments_of(function: Callable[..., Any]) -> list[str] | None:
     """The names of arguments that a function takes; None if it takes any, or has no signature."""
-    try:  # of a decorated function the outer signature counts, because the decorator is called
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
+    if (signature := _signature(function)) is None:
         return None
+    parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
