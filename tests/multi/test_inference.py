@@ -129,7 +129,7 @@ def test_data_to_predict_may_be_a_file_and_missing_data_is_an_error(tmp_path: Pa
         own.predict()
     with pytest.raises(ConfigError, match="df=<DataFrame> has no column y, which the run was trained with; add it"):
         own.predict(df=table(5)[["x"]])
-    with pytest.raises(ConfigError, match="the samples contain text, .*; df has text in x"):  # all columns are there
+    with pytest.raises(ConfigError, match=r"the samples contain text, .*; df has text in x"):  # all columns are there
         own.predict(df=table(5).assign(x="far"))
 
 
