@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import handle_uncaught
+
 __version__ = "0.1.0"
 __all__ = [
     "BestCheckpoint",
@@ -99,3 +101,6 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+handle_uncaught()

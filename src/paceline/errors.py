@@ -1,4 +1,4 @@
-"""The exceptions that Paceline raises, with the exit codes of the command line.
+"""The exceptions that Paceline raises, with the exit codes of the command line and of scripts.
 
 PacelineError            training failed                                            exit code 1
 ├── ConfigError          the config or the command line is wrong                    exit code 2
@@ -12,19 +12,30 @@ PacelineError            training failed                                        
 ├── RankFailed           a rank failed; the message describes the first failure
 ├── Interrupted          a signal ended the run at once, without a checkpoint of its last step
 └── Stopped              the run was stopped on request, and its state is saved     exit code 3
+
+In a ConfigError, the config includes the functions that it names, and the data that they return. An error that a script
+does not catch is shown without the frames of Paceline, and the script exits with its code.
 """
 
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
+
+from paceline.user_code import render
 
 
 class PacelineError(Exception):
-    """The root of the tree above; the command line exits with `exit_code`."""
+    """The root of the tree above; the command line, and a script that does not catch it, exit with `exit_code`."""
 
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows of an error, in place of a traceback with all frames."""
+        return render(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the text and the attributes: unpickling must not call the constructor, which takes other arguments."""
@@ -101,3 +112,23 @@ class Stopped(PacelineError, SystemExit):
 
     exit_code = 3
     code = 3
+
+
+def handle_uncaught() -> None:
+    """Wrap `sys.excepthook`, so that a script ends with the code of an uncaught error, and shows the user's frames.
+
+    A hook that another library has set still shows the error in its own way. One that is set later calls this one, and
+    may have redirected stderr for it, so the code is then left to Python. An interactive shell is not ended.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PacelineError) or before is not sys.__excepthook__:
+            before(kind, error, trace)
+        else:
+            print(*render(error), sep="\n", file=sys.stderr, flush=True)
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        if isinstance(error, PacelineError) and sys.excepthook is show and not is_interactive:
+            sys.exit(error.exit_code)
+
+    sys.excepthook = show

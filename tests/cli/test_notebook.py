@@ -53,22 +53,70 @@ print(f"slope {managed.load_model().weight.item():.2f} managed")
 """,
 ]
 
+MISTAKES = [
+    "Trainer(nn.Linear(1, 1), Line, loss_fn='mse_loss')",
+    """
+def nothing(output, y):
+    pass
+
+Trainer(lambda: nn.Linear(1, 1), Line, loss_fn=nothing, procs=2).start()
+""",
+    """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+    def forward(self, x):
+        return self.layer(x)
+
+def start():
+    Trainer(Net, Line, loss_fn='mse_loss', procs=2).start()
+
+start()
+""",
+]
+
 
 # zmq and jupyter's own event loop warn about themselves here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_functions_in_cells_train_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_in_cells_train_on_two_ranks_and_mistakes_show_cells_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nbclient import NotebookClient
 
     monkeypatch.delenv("PYTHONWARNINGS")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+    cells += [nbformat.v4.new_code_cell(cell, metadata={"tags": ["raises-exception"]}) for cell in MISTAKES]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert "trained in a cell" in shown
     assert float(re.search(r"slope (\S+) of 3.0", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert float(re.search(r"slope (\S+) managed", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert "\x1b[2K" not in shown  # no cursor movements where there is no cursor
+    model, loss, shape = [_traceback(cell) for cell in notebook.cells[-3:]]
+    assert model == [
+        "Traceback (most recent call last):",
+        "  Cell In[4], line 1, in <module>",
+        "    Trainer(nn.Linear(1, 1), Line, loss_fn='mse_loss')",
+        "ConfigError: model_fn=<Linear> is a model; give a function that returns it, such as model_fn=lambda: model",
+    ]
+    assert loss[-1].startswith("ConfigError: loss_fn (Cell In[5], line 1) returned None; return a mean over the batch")
+    assert [line for line in shape if line.startswith("  Cell")] == [
+        "  Cell In[6], line 11, in <module>", "  Cell In[6], line 9, in start"
+    ]  # fmt: skip
+    assert shape[-1].startswith(
+        "ConfigError: layer 'layer' (Linear) gets an input of shape (6, 1), but takes 2 features"
+    )
+    assert shape[-1].endswith(" (Cell In[6], line 6)")
+
+
+def _traceback(cell: Any) -> list[str]:
+    """The lines of the error that a cell shows."""
+    [error] = [output for output in cell.outputs if output.output_type == "error"]
+    return "\n".join(error.traceback).splitlines()
 
 
 # --- the notebooks of the documentation -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ PACKAGE = Path(paceline.__file__).parent
 # room of its own; the package itself is called "paceline".
 ROOMS = [
     "__main__", "cli", "tools", "trainer", "keywords", "results", "launch", "worker", "checkpoint", "engine", "data",
-    "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "paceline",
+    "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "user_code", "paceline",
 ]  # fmt: skip
 
 # Imports that go up, each inside a function and for a reason.

@@ -14,7 +14,7 @@ UNWANTED = {  # a pattern, and words to use instead
     r"(is|are|was|were) told|tells? (how|which|what|whether)": "receives, reports, logs, prints",
     r"(go|goes|going|went) on": "continue, resume",
     r"ride|rides|ridden": "run, process",
-    r"(is|are|was|were) (gone|born)|lives|births?": "has ended, starts, is stored",
+    r"(is|are|was|were) born|lives|births?": "has ended, starts, is stored",
     r"(come|comes|coming) (again|back)": "restart, join, resume",
     r"(lie|lies|lay) (on|in|by|at|below)": "is on, is stored in, is (channels-last)",
     r"room for": "free space, capacity, buffer",

@@ -17,7 +17,13 @@ from paceline.config.keys import FUNCTION_KEYS, NAMED_SECTIONS, TABLE_KEYS
 from paceline.config.messages import problems_of
 from paceline.config.phases import functions_in, map_functions
 from paceline.config.schema import Config
-from paceline.config.signatures import unknown_arguments, unsuitable_collate_fn, wrong_calls, wrong_methods
+from paceline.config.signatures import (
+    missing_arguments,
+    unknown_arguments,
+    unsuitable_functions,
+    wrong_calls,
+    wrong_methods,
+)
 from paceline.config.written import FILE, PYTHON, Origin
 from paceline.config.yaml import parse
 from paceline.errors import ConfigError
@@ -41,11 +47,12 @@ def build(
     problems += _resolve_functions(config, folder)
     problems += wrong_calls(config)
     problems += train_fn_problems(config)
-    problems += unsuitable_collate_fn(config)
+    problems += unsuitable_functions(config)
     problems += unusable_callbacks(config)
     for check in checks:
         problems += check(config)
     problems += unknown_arguments(config)
+    problems += missing_arguments(config)
     problems += resolve_tables(config, folder)
     if problems:
         raise ConfigError(problems)

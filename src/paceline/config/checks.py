@@ -48,14 +48,6 @@ def _required(key: str, example: str) -> Check:
     return check
 
 
-def _model_is_made_by_a_function(config: Config) -> Iterator[str]:
-    if hasattr(config.model_fn, "state_dict") and not isinstance(config.model_fn, type):
-        yield (
-            f"model_fn=<{type(config.model_fn).__name__}> is a model; give a function that returns it, such as "
-            "model_fn=lambda: model"
-        )
-
-
 def _loop_is_given(config: Config) -> Iterator[str]:
     if config.train_fn is None and config.loss_fn is None and config.step_fn is None:
         yield (
@@ -264,7 +256,6 @@ def _cpu_suffices(config: Config) -> Iterator[str]:
 CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
     _required("dataset_fn", "the data set's class"): ("dataset_fn",),
-    _model_is_made_by_a_function: (),
     _loop_is_given: ("train_fn", "loss_fn", "step_fn"),
     _exclusive("loss_fn", "step_fn"): (),
     _phases_have_optimizers: ("step_fn", "optimizer_fn"),

@@ -44,8 +44,13 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
     key, value = ".".join(path), shortened(detail["input"])
     if advice := advice_on_value(key, detail["input"], given, origin):
         return f"{key}={value} {advice}"
+    if key == "optimizer" and is_optimizer(detail["input"]):
+        return _instead_of_optimizer(detail["input"], origin)
     if key in _MADE_BY:
         return f"{key}={value} is neither a name nor a section; to use an object, {_MADE_BY[key]}"
+    if key == "optimizer_fn" and is_optimizer(detail["input"]):
+        kind = type(detail["input"]).__name__
+        return f"{key}=<{kind}> is an optimizer; give a function that returns it: lambda model: {_made_by(kind)}"
     if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
         return f'{key}={value} is not a function; pass a function, or write "module:name" in a config'
     if detail["type"] == "model_type":
@@ -55,6 +60,29 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
     message = detail["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     message = message.replace("Input should", "must")
     return f"{key}={value} {message[0].lower()}{message[1:]}"
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer of torch, or such a class; without importing torch."""
+    kind = value if isinstance(value, type) else type(value)
+    return any(each.__name__ == "Optimizer" and each.__module__.startswith("torch.") for each in kind.__mro__)
+
+
+def _instead_of_optimizer(value: Any, origin: Origin) -> str:
+    """The sentence for an optimizer, or a class of them, in place of a name."""
+    is_class = isinstance(value, type)
+    kind = value if is_class else type(value)
+    ways = [f"optimizer_fn=lambda model: {_made_by(kind.__name__)}"]
+    if kind.__module__.startswith("torch.optim."):
+        name, lr = kind.__name__.lower(), None if is_class else value.param_groups[0].get("lr")
+        section = {"name": name, "lr": lr} if isinstance(lr, float) else name
+        ways = [written({"optimizer": section}, origin.of("optimizer")), *ways]
+    wrong = "is a class" if is_class else "has the parameters of a model outside the run"
+    return f"optimizer=<{kind.__name__}> {wrong}; write {', or '.join(ways)}"
+
+
+def _made_by(optimizer: str) -> str:
+    return f"{optimizer}(model.parameters())"
 
 
 def _hint(path: list[str]) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.callbacks import Callback
+from paceline.config.answers import advice_on_value
 from paceline.config.functions import name_of
+from paceline.config.messages import is_optimizer
 from paceline.config.phases import named_functions
 from paceline.config.schema import Config
+from paceline.config.written import OPEN, PYTHON, written
+from paceline.user_code import with_place
 
 TRAIN_FN_ARGUMENTS = ("model", "train_loader", "val_loader", "device", "num_epochs")
 # How the functions of a config are called, by their keys; those of `metrics` are in a dict, those of phases, too.
@@ -27,6 +31,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "optimizer_fn": ("model",),
     "schedule_fn": ("step", "total_steps"),
 }
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+TABLE_NAMES = ("df", "val_df", "table", "frame", "dataframe", "data_frame")  # of parameters that mean the table
 CALLBACK_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of the methods of a callback
     "on_start": ("run",),
     "on_step": ("run", "metrics"),
@@ -89,20 +95,42 @@ def _wrong_call(
     return []
 
 
-def unsuitable_collate_fn(config: Config) -> list[str]:
+def unsuitable_functions(config: Config) -> list[str]:
+    """The problems of objects and classes where a function is expected."""
+    return [*_model_instead_of_function(config), *_classes(config), *_unsuitable_collate_fn(config.collate_fn)]
+
+
+def _model_instead_of_function(config: Config) -> Iterator[str]:
+    model = config.model_fn
+    if hasattr(model, "state_dict") and not isinstance(model, type):
+        example = "model_fn=lambda: model" if config.origin.place == PYTHON else "def build(): return model"
+        yield f"model_fn=<{type(model).__name__}> is a model; give a function that returns it, such as {example}"
+
+
+def _classes(config: Config) -> Iterator[str]:
+    loss, make = config.loss_fn, config.optimizer_fn
+    if isinstance(loss, type):
+        advice = advice_on_value("loss_fn", loss.__name__, {}, config.origin)
+        other = advice.partition("; ")[2] if advice else "give the name of a function"
+        words = f"give an object of it: loss_fn={loss.__name__}()" if config.origin.place == PYTHON else other
+        yield f"loss_fn={name_of(loss)} is a class; {words}"
+    if is_optimizer(make) and isinstance(make, type):
+        words = f"lambda model: {make.__name__}(model.parameters())"
+        yield f"optimizer_fn={name_of(make)} takes parameters, not the model; give a function such as {words}"
+
+
+def _unsuitable_collate_fn(collate: Any) -> Iterator[str]:
     """A problem if `collate_fn` is a class, or has random numbers that would depend on the number of ranks."""
-    collate = config.collate_fn
     if not callable(collate):
-        return []
-    if isinstance(collate, type):
-        return [f"collate_fn={name_of(collate)} is a class; give an object of it, or a function"]
+        return
     seed = getattr(collate, "seed", None)
-    if seed is not None and hasattr(collate, "generator"):
-        return [
+    if isinstance(collate, type):
+        yield f"collate_fn={name_of(collate)} is a class; give an object of it, or a function"
+    elif seed is not None and hasattr(collate, "generator"):
+        yield (
             f"collate_fn={name_of(collate)} has seed={seed} and so its own random generator, whose numbers "
             "depend on the number of ranks; leave its seed out: the key seed determines all random numbers"
-        ]
-    return []
+        )
 
 
 def unknown_arguments(config: Config) -> list[str]:
@@ -118,12 +146,69 @@ def unknown_arguments(config: Config) -> list[str]:
     return problems
 
 
-def arguments_of(function: Callable[..., Any]) -> list[str] | None:
-    """The names of arguments that a function takes; None if it takes any, or has no signature."""
-    try:  # of a decorated function the outer signature counts, because the decorator is called
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+def missing_arguments(config: Config) -> list[str]:
+    """The problems of `model_fn` and of functions of data sets that need further arguments, or take no table."""
+    problems = []
+    if missing := _missing(config.model_fn, config.model_args):
+        words = written({"model_args": dict.fromkeys(missing, OPEN)}, config.origin.place)
+        problems.append(f"{_called(config, 'model_fn')} needs {', '.join(missing)}; give {words}")
+    problems += _wrong_tables(config, "dataset_fn", "df", config.dataset_args)
+    if config.val_df is not None and config.val_dataset_fn is None and config.df is None:
+        return problems  # a dataset_fn that lacks df has been reported
+    return problems + _wrong_tables(config, "val_dataset_fn", "val_df", {})
+
+
+def _wrong_tables(config: Config, key: str, table: str, named: Mapping[str, Any]) -> list[str]:
+    """A problem if a function of a data set lacks arguments, or takes no table and gets one."""
+    function, has_table = getattr(config, key), getattr(config, table) is not None
+    if not callable(function) or (signature := _signature(function)) is None:
+        return []
+    if has_table and not any(each.kind in (*POSITIONAL, each.VAR_POSITIONAL) for each in signature.parameters.values()):
+        return [f"{table} is given, but {_called(config, key)} takes {signature}; give it a parameter for the table"]
+    missing = _missing(function, named, positional=int(has_table))
+    if not missing:
+        return []
+    listed, others = ", ".join(missing), missing
+    advice = []
+    if not has_table and signature.parameters[missing[0]].kind in POSITIONAL:
+        advice.append(f"{table}, a DataFrame or the path of a .csv or .parquet file")
+        others = missing[1:] if missing[0] in TABLE_NAMES else missing
+    if others and key == "dataset_fn":
+        advice.append(written({"dataset_args": {**dict.fromkeys(others, OPEN)}}, config.origin.place))
+    joined = " and " if others is not missing else " or "
+    return [f"{_called(config, key)} needs {listed}; give {joined.join(advice)}"]
+
+
+def _missing(function: Any, named: Mapping[str, Any], positional: int = 0) -> list[str]:
+    """The names of arguments that a function cannot be called without, besides `positional` first ones."""
+    signature = _signature(function) if callable(function) else None
+    if signature is None:
+        return []
+    parameters = list(signature.parameters.values())
+    by_place = [each for each in parameters if each.kind in POSITIONAL][:positional]
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (*POSITIONAL, p.KEYWORD_ONLY)]
+    return [each.name for each in needed if each not in by_place and each.name not in named]
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    """The signature of a function; None if it has none. Of a decorated function, the decorator's, which is called."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return None
+
+
+def _called(config: Config, key: str) -> str:
+    """A function as named in messages, with its place."""
+    function = getattr(config, key)
+    return f"{key}={with_place(name_of(function), function)}"
+
+
+def arguments_of(function: Callable[..., Any]) -> list[str] | None:
+    """The names of arguments that a function takes; None if it takes any, or has no signature."""
+    if (signature := _signature(function)) is None:
+        return None
+    parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

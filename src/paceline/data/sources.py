@@ -106,6 +106,12 @@ def columns_of(table: Any) -> list[str]:
     return [str(name) for frame in _table(table) for name in getattr(frame, "columns", ())]
 
 
+def text_columns(table: Any) -> list[str]:
+    """The names of a table's columns that hold text, or anything else that is not a number or a time."""
+    columns = getattr(table_of(table), "dtypes", {}).items()
+    return [str(name) for name, kind in columns if str(kind) in ("object", "str", "string", "category")]
+
+
 def table_of(table: Any) -> Any:
     """The DataFrame, read if it is a file; None if there is none."""
     return next(iter(_table(table)), None)

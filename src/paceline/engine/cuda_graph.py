@@ -29,7 +29,7 @@ from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.trees import leaves_in, map_tensors, tensors_in
 from paceline.engine.clock import DeviceClock, PhaseMark
 from paceline.engine.outer_state import outer_state
-from paceline.observe.failures import user_location
+from paceline.user_code import user_location
 from paceline.world import World
 
 # Steps before the recording: by then kernels are chosen and states created. DDP times its first ten steps.

@@ -12,6 +12,7 @@ import torch
 from paceline.errors import ConfigError
 
 IGNORED = -100  # as a class, by torch's losses
+RETURN_LOSS = "return a mean over the batch, or paceline.Sum(total, count)"
 Metric = Callable[[Any, Any], Any]
 SumAndCount = tuple[torch.Tensor, torch.Tensor | int | float]
 
@@ -136,23 +137,33 @@ def _described(value: Any) -> str:
 def mean_of(value: Any, source: str) -> torch.Tensor:
     """A loss or metric that is a mean, as a single number."""
     if value is None:
-        raise ConfigError(f"{source} returned None; it must return a mean or (sum, count)")
+        raise ConfigError(f"{source} returned None; {RETURN_LOSS}")
     mean = _number_in(value, source)
     is_short = mean.is_floating_point() and mean.element_size() < 4  # 8 bits of precision are too few for a sum
     return mean.float() if is_short else mean
+
+
+def problem_with_loss(value: Any, source: str) -> str | None:
+    """Why backward cannot start from the value of a loss: a number, or a tensor without a gradient; None if it can."""
+    total = value[0] if isinstance(value, (tuple, list)) and value else value
+    if isinstance(total, Real) and not isinstance(total, torch.Tensor):
+        kind = type(total).__name__
+        return f"{source} returned a {kind}, which has no gradient; return the tensor itself, without item() or float()"
+    if isinstance(total, torch.Tensor) and not total.requires_grad:
+        return (
+            f"{source} returned a loss without a gradient; compute it from the model's output, without detach, item or "
+            "float, and not under no_grad"
+        )
+    return None
 
 
 def _number_in(value: Any, source: str) -> torch.Tensor:
     try:
         number = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"{source} returned a {type(value).__name__}; it must return a mean or (sum, count)"
-        ) from None
+        raise ConfigError(f"{source} returned a {type(value).__name__}; {RETURN_LOSS}") from None
     if number.numel() != 1:
-        raise ConfigError(
-            f"{source} returned a tensor of shape {tuple(number.shape)}; it must return a mean or (sum, count)"
-        )
+        raise ConfigError(f"{source} returned a tensor of shape {tuple(number.shape)}; {RETURN_LOSS}")
     if number.is_complex():
         raise ConfigError(f"{source} returned a complex number; return its absolute value, or its real part")
     return number.reshape(()) if number.ndim else number

@@ -14,6 +14,7 @@ from paceline.config import Settings
 from paceline.config.functions import is_model_loss
 from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
+from paceline.user_code import with_place
 
 LOSS = "loss"  # the name of the loss among the values of a step
 SAME_NAME = "logs a value {name}, as does an earlier phase; rename the value or the phase"
@@ -26,6 +27,11 @@ class Objective(NamedTuple):
     key: str  # of the config, for messages: loss_fn or step_fn
     function: Any  # `loss_fn(output, target)`, "model", or a function of the model and the batch
     takes_model: bool  # whether the function calls the model itself, in any way
+
+    @property
+    def source(self) -> str:
+        """The key with the place of the function, for messages about what it has returned."""
+        return with_place(self.key, self.function)
 
     @property
     def is_models_own(self) -> bool:

@@ -14,12 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Settings
+from paceline.engine.diagnosis import explained
 from paceline.engine.forward_state import ParameterKey
+from paceline.engine.loss_checks import LossChecks
 from paceline.engine.objective import objectives_of
 from paceline.engine.precision import autocast
 from paceline.engine.step_probe import StepProbe
 from paceline.errors import ConfigError
-from paceline.observe.failures import user_location
+from paceline.user_code import user_location
 from paceline.world import World
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of operators
@@ -30,7 +32,7 @@ class Findings(NamedTuple):
 
     moving: frozenset[ParameterKey] = frozenset()  # frozen parameters that it changes
     collective: str | None = None  # the first one that it calls, with the place in the user's code
-    problem: str | None = None  # why the loss or the step cannot have lanes
+    problem: str | None = None  # why no step can be taken, or why the loss or the step cannot have lanes
 
 
 class CollectiveFound(Exception):
@@ -110,20 +112,25 @@ def _refusal(collective: str, settings: Settings, lanes: int, world: World) -> s
 
 
 def _probe(copies: tuple[Any, ...], settings: Settings, is_allowed: bool, device: torch.device) -> Findings:
-    """The findings of this rank. An error is left to the first step, unless other ranks may wait in a collective."""
+    """The findings of this rank. An error of which nothing is known is left to the first step, unless other ranks may
+    wait in a collective.
+    """
     model, loss_fn, step_fn, batch = copies
     _perturb(model)
     copied = settings.model_copy(update={"loss_fn": loss_fn, "step_fn": step_fn})
     probe = StepProbe(model, copied)
     problem, place = None, None
-    with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"):
+    with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"), LossChecks():
         try:
             with autocast(settings.precision, device):
                 problem = next(filter(None, (probe.run(each, batch) for each in objectives_of(copied).values())), None)
         except CollectiveFound as error:
             place = user_location(error)
-        except Exception:  # the first step reports it
-            if is_allowed and collectives.first is not None:
+        except ConfigError as error:
+            problem = str(error)
+        except Exception as error:  # the first step reports what is not explained here
+            problem = explained(error, settings)
+            if problem is None and is_allowed and collectives.first is not None:
                 raise
     moving = frozenset(probe.moving())
     probe.restore_outer()

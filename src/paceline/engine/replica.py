@@ -24,6 +24,7 @@ from paceline.engine.objective import Objective, run_model
 from paceline.engine.outer_state import check_outer_weights, outer_state
 from paceline.engine.precision import autocast
 from paceline.errors import ConfigError, UnusedParameters
+from paceline.user_code import described, with_place
 from paceline.world import World
 
 VIEW_ERROR = "view size is not compatible with input tensor's size and stride"
@@ -166,7 +167,8 @@ def make_model(config: Config) -> torch.nn.Module:
     with keyed_generators(config.seed, "model"):
         model = config.function("model_fn")(**config.model_args)
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model_fn returned a {type(model).__name__}; it must return a torch.nn.Module")
+        name, what = with_place("model_fn", config.model_fn), described(model)
+        raise ConfigError(f"{name} returned {what}; it must return a torch.nn.Module")
     _copy_weights(model)
     return model
 

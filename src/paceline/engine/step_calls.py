@@ -12,6 +12,7 @@ import torch
 from paceline.engine.gradient_hooks import GradientHooks
 from paceline.errors import ConfigError
 from paceline.formatting import ranks_text
+from paceline.user_code import described
 
 
 class StepCalls:
@@ -57,7 +58,7 @@ class StepCalls:
         """Record a `backward`."""
         if not isinstance(loss, (torch.Tensor, tuple, list)):
             raise ConfigError(
-                f"run.backward(loss) got a {type(loss).__name__}; pass a tensor that is a mean over the batch, or "
+                f"run.backward(loss) got {described(loss)}; pass a tensor that is a mean over the batch, or "
                 "paceline.Sum(total, count)"
             )
         has_own_count = isinstance(loss, (tuple, list))

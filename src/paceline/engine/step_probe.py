@@ -12,6 +12,7 @@ from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.digest import digest_of
 from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
+from paceline.engine.losses import problem_with_loss, sum_and_count
 from paceline.engine.objective import Objective, loss_in, parts_of, run_model
 from paceline.engine.outer_state import outer_state
 
@@ -64,8 +65,9 @@ class StepProbe:
         for _ in range(2):
             before.restore(holder.tensors())
             seed_generators(self.settings.seed, "probe")
-            values.append(_numbers(objective.function(_clone(output), _clone(target))))
-        return None if self._are_equal(*values) else HIDDEN_IN_LOSS
+            value = objective.function(_clone(output), _clone(target))
+            values.append(_numbers(value, objective.source))
+        return _problem_with(value, objective) or (None if self._are_equal(*values) else HIDDEN_IN_LOSS)
 
     def _run_step(self, objective: Objective, batch: Any) -> str | None:
         before, values = Snapshot(), []
@@ -74,7 +76,8 @@ class StepProbe:
         for _ in range(2):
             before.restore(self._state.tensors())
             seed_generators(self.settings.seed, "probe")
-            values.append(_numbers(objective(self.model, _clone(batch)), objective.key))
+            value = objective(self.model, _clone(batch))
+            values.append(_numbers(value, objective.source))
             if self.moving():  # a second call would start from other weights
                 break
         for name, parameter in self.model.named_parameters():
@@ -82,6 +85,8 @@ class StepProbe:
                 return f"{objective.key} calls backward; return the loss, which is weighted and summed over all lanes"
             if name in weights and state_of(parameter) != weights[name]:
                 return CHANGES_WEIGHTS.format(key=objective.key, name=name)
+        if problem := _problem_with(value, objective):
+            return problem
         return None if self._are_equal(values[0], values[-1]) else HIDDEN_IN_STEP.format(key=objective.key)
 
     def _are_equal(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -96,10 +101,17 @@ def state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
     return int(digest_of(parameter)), parameter._version, parameter.data_ptr()
 
 
-def _numbers(value: Any, source: str = "loss_fn") -> list[torch.Tensor]:
+def _problem_with(value: Any, objective: Objective) -> str | None:
+    """Why a step cannot be taken with the loss in this value of an objective; None if it can."""
+    loss, _ = parts_of(value, objective.source)
+    sum_and_count(loss, 1, objective.source)  # refuses what is not a number
+    return problem_with_loss(loss, objective.source)
+
+
+def _numbers(value: Any, source: str) -> list[torch.Tensor]:
     """The numbers in the value of an objective."""
     loss, further = parts_of(value, source)
-    listed = [each for part in (loss, *further.values()) for each in _as_list(part)]
+    listed = [each for part in (loss, *further.values()) for each in _as_list(part) if each is not None]
     return [torch.as_tensor(number).detach().double() for number in listed]
 
 

@@ -47,6 +47,17 @@ def report_unused(folder: Path) -> None:
         )  # fmt: skip
 
 
+def report_shared_cores(ranks: int, cores: int) -> None:
+    """Print what it costs to have more ranks on this machine than cores, if it has."""
+    if ranks > cores:
+        there = "1 core" if cores == 1 else f"{cores} cores"
+        print(
+            f"{ranks} processes share {there}: they are not faster than procs={cores}, and each needs memory for its "
+            "own copy of the model",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
 def _dotenv(folder: Path) -> dict[str, str]:
     """The variables in a `.env` file that have a value; empty if there is no such file."""
     path = folder / ".env"

@@ -12,6 +12,7 @@ from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import RankFailed
 from paceline.launch.attempt import Launch, run_attempt
+from paceline.launch.environment import report_shared_cores
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
@@ -21,6 +22,7 @@ from paceline.run import job
 from paceline.run.job import Task
 from paceline.run.lifecycle import open_run
 from paceline.run.outcome import Outcome, collect
+from paceline.system.cores import usable_cores
 from paceline.system.signals import StopRequest, listening, requests_deferred
 from paceline.world import pick_backend, pick_device
 
@@ -44,8 +46,11 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
         restore_point = resume.find_restore_point(config)
         _gather(machines, request, "before it started")
         ranks = machines.ranks_for(restore_point.lanes(config))
+        device = pick_device(config.device, 0)
+        if device.type == "cpu":
+            report_shared_cores(machines.ranks_per_machine(ranks), usable_cores())
         # Errors that every rank would raise are raised here, before a folder is created or a process started.
-        pick_backend(config.backend, pick_device(config.device, 0), machines.ranks_per_machine(ranks))
+        pick_backend(config.backend, device, machines.ranks_per_machine(ranks))
         config = with_lanes_and_threads(
             config, restore_point, ranks, machines.lanes_for(ranks), machines.ranks_per_machine
         )

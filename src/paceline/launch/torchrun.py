@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint import resume
 from paceline.config import Config
-from paceline.errors import ConfigError, RankFailed
+from paceline.errors import ConfigError, RankFailed, handle_uncaught
 from paceline.launch.environment import is_restarted, join_step, ranks_here
 from paceline.launch.relocation import FolderWatcher
 from paceline.observe import failures
@@ -40,6 +40,7 @@ def start(config: Config, task: Task) -> Outcome:
     """Run the task as one of the ranks, and return rank 0's outcome on each. All ranks."""
     progress = Progress()
     with ExitStack() as held, join(config) as world:
+        handle_uncaught()  # again: torch has set a hook, which names the rank in front of each line
         # The agent of each host counts its own restarts: an agent that joined late has a lower count.
         if any(world.gather_objects(is_restarted())):
             config = config.model_copy(update={"resume": "auto"})

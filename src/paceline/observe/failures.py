@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import site
 import socket
-import sysconfig
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +20,7 @@ from paceline.observe.rank_log import read_end
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.system.processes import ENDED_EARLY
+from paceline.user_code import user_location
 
 # Errors that a rank raises because another rank has ended. Gloo raises them as plain RuntimeErrors.
 OTHER_RANK_ENDED = re.compile(
@@ -30,17 +28,6 @@ OTHER_RANK_ENDED = re.compile(
     r"Software caused connection abort|Application timeout caused pair closure"
 )
 OWN_ERRORS = f"{errors.__name__}."  # precedes the name of an error of Paceline in a traceback
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-# Code in these folders is not the user's.
-LIBRARIES = tuple(
-    {
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        str(Path(__file__).parents[1]),
-    }
-    | {*site.getsitepackages(), site.getusersitepackages(), "<frozen", "<string>"}
-)
 
 
 HANG = "Hang"  # in place of an error's name: no rank has made progress for hang_timeout_s
@@ -202,17 +189,6 @@ def _worker_cause(text: str) -> tuple[str, str] | None:
     last = text.strip().rpartition("Traceback (most recent call last):\n")[2]
     match = re.search(r"^(\w[\w.]*)(?:: (.*))?\Z", last, re.M | re.S)
     return (match[1], match[2] or "") if match else None
-
-
-def user_location(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame in the user's code; None if there is none."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    # The error of a DataLoader worker has its frames as text.
-    frames += [(match[1], int(match[2])) for match in FRAME.finditer(str(error))]
-    for filename, line in reversed(frames):
-        if not filename.startswith(LIBRARIES):
-            return f"{filename}:{line}"
-    return None
 
 
 @contextmanager

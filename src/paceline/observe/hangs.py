@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.observe import failures
-from paceline.observe.failures import LIBRARIES, Failure
+from paceline.observe.failures import Failure
 from paceline.observe.rank_log import read_end
 from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
+from paceline.user_code import LIBRARIES
 
 REDUCTION = "the gradient reduction"
 WORKERS = "DataLoader workers"  # a wait, but not for another rank

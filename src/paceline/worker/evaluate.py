@@ -21,6 +21,7 @@ from paceline.data.feed import Feed, to_device
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
+from paceline.engine.loss_checks import LossChecks
 from paceline.engine.losses import make_metrics, sum_and_count
 from paceline.engine.outer_state import outer_state
 from paceline.engine.precision import autocast
@@ -134,7 +135,11 @@ class Evaluator:
             return None
         weights = {name: state_of(p) for name, p in trial.named_parameters() if p.requires_grad}
         try:
-            with self._evaluating(self.forward.measure, trial) as result_of, Collectives(is_allowed=False):
+            with (
+                self._evaluating(self.forward.measure, trial) as result_of,
+                Collectives(is_allowed=False),
+                LossChecks(),
+            ):
                 result, samples = result_of(batch)
                 row = self.measures.row(result, samples)
         except CollectiveFound:  # batch sizes may differ between ranks here; the probe before the first step reports it

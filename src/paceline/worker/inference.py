@@ -21,6 +21,7 @@ from paceline.run.outcome import Predictions, write_value
 from paceline.worker.build import build_data, build_settings
 from paceline.worker.context import Context
 from paceline.worker.evaluate import Evaluator
+from paceline.worker.mistakes import explaining_mistakes
 from paceline.world import World
 
 
@@ -29,7 +30,8 @@ def evaluate(
 ) -> None:
     """Write the mean of the loss and of each metric as the job's value, and to a file. All ranks."""
     context = _context(config, folder, world, progress)
-    _, metrics = _apply("measure", context, weights, is_whole)
+    with explaining_mistakes(config, progress):
+        _, metrics = _apply("measure", context, weights, is_whole)
     if world.is_main:
         write_json(folder.metrics, {"metrics": metrics, "weights": str(weights)})
         write_value(folder, metrics)
@@ -40,7 +42,8 @@ def predict(
 ) -> None:
     """Write the model's outputs, in the order of the data set, as the job's value. All ranks."""
     context = _context(config, folder, world, progress)
-    dataset, outputs = _apply("predict", context, weights, is_whole)
+    with explaining_mistakes(config, progress):
+        dataset, outputs = _apply("predict", context, weights, is_whole)
     if world.is_main:
         indices = np.asarray(original_indices(dataset, range(len(dataset))))
         write_value(folder, Predictions(indices, outputs))

@@ -57,6 +57,7 @@ from paceline.worker.build_own import build_own_loaders, build_own_loop, build_o
 from paceline.worker.context import Context, open_context
 from paceline.worker.cycle import StepCycle
 from paceline.worker.loop import Loop
+from paceline.worker.mistakes import explaining_mistakes
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
 from paceline.worker.prepare import prepare_run
@@ -99,9 +100,15 @@ def _end(code: int) -> NoReturn:
 
 def train(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
     """Build everything and train, in the user's own loop or in the managed one. All ranks."""
-    if not config.keeps_state:
-        train_in_plain_loop(open_context(config, folder, world, progress))
-        return
+    with explaining_mistakes(config, progress):
+        if config.keeps_state:
+            train_with_checkpoints(config, folder, world, progress)
+        else:
+            train_in_plain_loop(open_context(config, folder, world, progress))
+
+
+def train_with_checkpoints(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
+    """Train in the managed loop, or in a `train_fn` with `run`. All ranks."""
     stop = Stop(deadline=progress.began + config.time_limit if config.time_limit is not None else None)
     try:
         with stop.listening():

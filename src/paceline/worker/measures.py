@@ -14,6 +14,7 @@ from paceline.engine.losses import sum_and_count
 from paceline.engine.objective import LOSS, SAME_NAME, logits_in, loss_in, objectives_of, parts_of, run_model
 from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import is_reserved
+from paceline.user_code import with_place
 from paceline.world import World
 
 VAL_LOSS = "val_loss"
@@ -142,7 +143,7 @@ class Measures:
         row = {name: self._pair(value, samples, f"{self._key}'s {name}") for name, value in result.values.items()}
         if self._loss_fn is not None:
             value = _called(VAL_LOSS, self._loss_fn, result.loss_input, result.target)
-            row[VAL_LOSS] = self._pair(value, samples, "loss_fn")
+            row[VAL_LOSS] = self._pair(value, samples, with_place("loss_fn", self._loss_fn))
         for name, metric in self._metrics.items():
             row[name] = self._pair(_called(name, metric, result.output, result.target), samples, name)
         return row

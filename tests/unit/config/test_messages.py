@@ -54,8 +54,10 @@ def test_a_value_that_is_not_a_function_says_what_to_give() -> None:
 def test_an_optimizer_or_scheduler_of_torch_is_answered_with_the_key_for_it_in_one_line() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)])
     first, second = problems({**MANAGED, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR})
-    assert first.startswith("optimizer=SGD ( Parameter Group 0 ")
-    assert first.endswith("; to use an object, write optimizer_fn, a function of the model that returns it")
+    assert first == (
+        "optimizer=<SGD> has the parameters of a model outside the run; write "
+        'optimizer={"name": "sgd", "lr": 0.001}, or optimizer_fn=lambda model: SGD(model.parameters())'
+    )
     assert second.endswith("; to use an object, write scheduler_fn, a function of the optimizer that returns it")
 
 

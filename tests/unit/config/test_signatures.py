@@ -13,7 +13,7 @@ from support.configs import MANAGED, OWN, loss, problems, train
 
 
 class Sized:
-    def __init__(self, df: Any, *, size: int = 3) -> None: ...
+    def __init__(self, df: Any = None, *, size: int = 3) -> None: ...
 
 
 def test_arguments_that_a_function_does_not_take_are_found_before_it_is_called() -> None:

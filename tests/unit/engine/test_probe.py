@@ -78,8 +78,20 @@ def test_frozen_parameters_that_move_are_found_and_the_model_is_left_as_it_is(
     assert sha256_of(model.state_dict()) == before
 
 
-def test_an_error_is_left_to_the_first_step(make_config: MakeConfig) -> None:
-    assert probe_forward(nn.Linear(5, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        raise RuntimeError("not today")
+
+
+def test_an_unknown_error_is_left_to_the_first_step(make_config: MakeConfig) -> None:
+    assert probe_forward(Failing(3, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+
+
+def test_a_mistake_is_found_on_all_ranks_before_the_first_step(make_config: MakeConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the model \(Linear\) gets an input of shape \(4, 3\), but takes 5 features"
+    ):
+        probe_forward(nn.Linear(5, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE)
 
 
 def test_what_cannot_be_copied_is_not_tried(make_config: MakeConfig) -> None:

@@ -58,7 +58,8 @@ def test_lambdas_and_closures_work_after_loading(make_config: MakeConfig, tmp_pa
         return width * depth
 
     job.save(
-        job.pack(make_config(model_fn=build, dataset_fn=lambda: [width] * 4, seed=9), a_task), tmp_path / "job.bin"
+        job.pack(make_config(model_fn=build, model_args={"depth": 5}, dataset_fn=lambda: [width] * 4, seed=9), a_task),
+        tmp_path / "job.bin",
     )
     loaded, _ = job.load(tmp_path / "job.bin")
     assert loaded.function("model_fn")(5) == 15

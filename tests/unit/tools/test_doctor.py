@@ -235,7 +235,7 @@ def test_a_temporary_run_folder_that_cannot_be_created_is_a_config_error(tmp_pat
 def test_a_rehearsal_is_short_and_local_and_logs_little() -> None:
     config = build(
         {
-            "model_fn": torch.nn.Linear, "dataset_fn": list, "loss_fn": "mse_loss", "batch_size": 512, "lanes": 64,
+            "model_fn": torch.nn.Sequential, "dataset_fn": list, "loss_fn": "mse_loss", "batch_size": 512, "lanes": 64,
             "workers": 8, "num_epochs": 90, "nodes": 4, "rendezvous": "n1:1", "step_mode": "graph", "resume": "auto",
             "checkpoint": {"every_steps": 1}, "sync_batchnorm": True, "exact": False, "backend": "nccl",
         }

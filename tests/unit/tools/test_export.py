@@ -235,7 +235,7 @@ def test_samples_are_of_the_given_file_else_of_the_validation_data_else_of_the_d
 
 
 def test_weights_are_exported_without_data_and_the_card_notes_it(make_run, tmp_path: Path) -> None:
-    run = make_run(df=pd.DataFrame({"x": [1]}))
+    run = make_run(dataset_fn="pl_export:get_table", df=pd.DataFrame({"x": [1]}))
     card = (run.export("safetensors", tmp_path / "out") / "README.md").read_text()
     assert "all weights are bitwise identical" in card
     assert "Outputs were not compared: df=<DataFrame> was given in memory" in card

@@ -1,0 +1,40 @@
+"""Errors of a rank whose cause is a mistake of the user, raised again as one sentence with the place and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.config import Config
+from paceline.engine.diagnosis import explained
+from paceline.errors import ConfigError, PacelineError
+from paceline.observe.progress import Progress
+from paceline.user_code import user_location
+from paceline.worker.out_of_memory import is_out_of_memory, memory_advice
+
+HAS_PLACE = re.compile(r":\d+\)")
+
+
+@contextmanager
+def explaining_mistakes(config: Config, progress: Progress) -> Iterator[None]:
+    """Raise known mistakes as a ConfigError, with the place in the user's code, and explain a lack of memory.
+
+    A lack of memory keeps its class: it may not repeat, so the ranks may restart from a checkpoint.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        place = user_location(error)
+        if place is None or type(error) is not ConfigError or len(error.problems) > 1 or HAS_PLACE.search(str(error)):
+            raise
+        raise ConfigError(f"{error} ({place})") from error
+    except PacelineError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            advice = memory_advice(str(error), config, is_evaluating="evaluat" in progress.phase)
+            raise type(error)(advice).with_traceback(error.__traceback__) from error
+        if (sentence := explained(error, config)) is None:
+            raise
+        raise ConfigError(sentence) from error
