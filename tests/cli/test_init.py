@@ -170,7 +170,7 @@ def test_a_recipe_is_copied_to_a_new_folder(run, tmp_path: Path) -> None:
     assert "name: cifar10-fast" in (tmp_path / "mine" / "config.yaml").read_text()
     ended = run("paceline", "init", "other", "--recipe", "digit")
     assert ended.returncode == 2
-    assert "--recipe digit is not known; did you mean digits?" in ended.stderr
+    assert "--recipe digit is unknown; did you mean digits?" in ended.stderr
 
 
 def test_the_copy_of_a_recipe_trains_with_its_own_functions(run, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_missing_or_damaged_file_is_named_with_its_folder(recipe: Any, tmp_pat
         recipe.get_test_dataset()
 
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"{path} holds {SIZE - 1:,} bytes, not {SIZE:,}; .* --to {tmp_path} "):
+    with pytest.raises(DataError, match=f"{path} contains {SIZE - 1:,} bytes, not {SIZE:,}; .* --to {tmp_path} "):
         read_all()
     path.unlink()
     with pytest.raises(DataError, match=f"/{name} does not exist; run: paceline data get .* PACELINE_HOME, "):
