@@ -51,7 +51,7 @@ class World:
         return self.rank == 0
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """What `choose` returns on rank 0, on all ranks; if it raises there, all ranks raise."""
+        """The value that `choose` returns on rank 0, on all ranks; if it raises there, all ranks raise."""
         outcome: list[Any] = [None, None]
         if self.is_main:
             try:

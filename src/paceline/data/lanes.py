@@ -29,7 +29,7 @@ class Lane(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What its random numbers depend on."""
+        """The key of its random numbers."""
         return "data", self.step, self.lane
 
 

@@ -226,7 +226,7 @@ class OwnStep:
         return self.rank_lanes.place_of(lane.lane)
 
     def _flag(self) -> torch.Tensor | None:
-        """What is added to a gradient so that all ranks see a loss that is not finite; a single rank checks losses."""
+        """The flag added to a gradient so that all ranks see a loss that is not finite; a single rank checks losses."""
         return self.guard.nan_flag if self.guard is not None and self.world.size > 1 else None
 
     def _add_loss(self, lane: Lane, total: torch.Tensor, count: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 
 
 class Findings(NamedTuple):
-    """What a forward pass changes and sends."""
+    """The parameters that a forward pass changes, and the collective that it calls."""
 
     moving: frozenset[ParameterKey] = frozenset()  # frozen parameters that it changes
     collective: str | None = None  # the first one that it calls, with the place in the user's code

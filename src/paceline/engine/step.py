@@ -228,7 +228,7 @@ class Stepper:
                 self.warn(warning)
 
     def _graph_obstacle(self) -> str | None:
-        """Why a step of this run cannot be a CUDA graph, if that is known beforehand."""
+        """The reason why a step of this run cannot be a CUDA graph, if it is known beforehand."""
         name = type(self.optimizer).__name__
         if self.phases[0].name:
             return "step_fn has phases, whose gradients are summed after backward"
@@ -255,7 +255,7 @@ class Stepper:
     # --- state -------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
-        """What steps depend on, besides weights, optimizer and averages, for a checkpoint."""
+        """The state on which steps depend besides weights, optimizer and averages, for a checkpoint."""
         counters = self.phases[0].counters()
         if self.phases[0].name:
             counters = {"phases": {phase.name: phase.counters() for phase in self.phases}}

@@ -1,4 +1,4 @@
-"""What a loss or a step changes besides gradients, found by calling it twice on a copy of the model."""
+"""State besides gradients that a loss or a step changes, found by calling it twice on a copy of the model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def state_of(parameter: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _problem_with(value: Any, objective: Objective) -> str | None:
-    """Why a step cannot be taken with the loss in this value of an objective; None if it can."""
+    """The reason why the loss in this value of an objective cannot be trained with; None if it can."""
     loss, _ = parts_of(value, objective.source)
     sum_and_count(loss, 1, objective.source)  # refuses what is not a number
     return problem_with_loss(loss, objective.source)
