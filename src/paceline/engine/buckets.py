@@ -45,11 +45,11 @@ class Bucket:
 class GradientSums:
     """The gradients of some parameters in one step: lane by lane over this rank, then in buckets over all ranks."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, bucket_bytes: float) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduction: Reduction) -> None:
         """All ranks, with the same parameters."""
-        self.parameters, self.reduction, self._bucket_bytes = list(parameters), reduction, bucket_bytes
+        self.parameters, self.reduction = list(parameters), reduction
         self._finished = LaneGradients(keeps_each=reduction.uses_integers)
-        self._buckets = _buckets(self.parameters, bucket_bytes) if reduction.world.size > 1 else []
+        self._buckets = _buckets(self.parameters, reduction.bucket_bytes) if reduction.world.size > 1 else []
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self.restart()
 
@@ -166,7 +166,7 @@ class GradientSums:
         used = [number for number, has in enumerate(self._has_gradient) if has]
         lanes = [[lane[number] for number in used] for lane in self._finished.lanes]
         parameters = [self.parameters[number] for number in used]
-        sum_on_one_rank(parameters, lanes, self.reduction, self._bucket_bytes, is_empty=self._is_empty)
+        sum_on_one_rank(parameters, lanes, self.reduction, is_empty=self._is_empty)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: float) -> list[Bucket]:

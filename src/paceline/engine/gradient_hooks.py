@@ -18,8 +18,8 @@ from paceline.engine.reduce import Reduction, sum_after_backward
 class GradientHooks:
     """The hooks of all parameters of one rank. A single rank sends nothing, and only detects a plain `backward`."""
 
-    def __init__(self, reduction: Reduction, bucket_bytes: float) -> None:
-        self._reduction, self._bucket_bytes = reduction, bucket_bytes  # of a plain backward
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction  # of a plain backward
         self._watched: dict[torch.nn.Parameter, None] = {}  # in the same order on all ranks
         self._sums: GradientSums | None = None  # the sums that are sent during backward
         self._is_inside = self._is_average_due = False
@@ -79,6 +79,6 @@ class GradientHooks:
         watched = list(self._watched)
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in watched]
         is_used = [parameter.grad is not None for parameter in watched]
-        averaged = sum_after_backward([mine], is_used, watched, self._reduction, self._bucket_bytes)
+        averaged = sum_after_backward([mine], is_used, watched, self._reduction)
         for parameter, gradient in zip(watched, averaged, strict=True):
             parameter.grad = None if gradient is None else gradient.div_(self._reduction.world.size)

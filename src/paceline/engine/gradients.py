@@ -23,8 +23,8 @@ from paceline.engine.objective import Objective, objectives_of, parts_of
 from paceline.engine.precision import HALF_DTYPES, autocast
 from paceline.engine.reduce import (
     LaneGradients,
-    Reduction,
     add_flag,
+    reduction_of,
     sum_after_backward,
     sum_on_one_rank,
 )
@@ -78,9 +78,8 @@ class Backward:
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
         self._has_own_count: bool | None = None  # whether the loss is a sum with its count
         self._is_kind_agreed = world.size == 1
-        self.reduction = Reduction(world, settings.lanes, exact=settings.exact, compression=settings.compression)
+        self.reduction = reduction_of(world, settings, exact=settings.exact)
         self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
-        self._bucket_bytes = settings.bucket_mb * 2**20
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
         self._restores_buffers = False  # whether lanes start from a copy of the buffers
@@ -250,7 +249,7 @@ class Backward:
         for parameter in self._dropped:
             parameter.grad = None
         if is_last and not self._sums_after_backward:
-            sum_on_one_rank(self.parameters, self.finished.lanes, self.reduction, self._bucket_bytes)
+            sum_on_one_rank(self.parameters, self.finished.lanes, self.reduction)
             return
         taken = []
         for number, parameter in enumerate(self.parameters):
@@ -266,7 +265,7 @@ class Backward:
         if self._uses_flag and self.guard is not None and lanes:
             used = [gradient for gradient, is_used in zip(lanes[0], self._is_used, strict=True) if is_used]
             add_flag(self.guard.nan_flag, used)
-        summed = sum_after_backward(lanes, self._is_used, self.parameters, self.reduction, self._bucket_bytes)
+        summed = sum_after_backward(lanes, self._is_used, self.parameters, self.reduction)
         for parameter, gradient in zip(self.parameters, summed, strict=True):
             parameter.grad = gradient
 

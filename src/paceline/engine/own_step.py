@@ -24,7 +24,7 @@ from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard, nonfinite_flag
 from paceline.engine.optimizers import can_skip
 from paceline.engine.phase import NO_NORM, Number
-from paceline.engine.reduce import Reduction
+from paceline.engine.reduce import reduction_of
 from paceline.engine.replica import BareReplica
 from paceline.engine.step import StepResult
 from paceline.engine.step_calls import StepCalls
@@ -41,7 +41,7 @@ class OwnStep:
         """All ranks."""
         self.replica, self.settings, self.guard, self.clock, self.world = replica, settings, guard, clock, world
         self.rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
-        self.reduction = Reduction(world, settings.lanes, exact=settings.exact, compression=settings.compression)
+        self.reduction = reduction_of(world, settings, exact=settings.exact)
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
         self._is_first = True  # whether no update was completed
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
@@ -51,8 +51,7 @@ class OwnStep:
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
         self._lanes: Sequence[Lane] = ()
-        plain = Reduction(world, settings.lanes, exact=False, compression=settings.compression)
-        self.hooks = GradientHooks(plain, settings.bucket_mb * 2**20)
+        self.hooks = GradientHooks(reduction_of(world, settings, exact=False))
         self.hooks.watch(replica.module.parameters())
         self.calls = StepCalls(settings.lanes, world.size, self.hooks)
 
@@ -243,8 +242,7 @@ class OwnStep:
         # A group may have been added, or a parameter replaced.
         if known is None or len(known.parameters) != len(parameters) or any(map(is_not, known.parameters, parameters)):
             self.hooks.watch(parameters)
-            bucket_bytes = self.settings.bucket_mb * 2**20
-            self._sums[optimizer] = GradientSums(parameters, self.reduction, bucket_bytes)
+            self._sums[optimizer] = GradientSums(parameters, self.reduction)
         return self._sums[optimizer]
 
     def _update(

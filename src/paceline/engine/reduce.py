@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from paceline.config import Settings
 from paceline.engine.flat import slots_in, starts_of
 from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
@@ -51,9 +52,12 @@ class LaneGradients:
 class Reduction:
     """Sums gradients over lanes and ranks. Every rank must sum those of the same parameters in the same order."""
 
-    def __init__(self, world: World, lanes: int, *, exact: bool, compression: str = "none") -> None:
+    def __init__(
+        self, world: World, lanes: int, *, exact: bool, compression: str = "none", bucket_bytes: float = 25 * 2**20
+    ) -> None:
         """`lanes` are those of a step. All ranks. With `powersgd`, the hook of DDP compresses, not this class."""
         self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
+        self.bucket_bytes = bucket_bytes
         self.uses_integers = exact and lanes > 2
         self._scratch = Scratch()
         self._queues: list[RankQueue] = []
@@ -99,13 +103,17 @@ class Reduction:
         queue: RankQueue | None = None,
     ) -> None:  # fmt: skip
         """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks."""
-        total = IntegerSum(like, self.lanes, self._scratch if queue is None else queue.scratch)
-        exponents = total.exponents(lanes)
-        if queue is not None:
-            dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=queue.group)
-        integers = total.integers(lanes, exponents)
-        self._all_reduce(integers, queue)
-        total.write(sums)
+        # In parts, for less memory: in the first step of DDP, one bucket has all gradients.
+        for part in buckets_of(range(len(like)), like, self.bucket_bytes):
+            of_lanes = [[lane[index] for index in part] for lane in lanes]
+            scratch = self._scratch if queue is None else queue.scratch
+            total = IntegerSum([like[index] for index in part], self.lanes, scratch)
+            exponents = total.exponents(of_lanes)
+            if queue is not None:
+                dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=queue.group)
+            integers = total.integers(of_lanes, exponents)
+            self._all_reduce(integers, queue)
+            total.write([sums[index] for index in part])
 
     def _all_reduce(self, tensor: torch.Tensor, queue: RankQueue | None) -> None:
         """All ranks."""
@@ -115,6 +123,13 @@ class Reduction:
         parts = tensor.view(-1).tensor_split(GLOO_PARTS) if is_split else [tensor]
         for work in [dist.all_reduce(part, group=queue.group, async_op=True) for part in parts]:
             work.wait()  # type: ignore[union-attr]
+
+
+def reduction_of(world: World, settings: Settings, *, exact: bool) -> Reduction:
+    """The reduction of a run with these settings. All ranks."""
+    return Reduction(
+        world, settings.lanes, exact=exact, compression=settings.compression, bucket_bytes=settings.bucket_mb * 2**20
+    )
 
 
 def add_lanes(sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> None:
@@ -183,9 +198,8 @@ def add_flag(nan_flag: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
 
 
 def sum_after_backward(
-    lanes: Sequence[Gradients], is_used: Sequence[bool], like: Sequence[torch.Tensor], reduction: Reduction,
-    bucket_bytes: float,
-) -> list[torch.Tensor | None]:  # fmt: skip
+    lanes: Sequence[Gradients], is_used: Sequence[bool], like: Sequence[torch.Tensor], reduction: Reduction
+) -> list[torch.Tensor | None]:
     """The sums of gradients that only some ranks may use: None where no rank does. All ranks."""
     world = reduction.world
     used = torch.tensor(is_used, dtype=torch.int32, device=world.device)
@@ -193,7 +207,7 @@ def sum_after_backward(
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
     wanted = [index for index, anywhere in enumerate(used.tolist()) if anywhere]
     summed: list[torch.Tensor | None] = [None] * len(like)
-    for indices in buckets_of(wanted, like, bucket_bytes):
+    for indices in buckets_of(wanted, like, reduction.bucket_bytes):
         parameters = [like[index] for index in indices]
         starts = starts_of(parameters, ALIGNED_ELEMENTS)
         buffer = torch.zeros(starts[-1], dtype=parameters[0].dtype, device=world.device)
@@ -207,9 +221,12 @@ def sum_after_backward(
 
 
 def sum_on_one_rank(
-    parameters: Sequence[torch.nn.Parameter], lanes: Sequence[Gradients], reduction: Reduction, bucket_bytes: float,
-    *, is_empty: bool = False,
-) -> None:  # fmt: skip
+    parameters: Sequence[torch.nn.Parameter],
+    lanes: Sequence[Gradients],
+    reduction: Reduction,
+    *,
+    is_empty: bool = False,
+) -> None:
     """Replace the gradients of the last lane, or zeros if it `is_empty`, by their sums with the other lanes."""
     used = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in used if parameter.grad is not None]
@@ -221,9 +238,8 @@ def sum_on_one_rank(
     for lane in lanes if added else ():
         torch._foreach_add_([gradients[index] for index in added], [lane[index] for index in added])
     lanes = [*lanes] if is_empty else [*lanes, gradients]
-    for indices in buckets_of(rounded, gradients, bucket_bytes):
-        sums, like = [gradients[index] for index in indices], [used[index] for index in indices]
-        reduction.sum_integers(sums, [[lane[index] for index in indices] for lane in lanes], like)
+    sums, like = [gradients[index] for index in rounded], [used[index] for index in rounded]
+    reduction.sum_integers(sums, [[lane[index] for index in rounded] for lane in lanes], like)
 
 
 def _has_integers(gradient: torch.Tensor) -> bool:

@@ -98,7 +98,7 @@ def test_sums_after_backward_have_the_strides_of_their_parameters() -> None:
     world = world_of()
     like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     gradient = torch.randn_like(like)
-    [summed] = sum_after_backward([[gradient]], [True], [like], Reduction(world, 3, exact=True), bucket_bytes=1e6)
+    [summed] = sum_after_backward([[gradient]], [True], [like], Reduction(world, 3, exact=True))
     assert summed is not None
     assert summed.stride() == like.stride()
     torch.testing.assert_close(summed, gradient, rtol=2**-23, atol=2**-27)
@@ -108,5 +108,5 @@ def test_parameters_of_two_formats_are_added_up_each_in_its_own() -> None:
     here = world_of()
     like = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1)]
     ones = [torch.ones_like(one) for one in like]
-    summed = sum_after_backward([ones], [True] * 3, like, Reduction(here, 3, exact=True), 1e6)
+    summed = sum_after_backward([ones], [True] * 3, like, Reduction(here, 3, exact=True))
     assert [part.dtype for part in summed if part is not None] == [one.dtype for one in like]
