@@ -1,18 +1,25 @@
-"""What exactness costs: a training step with `exact` on and off, and the bare collectives, in one run.
+"""What exactness costs across ranks: times of a training step and of the bare collectives, memory, and bytes sent.
 
-    python benchmarks/reduction.py --procs 2,4 --mb 1,25,100 [--json out.json]
+    python benchmarks/reduction.py --procs 2,3,4,6,8 --mb 1,25,100 [--device cuda] [--json out.json]
+    python benchmarks/reduction.py --procs "" --parameters 124.4     # only the table of bytes, which is computed
 
-Each number of ranks is one local run; it measures the variants in turn, so that noise affects all of them equally.
-The table gives medians in milliseconds and the ratio to torch's all-reduce. A step is DDP on stacked square layers
-whose gradients have the given size, forward and backward included.
+Each number of ranks is one local run, with one lane per rank; it measures the variants in turn, so that noise affects
+all of them equally. "all-reduce" is torch's, "exact" sums integers. The first table has medians in milliseconds and
+their ratio. A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
+
+The second table is what the last step of "exact" has kept beside the parameters and the buckets of DDP: memory for the
+largest bucket so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). While a bucket is rounded, it
+also needs its size once more. A rank with one lane keeps no finished lanes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +28,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import Trainer
+
+LEAST_LANES = 3  # steps of one or two lanes are summed by torch's all-reduce
+LANES_PER_RANK = (1, 2, 4)  # of which memory is measured
+ELEMENTS_PER_EXPONENT = 256
+WORLDS = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Stack(nn.Module):
@@ -39,84 +51,155 @@ class Stack(nn.Module):
         return x
 
 
-def measure(model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int) -> list[dict[str, Any]]:
+# --- measured on every rank ------------------------------------------------------------------------------------------
+
+
+def measure(
+    model: Any, train_loader: Any, val_loader: Any, device: Any, num_epochs: int
+) -> dict[str, list[dict[str, Any]]]:
     """Measure on every rank; rank 0 returns the rows. All ranks."""
-    from paceline.engine.reduce import BucketHook, Reduction
+    from paceline.engine.reduce import Reduction
     from paceline.world import World
 
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device, dist.get_backend())
-    reductions = {"all-reduce": Reduction(world, exact=False), "exact": Reduction(world, exact=True)}
-    rows = []
+    lanes = max(world.size, LEAST_LANES)
+    times, memory = [], []
     for mb in model.module.sizes:
-        flat = torch.randn(mb * 250_000)
-        bare = {name: _collective(reduction, flat) for name, reduction in reductions.items()}
-        steps = {}
-        for name, reduction in reductions.items():
-            stack = nn.parallel.DistributedDataParallel(Stack(mb), gradient_as_bucket_view=True)
-            hook = BucketHook(list(stack.module.parameters()), reduction)
-            stack.register_comm_hook(hook, BucketHook.reduce)
-            steps[name] = _step(stack, hook)
+        flat = torch.randn(mb * 250_000, device=device)
+        reductions = {name: Reduction(world, lanes, exact=name == "exact") for name in ("all-reduce", "exact")}
+        bare = {name: partial(_sum, reduction, flat) for name, reduction in reductions.items()}
+        steps = {name: _training_step(mb, reduction, device) for name, reduction in reductions.items()}
         rounds = 20 if mb < 100 else 10
         for kind, variants in (("bare collective", bare), ("training step", steps)):
-            times = _take_turns(variants, rounds)
-            rows.append({"mb": mb, "kind": kind, "ranks": world.size, **times})
-    return rows
+            times.append({"mb": mb, "kind": kind, "ranks": world.size, **_take_turns(variants, rounds, device)})
+        for each in LANES_PER_RANK:
+            memory.append({"mb": mb, "ranks": world.size, "lanes": each, **_memory(mb, each, world)})
+    return {"times": times, "memory": memory}
 
 
-def _collective(reduction: Any, flat: torch.Tensor) -> Any:
-    return lambda: reduction.start(flat.clone()).wait()
+def _sum(reduction: Any, flat: torch.Tensor) -> None:
+    buffer = flat.clone()
+    reduction.start([buffer], [], buffer, is_empty=False).wait()
 
 
-def _step(stack: Any, hook: Any) -> Any:
-    batch = torch.randn(64, stack.module.width)
+def _training_step(mb: int, reduction: Any, device: torch.device, lanes: int = 1) -> Any:
+    """A function that runs a step, and returns the gradients that it has kept of finished lanes."""
+    from paceline.engine.reduce import BucketHook, LaneGradients
 
-    def step() -> None:
-        hook.begin([], is_empty=False)
-        stack(batch).square().mean().backward()
+    stack = nn.parallel.DistributedDataParallel(Stack(mb).to(device), gradient_as_bucket_view=True)
+    parameters = list(stack.module.parameters())
+    hook = BucketHook(parameters, reduction)
+    stack.register_comm_hook(hook, BucketHook.reduce)
+    batch, finished = torch.randn(64, stack.module.width, device=device), LaneGradients(keeps_each=True)
+
+    def step() -> list[list[torch.Tensor]]:
+        finished.restart()
+        for lane in range(lanes):
+            if is_last := lane == lanes - 1:
+                hook.begin(finished.lanes, is_empty=False)
+            stack.zero_grad()
+            with stack.no_sync() if not is_last else torch.enable_grad():
+                stack(batch).square().mean().backward()
+            if not is_last:
+                finished.add([parameter.grad for parameter in parameters])
+        return finished.lanes
 
     return step
 
 
-def _take_turns(variants: dict[str, Any], rounds: int) -> dict[str, float]:
+def _memory(mb: int, lanes: int, world: Any) -> dict[str, int]:
+    """The bytes that a step with several lanes on each rank has kept. All ranks."""
+    from paceline.engine.reduce import Reduction
+
+    reduction = Reduction(world, max(lanes * world.size, LEAST_LANES), exact=True)
+    step = _training_step(mb, reduction, world.device, lanes)
+    step()  # DDP divides the parameters into other buckets after it
+    kept = step()
+    scratch = [pair for pairs in reduction._scratch._pairs.values() for pair in pairs]
+    return {
+        "gradients": sum(parameter.nbytes for parameter in Stack(mb).parameters()),
+        "scratch": sum(tensor.nbytes for pair in scratch for tensor in pair),
+        "largest_bucket": max(values.nbytes for values, _ in scratch),
+        "finished": sum(gradient.nbytes for lane in kept for gradient in lane),
+    }
+
+
+def _take_turns(variants: dict[str, Any], rounds: int, device: torch.device) -> dict[str, float]:
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 2):
         # Each round begins with another variant, because the first one after a pause is faster.
         order = list(variants) if turn % 2 else list(reversed(variants))
         for name in order:
             dist.barrier()
+            wait()
             began = time.perf_counter()
             variants[name]()
+            wait()
             if turn >= 2:  # the first two rounds are warm-up
                 times[name].append(time.perf_counter() - began)
     return {name: round(1e3 * statistics.median(taken), 2) for name, taken in times.items()}
 
 
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
 class Sizes(nn.Linear):
-    """A data set that sends the sizes to the ranks."""
+    """A model that sends the sizes to the ranks."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(1, 1)
         self.sizes = sizes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--procs", default="2,4")
-    parser.add_argument("--mb", default="1,25,100")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    sizes = [int(mb) for mb in options.mb.split(",")]
-    rows = []
-    for procs in map(int, options.procs.split(",")):
-        rows += Trainer(
-            lambda: Sizes(sizes), lambda: torch.zeros(64, 1), train_fn=measure, procs=procs, device="cpu",
-            val_fraction=0, name="benchmark-reduction",
-        ).start().value  # fmt: skip
-    print("| ranks | gradients | what | all-reduce, ms | exact, ms | ratio |\n|---|---|---|---|---|---|")
+def print_times(rows: list[dict[str, Any]]) -> None:
+    print("| ranks | gradients | measured | all-reduce, ms | exact, ms | ratio |\n|---|---|---|---|---|---|")
     for row in rows:
         ratio = row["exact"] / row["all-reduce"]
         times = f"{row['all-reduce']:.1f} | {row['exact']:.1f} | {ratio:.2f}"
         print(f"| {row['ranks']} | {row['mb']} MB | {row['kind']} | {times} |")
+
+
+def print_memory(rows: list[dict[str, Any]]) -> None:
+    print("\n| ranks | gradients | lanes on a rank | scratch, MB | while rounding, MB | finished lanes, MB | copies |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        parts = [row["scratch"], row["largest_bucket"], row["finished"]]
+        text = " | ".join(f"{part / 1e6:.1f}" for part in parts)
+        print(f"| {row['ranks']} | {row['mb']} MB | {row['lanes']} | {text} | {sum(parts) / row['gradients']:.2f} |")
+
+
+def print_bytes(parameters: float) -> None:
+    """What a rank sends in a step, by formula, for a number of parameters in millions."""
+    print(f"\n| ranks | all-reduce in a ring | integers | tree of pairs |\n|{'---|' * 4}")
+    for world in WORLDS:
+        ring = 2 * (world - 1) / world
+        ways = [ring, ring * (1 + 1 / ELEMENTS_PER_EXPONENT), math.log2(world)]
+        cells = [f"{way:.3f} × ({way * 4 * parameters:,.0f} MB)" for way in ways]
+        print(f"| {world} | {' | '.join(cells[:2])} | {cells[2] if ways[2].is_integer() else '—'} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--procs", default="2,3,4,6,8")
+    parser.add_argument("--mb", default="1,25,100")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--parameters", type=float, default=124.4, help="millions, for the table of bytes")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    sizes = [int(mb) for mb in options.mb.split(",")]
+    rows: dict[str, list[dict[str, Any]]] = {"times": [], "memory": []}
+    for procs in map(int, filter(None, options.procs.split(","))):
+        measured = Trainer(
+            lambda: Sizes(sizes), lambda: torch.zeros(64, 1), train_fn=measure, procs=procs, device=options.device,
+            val_fraction=0, name="benchmark-reduction",
+        ).start().value  # fmt: skip
+        for kind in rows:
+            rows[kind] += measured[kind]
+    if rows["times"]:
+        print_times(rows["times"])
+        print_memory(rows["memory"])
+    print_bytes(options.parameters)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2))
 

@@ -33,7 +33,7 @@ from paceline.tools.bench.models import cifar_samples, residual_network
 
 MARGIN = 1e-3  # the relative error from which an element is counted
 CLASSES, NUMBERS, KINDS = 7, 10, 44  # of the table: classes of rows, columns of numbers, columns of zeros and ones
-LENGTH, VOCABULARY = 256, 50_257
+LENGTH, VOCABULARY = 128, 50_257
 Tensors = list[torch.Tensor]
 
 
