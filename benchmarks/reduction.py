@@ -7,9 +7,9 @@ Each number of ranks is one local run, with one lane per rank; it measures the v
 all of them equally. "all-reduce" is torch's, "exact" sums integers. The first table has medians in milliseconds and
 their ratio. A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
 
-The second table is what the last step of "exact" has kept beside the parameters and the buckets of DDP: memory for the
-largest bucket so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). While a bucket is rounded, it
-also needs its size once more. A rank with one lane keeps no finished lanes.
+The second table is what the second step of "exact" has kept beside the parameters and the buckets of DDP: memory for
+the largest buckets so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). A rank with several lanes
+also needs the size of a bucket while it rounds that bucket.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _sum(reduction: Any, flat: torch.Tensor) -> None:
 
 def _training_step(mb: int, reduction: Any, device: torch.device, lanes: int = 1) -> Any:
     """A function that runs a step, and returns the gradients that it has kept of finished lanes."""
-    from paceline.engine.reduce import BucketHook, LaneGradients
+    from paceline.engine.bucket_hook import BucketHook
+    from paceline.engine.reduce import LaneGradients
 
     stack = nn.parallel.DistributedDataParallel(Stack(mb).to(device), gradient_as_bucket_view=True)
     parameters = list(stack.module.parameters())
@@ -115,11 +116,11 @@ def _memory(mb: int, lanes: int, world: Any) -> dict[str, int]:
     step = _training_step(mb, reduction, world.device, lanes)
     step()  # DDP divides the parameters into other buckets after it
     kept = step()
-    scratch = [pair for pairs in reduction._scratch._pairs.values() for pair in pairs]
+    scratch = [pair for queue in reduction._queues for pairs in queue.scratch._pairs.values() for pair in pairs]
     return {
         "gradients": sum(parameter.nbytes for parameter in Stack(mb).parameters()),
         "scratch": sum(tensor.nbytes for pair in scratch for tensor in pair),
-        "largest_bucket": max(values.nbytes for values, _ in scratch),
+        "rounding": max(values.nbytes for values, _ in scratch) if lanes > 1 else 0,
         "finished": sum(gradient.nbytes for lane in kept for gradient in lane),
     }
 
@@ -164,7 +165,7 @@ def print_memory(rows: list[dict[str, Any]]) -> None:
     print("\n| ranks | gradients | lanes on a rank | scratch, MB | while rounding, MB | finished lanes, MB | copies |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        parts = [row["scratch"], row["largest_bucket"], row["finished"]]
+        parts = [row["scratch"], row["rounding"], row["finished"]]
         text = " | ".join(f"{part / 1e6:.1f}" for part in parts)
         print(f"| {row['ranks']} | {row['mb']} MB | {row['lanes']} | {text} | {sum(parts) / row['gradients']:.2f} |")
 
