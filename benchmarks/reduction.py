@@ -8,8 +8,8 @@ all of them equally. "all-reduce" is torch's, "exact" sums integers. The first t
 their ratio. A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
 
 The second table is what the second step of "exact" has kept beside the parameters and the buckets of DDP: memory for
-the largest buckets so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). A rank with several lanes
-also needs the size of a bucket while it rounds that bucket.
+the largest parts of buckets so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). A rank with
+several lanes also needs the size of a part while it rounds that part.
 """
 
 from __future__ import annotations
