@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from paceline.engine.flat import slots_in, starts_of
 from paceline.engine.integer_sum import Gradients
 from paceline.engine.reduce import Future, Reduction, add_flag, add_lanes
 from paceline.world import World
@@ -95,8 +96,4 @@ def _views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Gradient
 
     `bucket.gradients()` takes all of them for contiguous and would shuffle channels-last filters.
     """
-    ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
-    return [
-        buffer.as_strided(p.shape, p.stride(), buffer.storage_offset() + end - p.numel())
-        for p, end in zip(parameters, ends, strict=True)
-    ]
+    return slots_in(buffer, parameters, starts_of(parameters, 1))

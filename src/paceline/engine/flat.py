@@ -19,5 +19,14 @@ def slots_in(buffer: torch.Tensor, tensors: Sequence[torch.Tensor], starts: Sequ
 
 
 def _slot(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    is_dense = like.is_contiguous() or like.is_contiguous(memory_format=torch.channels_last)
-    return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
+    return part.as_strided(like.shape, like.stride()) if is_dense(like) else part.view(like.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory without gaps, in the order of any of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

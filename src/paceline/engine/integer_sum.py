@@ -103,13 +103,15 @@ class Scratch:
     """Memory for one sum at a time: one float and one integer for each element of the largest one so far."""
 
     def __init__(self) -> None:
-        # Recorded CUDA graphs write to memory that they were recorded with, so none is ever released.
+        # Recorded CUDA graphs write to memory that they were recorded with, so none of a GPU is ever released.
         self._pairs: dict[FloatFormat, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def take(self, size: int, kind: FloatFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and integers of this size, with any contents."""
         pairs = self._pairs.setdefault(kind, [])
         if not pairs or len(pairs[-1][0]) < size:
+            if device.type == "cpu":
+                pairs.clear()
             values = torch.empty(size, dtype=kind.dtype, device=device)
             pairs.append((values, torch.empty(size, dtype=kind.integer, device=device)))
         values, integers = pairs[-1]

@@ -227,11 +227,9 @@ def sum_on_one_rank(
     *,
     is_empty: bool = False,
 ) -> None:
-    """Replace the gradients of the last lane, or zeros if it `is_empty`, by their sums with the other lanes."""
+    """Replace the gradients of the last lane, or -0.0 if it `is_empty`, by their sums with the other lanes."""
     used = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in used if parameter.grad is not None]
-    if is_empty:
-        torch._foreach_zero_(gradients)
     # Sparse and complex gradients are refused on several ranks, so their sums need no fixed bits.
     rounded = [i for i, each in enumerate(gradients) if reduction.uses_integers and _has_integers(each)]
     added = sorted({*range(len(gradients))} - {*rounded})

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.engine.flat import is_dense
 from paceline.engine.integer_sum import BLOCK, Gradients, IntegerSum, Scratch
 
 SHAPES = [(3, 100), (), (BLOCK,), (5, 2, 3, 3), (0,), (1000,)]
@@ -132,3 +133,20 @@ def test_memory_is_used_again_and_holds_nothing_of_the_sum_before() -> None:
         sums.write(result)
         assert torch.equal(result[0], 3 * like[0])
     assert len(scratch._pairs[sums._format]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 3).t(), True),
+        (torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), True),
+        (torch.zeros(8, 20)[:, ::2], False),
+        (torch.zeros(3).expand(2, 3), False),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 3), True),
+        (torch.zeros(4, 1, 5).transpose(0, 1), True),
+    ],
+)
+def test_tensors_without_gaps_are_found(tensor: torch.Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
