@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.engine.integer_sum import BLOCK
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = {
@@ -64,10 +66,6 @@ QUOTES = {
     ),
     "the same in the hand-written loop": (
         r"hand-written (?:DDP )?loop,?(?: it)? takes ([\d,.]*\d) µs", cell(LOOPS, "hand-written DDP", column=1), 2,
-    ),
-    "exact sums at 4 ranks": (
-        r"at most (\d\.\d+) × the time of a step",
-        max(value_of(row[5]) for row in rows_of(ACROSS) if row[0] == "4" and row[2] == "training step"), 4,
     ),
     "exact steps of GPT-2 with linear_cross_entropy": (
         r"cost (\d+) % of the speed with `linear_cross_entropy`",
@@ -137,14 +135,14 @@ def test_the_hash_of_digits_in_the_examples_is_the_same_everywhere() -> None:
     assert len({number for _, number in quotes}) == 1
 
 
-def test_the_cost_of_exact_sums_is_never_quoted_without_its_condition() -> None:
-    quoted = [(page, text) for page, text in PAGES.items() if re.search(r"\d × (?:the time of )?a step", text)]
-    assert len(quoted) >= 4
-    for page, text in quoted:
-        found = re.findall(
-            r"at 2 ranks, and at 4 ranks at most [\d.]+ × the time of a step \(measured on 16 CPU cores", text
-        )
-        assert len(found) == len(re.findall(r"\d × (?:the time of )?a step", text)), page
+def test_the_bytes_of_exact_sums_are_the_same_everywhere_and_their_time_is_never_quoted() -> None:
+    quotes = quotes_of(r"the bytes of an ordinary all-reduce and 1/(\d+) more")
+    assert {number for _, number in quotes} == {str(BLOCK)}
+    assert {page for page, _ in quotes} == {"README.md", "scope.md"}
+    assert [page for page, text in PAGES.items() if re.search(r"exact sums[^.]* × the time", text, re.I)] == []
+    for ranks in (2, 64, 1024):
+        ring, integers = (cell(ACROSS, f"{ranks:,}", column=column) for column in (1, 2))
+        assert integers == pytest.approx(ring * (1 + 1 / BLOCK), abs=1e-3)
 
 
 def test_pages_that_mention_several_gpus_say_that_these_were_not_measured() -> None:
