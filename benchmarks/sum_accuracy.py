@@ -8,7 +8,7 @@ Python's standard library; the residual network of `paceline bench`, on noise as
 recipe, on a random table in the form of Covertype.
 
 A cell of the table is the relative L2 error of all gradients together, and in brackets the share of elements whose
-error is larger than 0.1 %. The rows with 64 and 1,024 lanes sum the same gradients, with room for that number of lanes.
+error is larger than 0.1 %. The rows with 64 and 1,024 lanes sum the same gradients, on the grid of that number of lanes.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def sums_for(lanes: int) -> dict[str, Callable[[Sequence[torch.Tensor]], torch.T
         "fp32, in order": in_order,
         "fp32, backwards": lambda gradients: in_order(gradients[::-1]),
         "**integers** (`exact: true`)": integers_for(lanes),
-        "integers, room for 64 lanes": integers_for(64),
-        "integers, room for 1,024 lanes": integers_for(1024),
+        "integers on the grid of 64 lanes": integers_for(64),
+        "integers on the grid of 1,024 lanes": integers_for(1024),
         "`compression: bf16`": lambda gradients: in_order([each.bfloat16() for each in gradients]),
     }
 

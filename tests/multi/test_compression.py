@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline import Trainer
-from paceline.engine import reduce
+from paceline.engine import bucket_hook
 from support.runs import warnings_in
 
 
@@ -48,7 +48,7 @@ def test_sums_in_16_bits_train_and_are_close_to_those_in_32() -> None:
 
 def test_matrices_of_low_rank_train_before_and_after_a_step_that_is_not_finite() -> None:
     """A sample whose loss is NaN spoils one step of each epoch: not the memory of what was left out, for ever."""
-    whole = reduce.POWERSGD_START_STEP // 4  # epochs of four steps that are not compressed
+    whole = bucket_hook.POWERSGD_START_STEP // 4  # epochs of four steps that are not compressed
     low, full = (
         train(dataset_fn=lambda: Lines(broken=7), num_epochs=whole + 10, compression=kind)
         for kind in ("powersgd", "none")
