@@ -73,10 +73,12 @@ class Lab:
             process.wait()
         self.started.clear()
 
-    def on(self, host: str, *command: str | Path, log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on a host; its output goes to a file."""
+    def on(
+        self, host: str, *command: str | Path, log: Path, name: str | None = None, table: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host, or in a pod on it with a name and a table of names; its output goes to a file."""
         # Not `ip netns exec`, which remounts /sys.
-        script = f'hostname {host}; mount --bind {self.table} /etc/hosts; exec "$@"'
+        script = f'hostname {name or host}; mount --bind {table or self.table} /etc/hosts; exec "$@"'
         place = ["nsenter", f"--net=/run/netns/{self._space(host)}", "unshare", "--uts", "--mount", "sh", "-c", script]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -103,6 +105,10 @@ class Lab:
             yield
         finally:
             _do(f"tc -n {self._space(host)} qdisc del dev eth0 root")
+
+    def address_of(self, host: str) -> str:
+        """The address of a host."""
+        return f"10.{self.net}.0.{host[1:]}"
 
     def _space(self, host: str) -> str:
         return f"{self.tag}_{host}"

@@ -209,8 +209,8 @@ def test_files_and_names_in_the_architecture_exist() -> None:
 # --- the environment ----------------------------------------------------------------------------------------
 
 MAY_READ_THE_ENVIRONMENT = {
-    "launch", "launch.environment", "launch.fork_server", "launch.network", "launch.processes", "launch.ray",
-    "launch.ray_cluster", "system.cores", "system.home", "tools.tune.shares", "world",
+    "launch", "launch.environment", "launch.fork_server", "launch.kubernetes", "launch.network", "launch.processes",
+    "launch.ray", "launch.ray_cluster", "system.cores", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -1,17 +1,21 @@
-"""`paceline submit`, `status`, `watch`, `logs` and `cancel`: runs outside this terminal, most of them Slurm jobs."""
+"""`paceline submit`, `status`, `watch`, `logs` and `cancel`: runs outside this terminal, as jobs of a cluster."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
 from time import sleep
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli import kubernetes as pods
 from paceline.cli.arguments import Overrides, Run, Target, find_config, find_run, newest_run
 from paceline.errors import ConfigError, Interrupted
 from paceline.formatting import printable
+
+if TYPE_CHECKING:
+    from paceline.config import Config
 
 NOT_AFFECTED = "stopped watching; the run itself is not affected"
 
@@ -19,36 +23,84 @@ NOT_AFFECTED = "stopped watching; the run itself is not affected"
 def submit(
     target: Target,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="The number of nodes.", min=1)] = 1,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs per node.")] = None,
-    procs: Annotated[str | None, typer.Option(help="Processes per node; by default one per GPU, or 1.")] = None,
+    nodes: Annotated[int, typer.Option(help="The number of nodes, or of pods.", min=1)] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs per node or pod.")] = None,
+    procs: Annotated[str | None, typer.Option(help="Processes per node or pod; by default one per GPU, or 1.")] = None,
     time: Annotated[str | None, typer.Option(help="The time limit of the job, such as 4:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="The partition; by default the cluster's default.")] = None,
-    notice: Annotated[int, typer.Option(help="The run saves this many seconds before the time limit.")] = 120,
-    max_requeues: Annotated[int, typer.Option(help="The maximum number of requeues.")] = 100,
+    notice: Annotated[
+        int, typer.Option(help="The run saves this many seconds before its time limit or its end.")
+    ] = 120,
+    max_requeues: Annotated[int, typer.Option(help="The maximum number of requeues, or of new pods per node.")] = 100,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further option of sbatch, such as --sbatch=--account=lab.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the job script and submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the script or manifest of the job and submit nothing.")
+    ] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Train in pods of Kubernetes, one for each node, instead of Slurm.")
+    ] = False,
+    kubeflow: Annotated[bool, typer.Option("--kubeflow", help="The same, as a TrainJob of Kubeflow Trainer.")] = False,
+    image: pods.Image = None,
+    volume: pods.Volumes = None,
+    workdir: pods.Workdir = None,
+    cpu: pods.Cpu = None,
+    memory: pods.Memory = None,
+    secret: pods.Secrets = None,
+    namespace: pods.Namespace = None,
+    pod: pods.PodFile = None,
+    out: pods.Out = None,
 ) -> None:
-    """Submit a Slurm job that saves and requeues itself.
+    """Submit a job of Slurm or Kubernetes that saves and resumes.
 
     The job saves a checkpoint before its time limit. Example: paceline submit config.yaml --nodes 2 --time 4:00:00
     """
+    path = find_config(target)
+    built = _built(path, overrides or [], procs)
+    of_pods = {
+        "image": image, "volume": volume, "workdir": workdir, "cpu": cpu, "memory": memory, "secret": secret,
+        "namespace": namespace, "pod": pod, "out": out,
+    }  # fmt: skip
+    if kubernetes or kubeflow:
+        pods.check_options({"partition": partition, "sbatch": sbatch}, kubernetes=kubernetes, kubeflow=kubeflow)
+        pods.submit(
+            built, target, path, overrides or [], is_kubeflow=kubeflow, wanted=run_dir or built.run_dir, out=out,
+            workdir=workdir, dry_run=dry_run, pod=pod, image=image, volumes=volume or (), nodes=nodes,
+            namespace=namespace, gpus_per_node=gpus_per_node, cpu=cpu, memory=memory, secrets=secret or (),
+            procs=procs, time=time, notice_s=notice, max_requeues=max_requeues,
+        )  # fmt: skip
+        return
+    if given := [name for name, value in of_pods.items() if value]:
+        raise ConfigError([f"--{name} is for pods; add --kubernetes or --kubeflow, or remove it" for name in given])
+    _submit_to_slurm(
+        built, path, overrides or [], run_dir, dry_run=dry_run, nodes=nodes, gpus_per_node=gpus_per_node, procs=procs,
+        time=time, partition=partition, notice_s=notice, max_requeues=max_requeues, options=sbatch or (),
+    )  # fmt: skip
+
+
+def _built(path: Path, overrides: list[str], procs: str | None) -> Config:
     from paceline import config
+    from paceline.trainer import build_config
+
+    raw = config.read_yaml(path)
+    overridden = config.override(raw, overrides)
+    if procs is not None:
+        raw["procs"] = procs
+    return build_config(raw, path.parent.resolve(), overridden)
+
+
+def _submit_to_slurm(
+    built: Config, path: Path, overrides: list[str], run_dir: Path | None, *, dry_run: bool, **request_values: Any
+) -> None:
     from paceline.run.layout import RunFolder
     from paceline.run.lifecycle import new_folder
     from paceline.tools.submit import JobRequest, script
     from paceline.tools.submit import submit as submit_script
-    from paceline.trainer import build_config
 
-    path = find_config(target)
-    raw = config.read_yaml(path)
-    overridden = config.override(raw, overrides or [])
-    built = build_config(raw, path.parent.resolve(), overridden)
-    request = JobRequest(nodes, gpus_per_node, procs, time, partition, notice, max_requeues, sbatch or ())
-    words = [str(path.resolve()), *(overrides or [])]
+    request = JobRequest(**request_values)
+    words = [str(path.resolve()), *overrides]
     wanted = run_dir or built.run_dir
     shown = wanted or Path("runs") / built.name / "DATE-TIME"
     text = script(request, built.name, words, RunFolder(shown.resolve()))  # raises before a folder is created
@@ -64,10 +116,11 @@ def submit(
 
 
 def status(run: Run = None) -> None:
-    """Show the progress of a run and the state of its Slurm job."""
+    """Show the progress of a run and the state of its job."""
     from paceline.tools.submit import describe
 
-    for line in describe(find_run(run or newest_run())):
+    folder = find_run(run or newest_run())
+    for line in (*pods.state_lines(folder), *describe(folder)):
         typer.echo(printable(line))
 
 
@@ -116,14 +169,18 @@ def _print_file(path: Path, *, follow: bool) -> None:
 
 
 def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a submitted run.")]) -> None:
-    """Cancel the Slurm job of a run; the run saves first.
+    """Cancel the job of a run; the run saves first.
 
     Resume the run with `paceline submit … --run-dir RUN`.
     """
     from paceline.tools.submit import cancel as cancel_job
     from paceline.tools.submit import job_of
 
-    job = job_of(find_run(run))
+    folder = find_run(run)
+    job = job_of(folder)
+    if job is None and folder.manifest.exists():
+        pods.cancel(folder)
+        return
     if job is None:
         raise ConfigError(f"{run} is not a Slurm job; stop it with Ctrl-C or SIGTERM where it was started")
     cancel_job(job)

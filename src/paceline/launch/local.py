@@ -6,21 +6,27 @@ One attempt, from the start of its ranks to their end, is in `attempt.py`; the r
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from shlex import quote
 
 from paceline.checkpoint import resume
 from paceline.config import Config
 from paceline.errors import RankFailed
+from paceline.launch import kubernetes
 from paceline.launch.attempt import Launch, run_attempt
 from paceline.launch.environment import report_shared_cores
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
-from paceline.launch.setup import can_save, staged, with_lanes_and_threads
+from paceline.launch.setup import TRAIN, can_save, staged, with_lanes_and_threads
 from paceline.observe import hangs
 from paceline.run import job
 from paceline.run.job import Task
+from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
+from paceline.run.lock import RunIsLocked
 from paceline.run.outcome import Outcome, collect
 from paceline.system.cores import usable_cores
 from paceline.system.signals import StopRequest, listening, requests_deferred
@@ -31,6 +37,8 @@ NOTHING_RAN = "nothing was running"
 
 def start(config: Config, task: Task) -> Outcome:
     """Start the ranks on this machine, or with a `rendezvous` on several; return when all have ended."""
+    if task == TRAIN and (outcome := kubernetes.finished(config)) is not None:
+        return outcome
     if config.rendezvous is None:
         return start_on(LocalMachine(config), config, task)
     with requests_deferred():
@@ -55,7 +63,7 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
             config, restore_point, ranks, machines.lanes_for(ranks), machines.ranks_per_machine
         )
         packed = job.pack(config, task)
-        with open_run(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
+        with _opened(config, restore_point.run_dir) as folder, FolderWatcher(folder, config) as watcher:
             with staged(packed, folder, config):
                 if request.signal:
                     raise request.stopped("before it started")
@@ -63,6 +71,16 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
                 stop_request = request if can_save(config, task) else None
                 _run_attempts(Launch(config, machines, folder, watcher, began, stop_request))
             return collect(folder)
+
+
+@contextmanager
+def _opened(config: Config, run_dir: Path | None) -> Iterator[RunFolder]:
+    """The folder of the run, locked inside."""
+    try:
+        with open_run(config, run_dir) as folder:
+            yield folder
+    except RunIsLocked as error:  # an NFS server frees the lock of a lost host after a minute or two
+        raise kubernetes.retried(error) from None
 
 
 def _run_attempts(launch: Launch) -> None:

@@ -15,6 +15,10 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 10.0
 
 
+class UnknownHost(ConfigError):
+    """No address is known for the name of a host."""
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """A socket that listens at this address; None if it belongs to another host, or another process listens there."""
     address = resolve(host)
@@ -43,7 +47,7 @@ def resolve(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        raise ConfigError(
+        raise UnknownHost(
             f"rendezvous={host} cannot be resolved; give the name or address of a host, and a port"
         ) from None
 

@@ -35,6 +35,7 @@ class RunFolder:
         self.slurm = path / "slurm.json"
         self.job_script = path / "slurm.sh"
         self.job_log = self.logs / "slurm.log"
+        self.manifest = path / "kubernetes.yaml"
 
     def log(self, rank: int | str) -> Path:
         """The log of one rank: its output to stdout and stderr."""
@@ -66,7 +67,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether this is the folder of a run, including a run that was only submitted."""
-        return self.config.exists() or self.slurm.exists()
+        return any(path.exists() for path in (self.config, self.slurm, self.manifest))
 
     def has_checkpoints(self) -> bool:
         """Whether the folder has checkpoints, valid or not."""

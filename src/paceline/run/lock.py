@@ -15,12 +15,16 @@ RETRY_S = 0.001  # between attempts, while other processes only check the lock
 TIMEOUT_S = 5.0  # for all attempts
 
 
+class RunIsLocked(ConfigError):
+    """Another process trains the run."""
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the lock of a run, or raise ConfigError if another process holds it. The system releases it on exit."""
+    """Hold the lock of a run, or raise RunIsLocked if another process holds it. The system releases it on exit."""
     with _open(folder) as file:
         if not _lock_exclusively(file):
-            raise ConfigError(f"{folder.path} is being trained by another process; wait for it, or choose another run")
+            raise RunIsLocked(f"{folder.path} is being trained by another process; wait for it, or choose another run")
         yield
 
 

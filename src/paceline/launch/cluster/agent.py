@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed
-from paceline.launch import network, processes
+from paceline.launch import kubernetes, network, processes
 from paceline.launch.cluster.coordinator import GATHER_S, LOG_S
 from paceline.launch.cluster.identity import fingerprint, versions
 from paceline.launch.cluster.key import key_of
@@ -55,10 +55,11 @@ def serve(config: Config, log: Log) -> Outcome:
         while True:
             connection = join(config, config.rendezvous, timeout_s, log)
             try:
-                variables = network.variables_towards(network.address_in(config.rendezvous)[0])
+                # By its number: the name may get another address, which is not known everywhere at once.
+                variables = {**network.variables_towards(connection.peer), "MASTER_ADDR": connection.peer}
                 over = _obey(connection, ranks, variables, request, log)
             except (EOFError, OSError) as error:
-                timeout_s = RECONNECT_S
+                timeout_s = GATHER_S if kubernetes.index() is not None else RECONNECT_S  # until its pod is replaced
                 why = f" ({error})" if isinstance(error, BadMessage) else ""
                 log(f"the coordinator at {config.rendezvous} no longer responds{why}; reconnecting")
             else:
@@ -78,24 +79,22 @@ def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connect
     """Connect to the coordinator and wait until it admits this host."""
     host, port = network.address_in(rendezvous)
     began = logged_at = time.monotonic()
-    failed_handshakes = 0
+    failed_handshakes, is_pod = 0, kubernetes.index() is not None
     while True:
         try:
             connection = connect(host, port, key_of(config))
             answer = _introduce(connection, config)
-        except KeysDiffer:
-            raise ConfigError(
-                f"rendezvous={rendezvous} and the run folder of this host have different keys; all hosts need the same "
-                "shared folder, and must start in the same place in it"
-            ) from None
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, network.UnknownHost) as error:
             now = time.monotonic()
             failed_handshakes = failed_handshakes + 1 if isinstance(error, HandshakeFailed) else 0
-            if failed_handshakes >= MAX_FAILED_HANDSHAKES:
-                raise ConfigError(f"rendezvous={rendezvous} is used by another program; choose another port") from None
+            if not is_pod:  # in a pod, the name may not be known yet, or lead to the next user of an old address
+                _raise_if_lasting(error, rendezvous, failed_handshakes)
             if now - began > timeout_s:
-                raise RankFailed(
-                    f"no coordinator responded at {rendezvous} for {timeout_s:.0f} s ({error}); the run may have ended"
+                raise kubernetes.retried(
+                    RankFailed(
+                        f"no coordinator responded at {rendezvous} for {timeout_s:.0f} s ({error}); the run may have "
+                        "ended"
+                    )
                 ) from None
             if logged_at == began or now - logged_at > LOG_S:
                 logged_at = now
@@ -107,6 +106,19 @@ def join(config: Config, rendezvous: str, timeout_s: float, log: Log) -> Connect
             raise ConfigError(f"rendezvous={rendezvous} requires the same versions on all hosts: {answer.reason}")
         log(f"joined {answer.name} at {rendezvous}")
         return connection
+
+
+def _raise_if_lasting(error: Exception, rendezvous: str, failed_handshakes: int) -> None:
+    """Raise a ConfigError if another attempt to connect would fail in the same way."""
+    if isinstance(error, network.UnknownHost):
+        raise error
+    if isinstance(error, KeysDiffer):
+        raise ConfigError(
+            f"rendezvous={rendezvous} and the run folder of this host have different keys; all hosts need the same "
+            "shared folder, and must start in the same place in it"
+        ) from None
+    if failed_handshakes >= MAX_FAILED_HANDSHAKES:
+        raise ConfigError(f"rendezvous={rendezvous} is used by another program; choose another port") from None
 
 
 def _introduce(connection: Connection, config: Config) -> Welcome | Refused:

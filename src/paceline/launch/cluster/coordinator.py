@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.formatting import printable
-from paceline.launch import network, processes
+from paceline.launch import kubernetes, network, processes
 from paceline.launch.cluster.members import Members
 from paceline.launch.cluster.messages import Over
 from paceline.launch.cluster.ranks import ClusterRanks
@@ -33,9 +33,8 @@ class Coordinator:
 
     def __init__(self, config: Config, listening: socket.socket, key: bytes, log: Callable[[str], None]) -> None:
         assert config.nodes_range is not None
-        assert config.rendezvous is not None
         self.config, self.log = config, log
-        self.host = network.address_in(config.rendezvous)[0]
+        self.host = str(listening.getsockname()[0])
         self.least, self.most = config.nodes_range
         self.capacity = capacity(config)[1]
         self._variables = network.variables_towards(self.host)
@@ -56,7 +55,9 @@ class Coordinator:
                 return
             listed = ", ".join(names)
             if now - began > GATHER_S:
-                raise ConfigError(f"nodes={self.config.nodes} but only {listed} joined within {GATHER_S:.0f} s")
+                raise kubernetes.retried(
+                    ConfigError(f"nodes={self.config.nodes} but only {listed} joined within {GATHER_S:.0f} s")
+                )
             if not is_enough and (logged_at == began or now - logged_at > LOG_S):
                 logged_at = now
                 self.log(f"waiting for hosts at {self.config.rendezvous}: {len(names)} of {self.least} ({listed})")

@@ -56,6 +56,11 @@ class Connection:
         """The file descriptor, to wait for several connections at once."""
         return self._raw.fileno()
 
+    @property
+    def peer(self) -> str:
+        """The IPv4 address of the other host."""
+        return str(self._raw.getpeername()[0])
+
     def send(self, message: BaseModel) -> None:
         """Send one message."""
         text = message.model_dump_json().encode()
