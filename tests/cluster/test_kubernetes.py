@@ -7,6 +7,7 @@ index of the pod, gives names to addresses, late, and replaces pods.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -16,20 +17,16 @@ import pytest
 import yaml
 from lab import PACELINE, Lab, outcome, processes_with, release, until
 
+HERE = Path(__file__).parent
 NAMES = Path("names")  # what the cluster's DNS knows
 
 
 class Job:
     """The pods of a submitted job."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        words = ["--kubernetes", "--nodes", "2", "--procs", "1", "--image", "lab", "--volume", f"lab:{Path.cwd()}"]
-        shown = subprocess.run(
-            [PACELINE, "submit", "config.yaml", *words, "--dry-run"], check=True, capture_output=True, text=True
-        ).stdout
-        self.spec: dict[str, Any] = [*yaml.safe_load_all(shown)][-1]["spec"]
-        (container,) = self.spec["template"]["spec"]["containers"]
+    def __init__(self, lab: Lab, spec: dict[str, Any]) -> None:
+        self.lab, self.spec = lab, spec
+        (container,) = spec["template"]["spec"]["containers"]
         self.command = [PACELINE, *container["command"][1:]]
         self.name_of_first = "work-run-0.work-run"
         assert f"{self.name_of_first}:29400" in self.command
@@ -53,9 +50,22 @@ class Job:
         return code != 0 and code not in final
 
 
+@pytest.fixture(scope="session")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What `paceline submit` writes in a folder with the work, and that folder."""
+    folder = tmp_path_factory.mktemp("submitted")
+    for name in ("work.py", "config.yaml"):
+        shutil.copy(HERE / name, folder)
+    words = ["--kubernetes", "--nodes", "2", "--procs", "1", "--image", "lab", "--volume", f"lab:{folder}", "--dry-run"]
+    command = [PACELINE, "submit", "config.yaml", *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout, str(folder)
+
+
 @pytest.fixture
-def job(lab: Lab) -> Job:
-    return Job(lab)
+def job(lab: Lab, manifest: tuple[str, str]) -> Job:
+    text, folder = manifest
+    _, job = yaml.safe_load_all(text.replace(folder, str(Path.cwd())))
+    return Job(lab, job["spec"])
 
 
 def output_of(host: str) -> str:
