@@ -115,6 +115,20 @@ def test_a_pod_that_is_evicted_lets_the_run_save_and_new_pods_resume_it(job: Job
 
 
 @pytest.mark.long
+def test_another_pod_that_is_lost_is_replaced_while_the_first_one_waits(job: Job, expected: dict[str, object]) -> None:
+    Path("hold").touch()
+    job.publish("n1")
+    first, second = job.start(0, "n1"), job.start(1, "n2")
+    until(Path("held").exists)
+    os.killpg(second.pid, signal.SIGKILL)
+    until(lambda: "host work-run-1 has left" in output_of("n1"))
+    release()
+    replaced = job.start(1, "n3")
+    assert (first.wait(90), replaced.wait(30)) == (0, 0)
+    assert outcome(Path()) == expected
+
+
+@pytest.mark.long
 def test_a_pod_that_is_evicted_while_it_waits_is_replaced(job: Job) -> None:
     pods = [job.start(0, "n1"), job.start(1, "n2")]
     until(lambda: "waiting until" in output_of("n1") and "waiting for the coordinator" in output_of("n2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -79,7 +80,7 @@ def submit(
     places = Places(Path.cwd(), workdir, [volume.path for volume in request.mounts])
     places.check_workdir()
     stem = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = (wanted or Path("runs") / built.name / stem).absolute()
+    folder = Path(os.path.normpath(Path.cwd() / (wanted or Path("runs") / built.name / stem)))
     is_recipe = target in RECIPE_CONFIGS and path == RECIPE_CONFIGS[target]  # which is in the image with Paceline
     config = target if is_recipe else places.of_config(path.resolve())
     words = [config, *overrides, "--run-dir", places.of_run(folder), "--resume", "auto"]

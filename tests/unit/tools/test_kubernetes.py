@@ -309,7 +309,7 @@ def test_a_manifest_can_be_shown_or_written_without_a_cluster(
 @pytest.mark.usefixtures("lab")
 def test_what_kubectl_refuses_is_reported_in_one_line() -> None:
     Path("refused").touch()
-    with pytest.raises(PacelineError, match=r"^kubectl apply: error: forbidden$"):
+    with pytest.raises(PacelineError, match=r"^kubectl apply: one error: forbidden$"):
         submit()
 
 
@@ -326,6 +326,7 @@ def test_what_kubectl_refuses_is_reported_in_one_line() -> None:
         (["--pod", "endless.yaml"], "--pod endless.yaml must hold fields of a pod's spec"),
         (["--procs", "many"], "procs='many'"),
         (["--run-dir", "/elsewhere/1"], "the run folder /elsewhere/1 is in no volume of the pods"),
+        (["--run-dir", f"{100 * '../'}x"], "the run folder /x is in no volume of the pods"),
         (["launcher=ray"], "launcher=ray does not start ranks in pods; leave launcher out"),
         (["nodes=2", "rendezvous=n1:29400"], "nodes and rendezvous are set for the pods by --nodes"),
     ],

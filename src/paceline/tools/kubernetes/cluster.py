@@ -65,5 +65,5 @@ def _kubectl(*words: str) -> str:
     ended = subprocess.run([KUBECTL, TIMEOUT, *words], capture_output=True, text=True, check=False)
     if ended.returncode:
         lines = (ended.stderr.strip() or ended.stdout.strip() or f"exit code {ended.returncode}").splitlines()
-        raise PacelineError(f"kubectl {words[0]}: {lines[-1]}")
+        raise PacelineError(f"kubectl {words[0]}: {' '.join(line.strip() for line in lines)}")
     return ended.stdout
