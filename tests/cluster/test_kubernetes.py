@@ -33,9 +33,10 @@ class Job:
         NAMES.write_text("127.0.0.1 localhost\n")
 
     def start(self, index: int, host: str) -> subprocess.Popen[bytes]:
-        """Start the pod of an index on a host."""
+        """Start the pod of an index on a host; its command is process 1, as in a container."""
         return self.lab.on(
-            host, "env", f"JOB_COMPLETION_INDEX={index}", *self.command,
+            host, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
+            "env", f"JOB_COMPLETION_INDEX={index}", *self.command,
             log=Path(f"{host}.log"), name=f"work-run-{index}", table=NAMES.absolute(),
         )  # fmt: skip
 
@@ -68,6 +69,12 @@ def job(lab: Lab, manifest: tuple[str, str]) -> Job:
     return Job(lab, job["spec"])
 
 
+def evict(pod: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to the command of a pod."""
+    (command,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
+    os.kill(int(command), signal.SIGTERM)
+
+
 def output_of(host: str) -> str:
     return Path(f"{host}.log").read_text(errors="replace")
 
@@ -97,7 +104,7 @@ def test_a_pod_that_is_evicted_lets_the_run_save_and_new_pods_resume_it(job: Job
     job.publish("n1")
     first, second = job.start(0, "n1"), job.start(1, "n2")
     until(Path("held").exists)
-    second.send_signal(signal.SIGTERM)
+    evict(second)
     release()
     codes = (first.wait(60), second.wait(30))
     assert codes == (3, 3)
@@ -133,6 +140,6 @@ def test_a_pod_that_is_evicted_while_it_waits_is_replaced(job: Job) -> None:
     pods = [job.start(0, "n1"), job.start(1, "n2")]
     until(lambda: "waiting until" in output_of("n1") and "waiting for the coordinator" in output_of("n2"))
     for pod in pods:
-        pod.send_signal(signal.SIGTERM)
+        evict(pod)
     assert [pod.wait(30) for pod in pods] == [3, 3]
     assert not processes_with(str(Path.cwd()))
