@@ -8,7 +8,7 @@ Python's standard library; the residual network of `paceline bench`, on noise as
 recipe, on a random table in the form of Covertype.
 
 A cell of the table is the relative L2 error of all gradients together, and in brackets the share of elements whose
-error is larger than 0.1 %. The rows with 64 and 1,024 lanes sum the same gradients, on the grid of that number of lanes.
+error is larger than 0.1 %. Two rows sum the same gradients on the grids of 64 and of 1,024 lanes.
 """
 
 from __future__ import annotations

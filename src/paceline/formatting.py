@@ -15,7 +15,7 @@ def ranks_text(count: int) -> str:
 
 
 def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -> str:
-    """The result of a run, such as "step 230  val_loss 0.0339  accuracy 0.9944  weights 129331c41e82"."""
+    """The result of a run, such as "step 230  val_loss 0.0339  accuracy 0.9944  weights dc374501131c"."""
     measured = [f"{name} {value:.4f}" for name, value in metrics.items()]
     return "  ".join([f"step {step}", *measured, f"weights {weights_sha256[:12]}"])
 
