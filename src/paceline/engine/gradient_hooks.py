@@ -42,8 +42,13 @@ class GradientHooks:
 
     def have_changed(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether the user's code has changed a gradient since `note_gradients`."""
-        present = ((p, p.grad) for p in parameters if p.grad is not None and p in self._watched)
-        return any(self._noted.get(p) != (id(gradient), gradient._version) for p, gradient in present)
+        present = ((p, None if p.grad is None else (id(p.grad), p.grad._version)) for p in parameters)
+        return any(p in self._watched and self._noted.get(p) != version for p, version in present)
+
+    def forget_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """After an update of these parameters, whose gradients are cleared."""
+        for parameter in parameters:
+            self._noted.pop(parameter, None)
 
     def are_watched(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether any of these parameters has a hook."""

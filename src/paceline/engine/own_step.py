@@ -53,6 +53,7 @@ class OwnStep:
         self._lanes: Sequence[Lane] = ()
         self.hooks = GradientHooks(reduction_of(world, settings, exact=False))
         self.hooks.watch(replica.module.parameters())
+        self._modules = [replica.module]
         self.calls = StepCalls(settings.lanes, world.size, self.hooks)
 
     # --- around the batches ------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class OwnStep:
         if lane is not self._lanes[-1]:
             if lane.samples:
                 sums.add()
-            _clear(sums.parameters)
+            self._clear(sums.parameters)
             return False
         self.clock.enter(REDUCTION)
         sums.finish(is_empty=not lane.samples, flag=self._flag())
@@ -185,7 +186,7 @@ class OwnStep:
         if self.calls.has_own_count:
             self._divide_by_count(sums.parameters)
         self._update(optimizer, sums.parameters, clip_norm, clip_value)
-        _clear(sums.parameters)
+        self._clear(sums.parameters)
         self._buffers.finish_early()
         if self._is_first:
             self._is_first = False
@@ -196,6 +197,7 @@ class OwnStep:
     def include(self, name: str, module: torch.nn.Module) -> None:
         """Treat a further module like the model: rank 0's weights, buffers of lane 0, sums of gradients. All ranks."""
         self.replica.include(name, module)
+        self._modules.append(module)
         self.hooks.watch(module.parameters())
 
     def counters(self) -> dict[str, float]:
@@ -235,12 +237,26 @@ class OwnStep:
         before = self._totals[self._place(lane)]
         self._totals[self._place(lane)] = (total if before is None else before[0] + total), count
 
+    def _clear(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        _clear(parameters)
+        self.hooks.forget_gradients(parameters)
+
+    def _check_owner(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Reject an optimizer of another model, whose weights would be neither saved nor compared between the ranks."""
+        known = {parameter for module in self._modules for parameter in module.parameters()}
+        if known.isdisjoint(parameters):
+            raise ConfigError(
+                "run.step(optimizer) got an optimizer without any parameter of the model; create it from the model "
+                "that train_fn receives, or name the other module in run.track(…)"
+            )
+
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> GradientSums:
         """The sums of the parameters of an optimizer. All ranks, when it steps for the first time."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = self._sums.get(optimizer)
         # A group may have been added, or a parameter replaced.
         if known is None or len(known.parameters) != len(parameters) or any(map(is_not, known.parameters, parameters)):
+            self._check_owner(parameters)
             self.hooks.watch(parameters)
             self._sums[optimizer] = GradientSums(parameters, self.reduction)
         return self._sums[optimizer]
