@@ -291,6 +291,16 @@ class Trainer:
         trainer.config, trainer._folder, trainer._is_in_script = config, folder, False
         return trainer
 
+    if not TYPE_CHECKING:  # for editors, these methods do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Names of other libraries for `start`."""
+            if name in ("fit", "train", "run"):
+                raise AttributeError(
+                    f"Trainer has no method {name}(); call start(), which trains and returns the result"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def start(self) -> Result:
         """Train on the ranks that the config asks for, and return the result; may be called again."""
         with requests_deferred():

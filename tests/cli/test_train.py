@@ -110,6 +110,7 @@ def test_all_mistakes_are_reported_together_without_a_traceback(run, tmp_path: P
     [
         (["digitz"], "did you mean digits?"),
         (["missing.yaml"], "neither a file nor a recipe"),
+        (["main.py"], "main.py is a script, not a config; run it with: python main.py"),
         (["digits", "batch_size"], "is not key=value"),
         (["digits", "--procs", "none"], "procs='none' must be a number of processes, or least:most such as 1:4"),
         (["digits", "--resume", "nowhere"], "resume=nowhere does not exist"),

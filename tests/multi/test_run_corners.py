@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -94,6 +95,24 @@ def refused(mistake: Callable[..., Any]) -> Callable[..., Any]:
 
 def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(x), y)
+
+
+def cleared_between(model, run, optimizer, x, y, loader):
+    run.backward(loss_of(model, x, y))
+    optimizer.zero_grad()
+    run.step(optimizer)
+
+
+def other_model(model, run, optimizer, x, y, loader):
+    mine = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    run.track(mine=optimizer)
+    run.backward(loss_of(mine, x, y))
+    run.step(optimizer)
+
+
+def unnamed(model, run, optimizer, x, y, loader):
+    run.track(optimizer)
 
 
 def mean_and_sum(model, run, optimizer, x, y, loader):
@@ -210,6 +229,9 @@ accumulated.batches = left_out.batches = 0
         (as_number, r"run\.backward\(loss\) got a float; pass a tensor"),
         (nested_epochs, r"run\.epochs was called within a loop over run\.epochs"),
         (clipped_by_hand, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
+        (cleared_between, r"gradients were changed between run\.backward\(loss\) and run\.step\(optimizer\)"),
+        (other_model, r"got an optimizer without any parameter of the model"),
+        (unnamed, r"run\.track\(SGD\) needs a name for it in checkpoints; write run\.track\(optimizer=…\)"),
         (rate_of_each_batch, r"the learning rate changed between the batches of a step"),
         (negative_norm, "clip_norm=-1.* must be a number above 0"),
     ],

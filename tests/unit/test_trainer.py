@@ -144,3 +144,10 @@ def test_an_unknown_keyword_is_answered_with_the_word_to_write() -> None:
 
 def test_the_public_names_are_completed() -> None:
     assert dir(paceline) == sorted([*paceline.__all__, "__version__"])
+
+
+@pytest.mark.parametrize("name", ["fit", "train", "run"])
+def test_methods_of_other_libraries_are_answered(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"Trainer has no method {name}\(\); call start\(\)"):
+        getattr(trainer.Trainer.__new__(trainer.Trainer), name)
+    assert not hasattr(trainer.Trainer.__new__(trainer.Trainer), "other")

@@ -29,7 +29,8 @@ def texts() -> list[Path]:
     """The files that users and contributors read, without libraries of others."""
     found = [ROOT / "README.md"]
     for folder in ("src", "docs"):
-        found += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES and "uplot" not in path.parts]
+        paths = [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+        found += [path for path in paths if not {"uplot", "notebooks"} & {*path.parts}]  # others' code, printed output
     return found
 
 

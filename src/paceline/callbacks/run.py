@@ -100,7 +100,7 @@ class Run:
 
     # --- the user's own loop -----------------------------------------------------------------------------------
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *unnamed: Any, **objects: Any) -> None:
         """Save objects with a `state_dict` in every checkpoint, and restore them if the run resumes. All ranks."""
         self._unavailable("track")
 

@@ -37,6 +37,8 @@ Procs = Annotated[
 
 def find_config(target: str) -> Path:
     """The config file of a path, a folder or the name of a recipe."""
+    if target.endswith(".py"):
+        raise ConfigError(f"{target} is a script, not a config; run it with: python {target}")
     for path in (Path(target), Path(target) / "config.yaml"):
         if path.is_file():
             return path

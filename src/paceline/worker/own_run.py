@@ -25,8 +25,11 @@ class OwnRun(RankRun):
     is_own_loop: bool = True
     loop: OwnLoop = field(init=False)  # set when it is built
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *unnamed: Any, **objects: Any) -> None:
         """Save objects with a `state_dict` in every checkpoint, and restore them if the run resumes. All ranks."""
+        if unnamed:
+            kind = type(unnamed[0]).__name__
+            raise ConfigError(f"run.track({kind}) needs a name for it in checkpoints; write run.track({_name(kind)}=…)")
         for name, thing in objects.items():
             self.loop.track(name, thing)
             if isinstance(thing, torch.nn.Module):
@@ -105,3 +108,9 @@ class OwnRun(RankRun):
         if self.loop.step.ema is None:
             raise ConfigError("run.ema_weights() needs averaged weights; set ema, for example ema: 0.999")
         return self.loop.step.ema.applied()
+
+
+def _name(kind: str) -> str:
+    """A usual name for an object of this type."""
+    is_optimizer = hasattr(torch.optim, kind)
+    return "optimizer" if is_optimizer else "scheduler" if hasattr(torch.optim.lr_scheduler, kind) else "name"
