@@ -78,7 +78,7 @@ class Backward:
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
         self._has_own_count: bool | None = None  # whether the loss is a sum with its count
         self._is_kind_agreed = world.size == 1
-        self.reduction = reduction_of(world, settings, exact=settings.exact)
+        self.reduction = reduction_of(world, settings, exact=settings.exact, clock=clock)
         self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()

@@ -1,0 +1,63 @@
+"""Sums of tensors over the processes of one machine, through memory that all of them map.
+
+Owns that memory and the rounds in which it is used, but not the meaning of the tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paceline.system import shared_numbers
+from paceline.system.shared_numbers import SharedNumbers
+
+PART_BYTES = 1 << 20  # a part of a tensor, which stays in the cache of a core
+MOST_PROCESSES = 8  # every process reads the parts of all others
+# Where the others see the writes of a process in their order: first the part, then the numbers that announce it.
+IN_ORDER = ("x86_64", "AMD64")
+
+Combine = Callable[..., torch.Tensor]  # torch.add or torch.maximum
+
+
+class SharedSum:
+    """Combines tensors of all processes, part by part: each writes its part to memory, and reads those of the others.
+
+    The parts of the next round have other places, so a slow process can still read its part while a fast one, which is
+    at most one round ahead (`SharedNumbers`), writes the next.
+    """
+
+    def __init__(self, path: Path, process: int, processes: int) -> None:
+        """`path` is a file that `create` has made; `process` is the index of this process among all `processes`."""
+        self._process, self._turn = process, 0
+        self._rounds = SharedNumbers(path, process, processes, 1)
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        places = torch.frombuffer(memory, dtype=torch.uint8)[-2 * processes * PART_BYTES :]
+        self._places = places.view(2, processes, PART_BYTES)
+
+    def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> None:
+        """Replace a contiguous tensor on the CPU by its combination with those of the others, in the same order.
+
+        Returns when that is done. All processes, with tensors of one size.
+        """
+        for part in tensor.view(-1).split(PART_BYTES // tensor.element_size()):
+            self._turn = 1 - self._turn
+            first, second, *others = [place[: part.nbytes].view(part.dtype) for place in self._places[self._turn]]
+            (first, second, *others)[self._process].copy_(part)
+            self._rounds.post([part.nbytes])
+            sizes = [size for [size] in self._rounds.gather()]
+            if len(set(sizes)) > 1:
+                raise RuntimeError(f"the processes of this machine sum tensors of different sizes: {sizes} bytes")
+            combine(first, second, out=part)
+            for other in others:
+                combine(part, other, out=part)
+
+
+def create(processes: int) -> Path | None:
+    """A new file in memory, which the caller removes once all processes have opened it; None if it would be slower."""
+    is_quick = platform.machine() in IN_ORDER and processes <= MOST_PROCESSES and shared_numbers.is_in_memory()
+    return shared_numbers.create(processes, 1, more=2 * processes * PART_BYTES) if is_quick else None
