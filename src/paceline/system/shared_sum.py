@@ -15,7 +15,8 @@ import torch
 from paceline.system import shared_numbers
 from paceline.system.shared_numbers import SharedNumbers
 
-PART_BYTES = 1 << 20  # a part of a tensor, which stays in the cache of a core
+MEMORY_BYTES = 1 << 24  # all places together; a container has 64 MB by default
+ALIGNMENT = 4096
 MOST_PROCESSES = 8  # every process reads the parts of all others
 # Where the others see the writes of a process in their order: first the part, then the numbers that announce it.
 IN_ORDER = ("x86_64", "AMD64")
@@ -36,15 +37,16 @@ class SharedSum:
         self._rounds = SharedNumbers(path, process, processes, 1)
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
-        places = torch.frombuffer(memory, dtype=torch.uint8)[-2 * processes * PART_BYTES :]
-        self._places = places.view(2, processes, PART_BYTES)
+        self._part_bytes = MEMORY_BYTES // (2 * processes) // ALIGNMENT * ALIGNMENT
+        places = torch.frombuffer(memory, dtype=torch.uint8)[-2 * processes * self._part_bytes :]
+        self._places = places.view(2, processes, self._part_bytes)
 
     def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> None:
         """Replace a contiguous tensor on the CPU by its combination with those of the others, in the same order.
 
         Returns when that is done. All processes, with tensors of one size.
         """
-        for part in tensor.view(-1).split(PART_BYTES // tensor.element_size()):
+        for part in tensor.view(-1).split(self._part_bytes // tensor.element_size()):
             self._turn = 1 - self._turn
             first, second, *others = [place[: part.nbytes].view(part.dtype) for place in self._places[self._turn]]
             (first, second, *others)[self._process].copy_(part)
@@ -60,4 +62,4 @@ class SharedSum:
 def create(processes: int) -> Path | None:
     """A new file in memory, which the caller removes once all processes have opened it; None if it would be slower."""
     is_quick = platform.machine() in IN_ORDER and processes <= MOST_PROCESSES and shared_numbers.is_in_memory()
-    return shared_numbers.create(processes, 1, more=2 * processes * PART_BYTES) if is_quick else None
+    return shared_numbers.create(processes, 1, more=MEMORY_BYTES) if is_quick else None
