@@ -39,14 +39,14 @@ class SharedNumbers:
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, process)
-        self._memory = mmap.mmap(self._file, size_of(processes, width))
+        self.memory = mmap.mmap(self._file, 0)  # the whole file
 
     def post(self, numbers: Sequence[int]) -> None:
         """Start the next round with this process's numbers, which the others can read from now on."""
         self._round += 1
         row = self._format.pack(self._round, *numbers, *[0] * (self._width - len(numbers)), 0)
         row = row[:-8] + struct.pack("=Q", crc32(row[:-8]))
-        self._memory[(start := self._start_of(self._process)) : start + len(row)] = row
+        self.memory[(start := self._start_of(self._process)) : start + len(row)] = row
 
     def gather(self) -> list[Sequence[int]]:
         """The rows of this round, in the order of the processes; waits until all have posted theirs.
@@ -76,7 +76,7 @@ class SharedNumbers:
     def _read(self, process: int) -> Sequence[int] | None:
         """The row of a process in this round; None if it has not been posted yet."""
         start = self._start_of(process)
-        row = self._memory[start : start + self._format.size]
+        row = self.memory[start : start + self._format.size]
         number, *numbers, checksum = self._format.unpack(row)
         return numbers if number == self._round and checksum == crc32(row[:-8]) else None
 

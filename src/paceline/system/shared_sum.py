@@ -5,7 +5,6 @@ Owns that memory and the rounds in which it is used, but not the meaning of the 
 
 from __future__ import annotations
 
-import mmap
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from paceline.system import shared_numbers
 from paceline.system.shared_numbers import SharedNumbers
 
-MEMORY_BYTES = 1 << 24  # all places together; a container has 64 MB by default
-ALIGNMENT = 4096
+MEMORY_BYTES = 1 << 24  # for all parts together; a container has 64 MB by default
+ALIGNMENT = 4096  # bytes
 MOST_PROCESSES = 8  # every process reads the parts of all others
 # Where the others see the writes of a process in their order: first the part, then the numbers that announce it.
 IN_ORDER = ("x86_64", "AMD64")
@@ -35,10 +34,8 @@ class SharedSum:
         """`path` is a file that `create` has made; `process` is the index of this process among all `processes`."""
         self._process, self._turn = process, 0
         self._rounds = SharedNumbers(path, process, processes, 1)
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
         self._part_bytes = MEMORY_BYTES // (2 * processes) // ALIGNMENT * ALIGNMENT
-        places = torch.frombuffer(memory, dtype=torch.uint8)[-2 * processes * self._part_bytes :]
+        places = torch.frombuffer(self._rounds.memory, dtype=torch.uint8)[-2 * processes * self._part_bytes :]
         self._places = places.view(2, processes, self._part_bytes)
 
     def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> None:
@@ -48,14 +45,14 @@ class SharedSum:
         """
         for part in tensor.view(-1).split(self._part_bytes // tensor.element_size()):
             self._turn = 1 - self._turn
-            first, second, *others = [place[: part.nbytes].view(part.dtype) for place in self._places[self._turn]]
-            (first, second, *others)[self._process].copy_(part)
+            parts = [place[: part.nbytes].view(part.dtype) for place in self._places[self._turn]]
+            parts[self._process].copy_(part)
             self._rounds.post([part.nbytes])
             sizes = [size for [size] in self._rounds.gather()]
             if len(set(sizes)) > 1:
                 raise RuntimeError(f"the processes of this machine sum tensors of different sizes: {sizes} bytes")
-            combine(first, second, out=part)
-            for other in others:
+            combine(parts[0], parts[1], out=part)
+            for other in parts[2:]:
                 combine(part, other, out=part)
 
 
