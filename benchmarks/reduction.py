@@ -4,9 +4,9 @@
     python benchmarks/reduction.py --procs "" --parameters 124.4     # only the table of bytes, which is computed
 
 Each number of ranks is one local run, with one lane per rank; it measures the variants in turn, so that noise affects
-all of them equally: "all-reduce" is torch's, in DDP without a hook; "not exact" sums numbers as they are, as steps of
-two lanes do; "exact" sums integers. The first table has medians in milliseconds and their ratios to "all-reduce". A step
-is DDP on stacked square layers whose gradients have the given size, forward and backward included.
+all of them equally: "all-reduce" is torch's, in DDP without a hook; "not exact" sums numbers as they are, which is how
+steps of two lanes are summed; "exact" sums integers. The first table has medians in milliseconds, and the ratios to
+"all-reduce". A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
 
 The second table is what the second step of "exact" has kept beside the parameters and the buckets of DDP: memory for
 the largest parts of buckets so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). A rank with
