@@ -24,6 +24,7 @@ from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
 from paceline.world import COLLECTIVE_TIMEOUT, World
 
+CACHED_BYTES = 1 << 22  # of gradients that are rounded and summed at once on the CPU, so that they stay in its cache
 GLOO_QUEUES = 2  # while one bucket is sent, the next one is rounded
 GLOO_PARTS = 2  # Gloo sums a tensor with one core; two halves are summed by two cores
 MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
@@ -111,7 +112,8 @@ class Reduction:
     ) -> None:  # fmt: skip
         """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks."""
         # In parts, for less memory: in the first step of DDP, one bucket has all gradients.
-        for part in buckets_of(range(len(like)), like, self.bucket_bytes):
+        limit = self.bucket_bytes if self._shared is None else min(self.bucket_bytes, CACHED_BYTES)
+        for part in buckets_of(range(len(like)), like, limit):
             of_lanes = [[lane[index] for index in part] for lane in lanes]
             scratch = self._scratch if queue is None else queue.scratch
             total = IntegerSum([like[index] for index in part], self.lanes, scratch)
