@@ -13,7 +13,7 @@ Feeds: `memory` is a TensorDataset, which is on the GPU in all loops (by default
 8 workers in all loops: they decode JPEG files, or read tokens from a memory map.
 
 Each contender runs in its own process. The first steps, with all compilation and recording, are not counted. Paceline
-is run three times; the row has the median, and below it is whether the three hashes are equal (with `exact` they are).
+is run three times; the row has the median, and below it is the hash, which is the same in all three (or DIFFERENT).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _print(contender: Contender, work: Any, found: dict[str, Any], first: dict[s
     title = f"{contender.title} ({contender.package} {found['version']})"
     print(COLUMNS.format(title, units, ms, ratio, memory, ready), flush=True)
     if hashes := found.get("hashes"):
-        same = "equal" if len(set(hashes)) == 1 else "DIFFERENT"
-        print(f"  hashes of {len(hashes)} runs: {same}: {', '.join(each[:12] for each in hashes)}", flush=True)
+        same = f"{len(hashes)} runs" if len(set(hashes)) == 1 else "DIFFERENT"
+        print(f"  hash of {same}: {', '.join(sorted({each[:12] for each in hashes}))}", flush=True)
     for warning in found.get("warnings", []):
         print(f"  warning: {warning}", flush=True)
 
