@@ -4,11 +4,12 @@
 #     benchmarks/gpu.sh FOLDER [PART ...]      # also: make gpu OUT=FOLDER
 #
 # Each part writes FOLDER/PART.txt while it runs and has a time limit of its own. When the same folder is given again, parts that
-# have finished are not repeated. Without a GPU, the parts that need one are skipped. PYTHON names the interpreter; nothing is installed.
+# have finished are not repeated. Without a GPU, the parts that need one are skipped. Nothing is installed. Variables: PYTHON names the
+# interpreter, TOTAL_S limits the time of all parts (1500), MB are the sizes for `reduction.py` with Gloo.
 set -u
-cd "$(dirname "$0")/.." || exit 1
-[ $# -ge 1 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
+cd "$(dirname "$0")/.." || exit 1
 shift
 wanted=" $* "
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -52,11 +53,11 @@ in_parallel=()
 "$python" -c 'import xdist' 2>/dev/null && in_parallel=(-n 3 --dist loadfile)
 
 part tests 360 gpu "$python" -m pytest tests/gpu -q -ra ${in_parallel[@]+"${in_parallel[@]}"}
-part large-models 330 gpu "$python" benchmarks/large_models.py --feeds memory --limit-s 320
-part reduction-nccl 120 gpu "$python" benchmarks/reduction.py --one-gpu --procs 2,4,8,3 --mb 25,100
-part reduction-gloo 180 cpu "$python" benchmarks/reduction.py --procs "${ranks%,}" --mb "${MB:-1,25,100}"
-part own-loop 100 gpu "$python" benchmarks/own_loop.py --windows 24 --rounds 2
-part sum-accuracy 80 gpu "$python" benchmarks/sum_accuracy.py --model gpt2 --precision fp32 --device cuda
-part compile-twice 110 gpu bash -c compile_twice
-part large-models-loader 210 gpu "$python" benchmarks/large_models.py --feeds loader --repeats 1 --limit-s 200
+part large-models 400 gpu "$python" benchmarks/large_models.py --feeds memory --steps 30 --limit-s 390
+part reduction-nccl 130 gpu "$python" benchmarks/reduction.py --one-gpu --procs 2,4,8,3 --mb 25,100
+part reduction-gloo 150 cpu "$python" benchmarks/reduction.py --procs "${ranks%,}" --mb "${MB:-1,25,100}"
+part own-loop 100 gpu "$python" benchmarks/own_loop.py --windows 16 --rounds 2
+part sum-accuracy 60 gpu "$python" benchmarks/sum_accuracy.py --model gpt2 --precision fp32 --device cuda
+part compile-twice 120 gpu bash -c compile_twice
+part large-models-loader 180 gpu "$python" benchmarks/large_models.py --feeds loader --steps 30 --repeats 1 --limit-s 170
 exit "$failed"
