@@ -43,7 +43,7 @@ class SharedSum:
 
         Returns when that is done. All processes, with tensors of one size.
         """
-        for part in tensor.view(-1).split(self._part_bytes // tensor.element_size()):
+        for part in torch.split(tensor.view(-1), self._part_bytes // tensor.element_size()):
             self._turn = 1 - self._turn
             parts = [place[: part.nbytes].view(part.dtype) for place in self._places[self._turn]]
             parts[self._process].copy_(part)
