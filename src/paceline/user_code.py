@@ -23,6 +23,9 @@ LIBRARIES = tuple(
     }
     | {*site.getsitepackages(), site.getusersitepackages(), "<frozen", "<string>"}
 )
+PACKAGES = {  # by modules of another name
+    "PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "PyYAML",
+}  # fmt: skip
 CELL = re.compile(
     r"([^\s(]*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>):(\d+)"
 )  # a line of a cell of a notebook
@@ -58,6 +61,13 @@ def with_place(name: str, function: Any) -> str:
 def described(value: Any) -> str:
     """What a function of the user has returned or given, for messages: None, or the class of the value."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def install_command(module: str) -> str:
+    """What to do about a module that cannot be found."""
+    name = module.partition(".")[0]
+    package = PACKAGES.get(name, name)
+    return f"run: pip install {package}, or correct the name if it is a file of yours"
 
 
 def render(error: BaseException) -> list[str]:

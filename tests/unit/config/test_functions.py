@@ -52,7 +52,10 @@ def test_a_module_that_the_users_module_cannot_import_is_named(tmp_path: Path) -
     module = tmp_path / "pl_needs.py"
     module.write_text("import math\nimport pl_not_installed\n")
     message = reason("pl_needs:f", tmp_path)
-    assert message == f"cannot be imported: ModuleNotFoundError: No module named 'pl_not_installed' ({module}:2)"
+    assert message == (
+        "cannot be imported: there is no module pl_not_installed; run: pip install pl_not_installed, or correct the "
+        f"name if it is a file of yours ({module}:2)"
+    )
 
 
 def test_an_error_in_the_users_module_has_file_and_line(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Errors of the user's functions and samples that are not about the values of a batch, in one sentence with the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.engine.call_facts import DATA, MODEL, Diagnosis, Facts
+from paceline.user_code import install_command
+
+COLUMN = re.compile(r"KeyError: .*|None of \[Index|not in index")
+UNKNOWN_TYPE = re.compile(r"default_collate: batch must contain .*; found <class '([\w.]+)'>")
+UNEQUAL = re.compile(r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry 0 and (\[[\d, ]*\])")
+MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+FORWARD = re.compile(r"TypeError: (\w+)\.forward\(\) (?:got|takes|missing) ")
+ON_TWO_DEVICES = re.compile(r"Expected all tensors to be on the same device(?:, but (?:got|found) )?([^\n!(]*)")
+
+
+def nearest_column(text: str, columns: Sequence[str]) -> str:
+    """The column that a wrong name may mean, or all columns."""
+    wanted = re.findall(r"'([^']*)'", text)
+    near = [match for name in wanted for match in difflib.get_close_matches(name, columns, n=1)]
+    return f"did you mean {near[0]}?" if near else f"its columns are {', '.join(columns)}"
+
+
+def _column(text: str, facts: Facts) -> Diagnosis | None:
+    if not facts.is_in_table:  # a dict of the user
+        return None
+    names = re.findall(r"'([^']*)'", text.partition("dtype")[0])
+    return Diagnosis(f"the table has no column {', '.join(names)}", DATA) if names else None
+
+
+def _unknown_type(text: str, facts: Facts) -> Diagnosis | None:
+    found = UNKNOWN_TYPE.search(text)
+    assert found is not None
+    if found[1] == "NoneType":
+        return Diagnosis("the data set returned None for a sample; return the sample, such as (x, y)", DATA)
+    example = "torchvision.transforms.functional.to_tensor(image)" if "PIL" in found[1] else "torch.as_tensor(x)"
+    return Diagnosis(
+        f"a sample contains a {found[1]}, but a batch is made of tensors, NumPy arrays and numbers; convert it in the "
+        f"data set, for example with {example}, or give collate_fn",
+        DATA,
+    )
+
+
+def _unequal(text: str, facts: Facts) -> Diagnosis | None:
+    found = UNEQUAL.search(text)
+    if found is None or not facts.is_in_collate:
+        return None
+    return Diagnosis(
+        f"samples of different shapes, {found[1]} and {found[2]}, do not fit in one batch; make them equal in the data "
+        "set, or give collate_fn, which pads them",
+        DATA,
+    )
+
+
+def _no_samples(text: str, facts: Facts) -> Diagnosis | None:
+    return Diagnosis("the data set has no __getitem__; define __getitem__(self, index), which returns a sample", DATA)
+
+
+def _no_forward(text: str, facts: Facts) -> Diagnosis | None:
+    return Diagnosis("the model has no method forward; define forward(self, x), which returns the output", MODEL)
+
+
+def _called_differently(text: str, facts: Facts) -> Diagnosis | None:
+    """The model was called by Paceline with other arguments than its forward takes."""
+    found = FORWARD.search(text)
+    if found is None or facts.batch is None:
+        return None
+    if isinstance(facts.batch, Mapping):
+        names = ", ".join(str(key) for key in facts.batch if key != "labels")
+        how = f"{names}, the keys of a sample except labels"
+        fix = "name the keys as the parameters of forward, and the target labels"
+    else:
+        count = len(facts.batch) - 1
+        how = f"{count} {'input' if count == 1 else 'inputs'}, the parts of a sample except the last one, its target"
+        fix = "give forward the same number of parameters, or change the samples"
+    return Diagnosis(f"{found[1]}.forward is called with {how} ({text.partition(': ')[2]}); {fix}", MODEL)
+
+
+def _swapped(text: str, facts: Facts) -> Diagnosis | None:
+    given, target = facts.given, facts.target
+    if given is None or target is None or not given.dtype.startswith("int") or not target.dtype.startswith("float"):
+        return None
+    return Diagnosis(f"{facts.function} gets the targets first; call it with the output first, then the targets", MODEL)
+
+
+def _not_an_index(text: str, facts: Facts) -> Diagnosis | None:
+    if not facts.layer or facts.given is None:
+        return None
+    return Diagnosis(
+        f"{facts.layer} gets {facts.given.dtype}, but takes indices of int64; convert the samples in the data set: "
+        "x.long()",
+        DATA,
+    )
+
+
+def _no_probabilities(text: str, facts: Facts) -> Diagnosis | None:
+    return Diagnosis(
+        "binary_cross_entropy takes probabilities, but outputs of the model are not between 0 and 1; use "
+        "binary_cross_entropy_with_logits, or end the model with nn.Sigmoid()",
+        MODEL,
+    )
+
+
+def _missing_module(text: str, facts: Facts) -> Diagnosis | None:
+    found = MISSING_MODULE.search(text)
+    assert found is not None
+    return Diagnosis(f"there is no module {found[1]}; {install_command(found[1])}", MODEL)
+
+
+def _no_gpu(text: str, facts: Facts) -> Diagnosis | None:
+    return Diagnosis(
+        "the code uses a GPU, and torch finds none here; remove .cuda() and .to('cuda'): Paceline moves the model and "
+        "the batches to the device of the run",
+        MODEL,
+    )
+
+
+def _two_devices(text: str, facts: Facts) -> Diagnosis | None:
+    found = ON_TWO_DEVICES.search(text)
+    assert found is not None
+    which = f" ({found[1].strip().rstrip(',')})" if found[1].strip() else ""
+    return Diagnosis(
+        f"the tensors of an operation are on different devices{which}; create further tensors on the device of the "
+        "batch, such as torch.zeros(3, device=x.device), and keep constants of the model as buffers",
+        MODEL,
+    )
+
+
+def _no_parent_call(text: str, facts: Facts) -> Diagnosis | None:
+    return Diagnosis("the __init__ of the model assigns a layer first; begin it with super().__init__()", MODEL)
+
+
+RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | None]], ...] = (
+    (COLUMN, _column),
+    (UNKNOWN_TYPE, _unknown_type),
+    (UNEQUAL, _unequal),
+    ("should implement __getitem__", _no_samples),
+    (r'missing the required "forward" function', _no_forward),
+    (FORWARD, _called_differently),
+    (r"not implemented for '(Long|Int)'", _swapped),
+    (r"Expected tensor for argument #1 'indices'", _not_an_index),
+    ("all elements of input should be between 0 and 1", _no_probabilities),
+    (MISSING_MODULE, _missing_module),
+    (r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available", _no_gpu),
+    (ON_TWO_DEVICES, _two_devices),
+    (r"cannot assign (module|parameters?) before Module\.__init__\(\) call", _no_parent_call),
+)
