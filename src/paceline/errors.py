@@ -12,6 +12,7 @@ PacelineError            training failed                                        
 ├── RankFailed           a rank failed; the message describes the first failure
 ├── Interrupted          a signal ended the run at once, without a checkpoint of its last step
 └── Stopped              the run was stopped on request, and its state is saved     exit code 3
+    └── StoppedScript    the same in a script, which then exits without a traceback
 
 In a ConfigError, the config includes the functions that it names, and the data that they return. An error that a script
 does not catch is shown without the frames of Paceline, and the script exits with its code.
@@ -107,10 +108,15 @@ class Interrupted(PacelineError):
     """A signal ended the run at once, without a checkpoint of its last step."""
 
 
-class Stopped(PacelineError, SystemExit):
-    """The run was stopped on request and can be resumed. A script that does not catch this exits with code 3."""
+class Stopped(PacelineError):
+    """The run was stopped on request and can be resumed."""
 
     exit_code = 3
+
+
+class StoppedScript(Stopped, SystemExit):
+    """Stopped, in a script: Python exits with code 3 if it is not caught. IPython would comment on a SystemExit."""
+
     code = 3
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, build
-from paceline.errors import Stopped
+from paceline.errors import Stopped, StoppedScript
 from paceline.system.signals import requests_deferred
+from paceline.user_code import is_notebook
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -303,21 +304,24 @@ class Trainer:
 
     def start(self) -> Result:
         """Train on the ranks that the config asks for, and return the result; may be called again."""
-        with requests_deferred():
-            from paceline import launch
-            from paceline.observe.sinks import registry
-
-            registry.check(self.config.log.trackers)
-            launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
-            from paceline.launch.setup import TRAIN
-            from paceline.results.result import result_of
-
         try:
+            with requests_deferred():
+                from paceline import launch
+                from paceline.observe.sinks import registry
+
+                registry.check(self.config.log.trackers)
+                launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
+                from paceline.launch.setup import TRAIN
+                from paceline.results.result import result_of
             outcome = launch.start(self.config, TRAIN, self._folder)
         except Stopped as stopped:
-            if self._is_in_script:  # a command prints it; Python exits with the code alone
-                print(f'paceline: {stopped}, or with Trainer(…, resume="auto")', file=sys.stderr, flush=True)
-            raise
+            if not self._is_in_script:  # a command prints it
+                raise
+            text = f'{stopped}, or with Trainer(…, resume="auto")' if "--resume" in str(stopped) else str(stopped)
+            if is_notebook():
+                raise Stopped(text) from None
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+            raise StoppedScript(text) from None
         return result_of(outcome, self.config, self._folder)
 
 

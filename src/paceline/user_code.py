@@ -104,6 +104,11 @@ def _with_cells(text: str) -> str:
     return CELL.sub(lambda match: named(match[1], match[2]) or match[0], text)
 
 
+def is_notebook() -> bool:
+    """Whether this code runs in a notebook or another shell of IPython."""
+    return _notebook() is not None
+
+
 def _notebook() -> Any:
     """The shell of IPython that runs this process; None if there is none."""
     module = sys.modules.get("IPython")
