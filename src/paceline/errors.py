@@ -4,7 +4,7 @@ PacelineError            training failed                                        
 ├── ConfigError          the config or the command line is wrong                    exit code 2
 │   ├── PicklingError    a function or value cannot be pickled for the ranks
 │   └── MissingExtra     an optional package is needed and not installed
-├── DataError            the data set cannot be split over the ranks, or returns unusable samples
+├── DataError            a data set or its files cannot be used; in a run, it becomes a ConfigError
 ├── UnusedParameters     parameters that require a gradient got none in a step
 ├── ReplicasDiffer       the weights of the ranks are no longer equal
 ├── NotFinite            the loss or a gradient is NaN or infinite, and the run stops for it
@@ -65,7 +65,7 @@ class MissingExtra(ConfigError):
 
 
 class DataError(PacelineError):
-    """The data set cannot be split over the ranks, or returns samples that training cannot use."""
+    """A data set, its samples or its files cannot be used. A run raises it as a ConfigError with the place."""
 
 
 class UnusedParameters(PacelineError):
