@@ -120,7 +120,7 @@ def test_functions_in_cells_train_on_two_ranks_and_mistakes_show_cells_alone(
         "ConfigError: layer 'layer' (Linear) gets an input of shape (6, 1), but takes 2 features"
     )
     assert shape[-1].endswith(" (Cell In[6], line 6)")
-    assert stopped[1] == "  Cell In[7], line 8, in <module>"
+    assert stopped[1] == "  Cell In[7], line 7, in <module>"
     assert re.fullmatch(
         r"Stopped: stopped by the user at step 1; checkpoint saved; resume with --resume \S+, or with "
         r'Trainer\(…, resume="auto"\)', stopped[-1]

@@ -113,7 +113,7 @@ def _cause(error: BaseException, folder: Path | None) -> str:
     """The error with its file and line, in the user's folder if the error passed through it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
-        return text
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     if isinstance(error, ModuleNotFoundError) and error.name:
         text = f"there is no module {error.name}; {install_command(error.name)}"
     frames = list(traceback.extract_tb(error.__traceback__))

@@ -182,7 +182,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("time_limit: …", "in seconds, or as 1h30m", lightning="max_time"),
         Row("batch_size: VALUE", values={"text": f"write batch_size: …; {_SAMPLES}"},
             transformers="per_device_train_batch_size per_gpu_train_batch_size",
-            others="train_batch_size micro_batch_size train_micro_batch_size_per_gpu"),
+            others="bs train_batch_size micro_batch_size train_micro_batch_size_per_gpu"),
         Row("global_batch_size: VALUE, batch_size: …", "which divides it",
             values={"text": f"write global_batch_size: …, batch_size: …; {_SAMPLES}"},
             others="total_batch_size effective_batch_size"),

@@ -40,6 +40,7 @@ class Facts:
     weights: str = ""  # the dtype of the layer's weights
     takes: Mapping[str, int] | None = None  # the layer's in_features, in_channels or num_embeddings
     text: str = ""  # of the samples, if they hold text
+    is_none: bool = False  # whether None was passed in place of the input
     is_in_data: bool = False  # whether the data set or its function was called
     is_in_collate: bool = False  # whether samples were being made a batch
     is_in_table: bool = False  # whether pandas was called
@@ -82,23 +83,30 @@ def facts_of(error: BaseException) -> Facts:
 def _of_layer(layer: torch.nn.Module, root: torch.nn.Module, frame: FrameType) -> Facts:
     given = frame.f_locals["input"]
     if "target" in frame.f_locals:  # a loss
-        return Facts(given=_tensor_facts(given), target=_tensor_facts(frame.f_locals["target"]), text=_text_in(given))
+        target = _tensor_facts(frame.f_locals["target"])
+        return Facts(given=_tensor_facts(given), target=target, text=_text_in(given), is_none=given is None)
     path = next((path for path, each in root.named_modules() if each is layer), "")
     label = f"layer {path!r} ({type(layer).__name__})" if path else f"the model ({type(layer).__name__})"
     weights = next((str(p.dtype).removeprefix("torch.") for p in layer.parameters() if p.is_floating_point()), "")
     takes = {name: getattr(layer, name, None) for name in ("in_features", "in_channels", "num_embeddings")}
     known = {name: value for name, value in takes.items() if isinstance(value, int)}
-    return Facts(given=_tensor_facts(given), layer=label, weights=weights, takes=known, text=_text_in(given))
+    return Facts(
+        given=_tensor_facts(given), layer=label, weights=weights, takes=known, text=_text_in(given),
+        is_none=given is None,
+    )  # fmt: skip
 
 
 def _of_function(frame: FrameType, outer: Facts) -> Facts:
     """The facts of a function of torch.nn.functional; those of the layer that has called it, if it is one."""
     given, name = frame.f_locals["input"], frame.f_code.co_name
     if "target" not in frame.f_locals:
-        return outer if outer.layer else Facts(function=name, given=_tensor_facts(given), text=_text_in(given))
+        if outer.layer:
+            return outer
+        return Facts(function=name, given=_tensor_facts(given), text=_text_in(given), is_none=given is None)
     target = frame.f_locals["target"]
     text = _text_in(target) or _text_in(given)
-    return Facts(function=name, given=_tensor_facts(given), target=_tensor_facts(target), text=text)
+    given_facts, target_facts = _tensor_facts(given), _tensor_facts(target)
+    return Facts(function=name, given=given_facts, target=target_facts, text=text, is_none=given is None)
 
 
 def _tensor_facts(value: Any) -> TensorFacts | None:

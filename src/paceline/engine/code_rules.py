@@ -63,6 +63,13 @@ def _no_forward(text: str, facts: Facts) -> Diagnosis | None:
     return Diagnosis("the model has no method forward; define forward(self, x), which returns the output", MODEL)
 
 
+def _without_return(text: str, facts: Facts) -> Diagnosis | None:
+    if not facts.is_none:
+        return None
+    what = f"{facts.layer} gets None: a forward before it" if facts.layer else "the model returned None: its forward"
+    return Diagnosis(f"{what} has no return; end it with return and the output", MODEL)
+
+
 def _called_differently(text: str, facts: Facts) -> Diagnosis | None:
     """The model was called by Paceline with other arguments than its forward takes."""
     found = FORWARD.search(text)
@@ -139,6 +146,7 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
     (UNEQUAL, _unequal),
     ("should implement __getitem__", _no_samples),
     (r'missing the required "forward" function', _no_forward),
+    ("NoneType", _without_return),
     (FORWARD, _called_differently),
     (r"not implemented for '(Long|Int)'", _swapped),
     (r"Expected tensor for argument #1 'indices'", _not_an_index),

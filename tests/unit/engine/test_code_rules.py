@@ -30,6 +30,11 @@ class NoForward(nn.Module):
         return x
 
 
+class WithoutReturn(nn.Module):
+    def forward(self, x: torch.Tensor) -> None:
+        x.relu()
+
+
 class NoParent(nn.Module):
     def __init__(self) -> None:
         self.layer = nn.Linear(2, 1)
@@ -70,6 +75,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no forward": (
         lambda: NoForward()(torch.ones(2)),
         "the model has no method forward; define forward(self, x), which returns the output",
+    ),
+    "forward without return": (
+        lambda: functional.cross_entropy(WithoutReturn()(torch.ones(2, 2)), torch.ones(2)),
+        "the model returned None: its forward has no return; end it with return and the output",
+    ),
+    "forward without return, another loss": (
+        lambda: nn.MSELoss()(WithoutReturn()(torch.ones(2, 2)), torch.ones(2)),
+        "the model returned None: its forward has no return; end it with return and the output",
+    ),
+    "part without return": (
+        lambda: nn.Sequential(WithoutReturn(), nn.Linear(2, 1))(torch.ones(2, 2)),
+        "layer '1' (Linear) gets None: a forward before it has no return; end it with return and the output",
     ),
     "no parent": (
         NoParent,
