@@ -3,6 +3,7 @@
 PacelineError            training failed                                            exit code 1
 ├── ConfigError          the config or the command line is wrong                    exit code 2
 │   ├── PicklingError    a function or value cannot be pickled for the ranks
+│   ├── UnknownAttribute an attribute of another library, or of a result that is not there yet
 │   └── MissingExtra     an optional package is needed and not installed
 ├── DataError            a data set or its files cannot be used; in a run, it becomes a ConfigError
 ├── UnusedParameters     parameters that require a gradient got none in a step
@@ -55,6 +56,10 @@ class ConfigError(PacelineError):
 
 class PicklingError(ConfigError):
     """A function or value of the config cannot be pickled; the message names the path to the part that cannot."""
+
+
+class UnknownAttribute(ConfigError, AttributeError):
+    """An object of Paceline has no such attribute; the message names the one to use."""
 
 
 class MissingExtra(ConfigError):

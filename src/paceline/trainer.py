@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, build
-from paceline.errors import Stopped, StoppedScript
+from paceline.errors import Stopped, StoppedScript, UnknownAttribute
 from paceline.system.signals import requests_deferred
 from paceline.user_code import is_notebook
 
@@ -102,6 +102,13 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 
 CHECKS = (_unknown_launcher, _unknown_trackers, _reserved_metrics, _data_problems, _engine_problems)
+
+
+# Attributes of the result that a script may look for in the trainer.
+RESULT_NAMES = (
+    "metrics", "history", "weights_sha256", "run_dir", "value", "model", "load_model", "evaluate", "predict", "plot",
+    "report",
+)  # fmt: skip
 
 
 class Trainer:
@@ -295,11 +302,13 @@ class Trainer:
     if not TYPE_CHECKING:  # for editors, these methods do not exist
 
         def __getattr__(self, name: str) -> Any:
-            """Names of other libraries for `start`."""
+            """Names of other libraries for `start`, and of the result that it returns."""
             if name in ("fit", "train", "run"):
-                raise AttributeError(
+                raise UnknownAttribute(
                     f"Trainer has no method {name}(); call start(), which trains and returns the result"
                 )
+            if name in RESULT_NAMES:
+                raise UnknownAttribute(f"Trainer has no attribute {name}; call start(), which returns the result")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def start(self) -> Result:
