@@ -31,13 +31,18 @@ CELL = re.compile(
 )  # a line of a cell of a notebook
 
 
+def is_library(filename: str) -> bool:
+    """Whether a file is not the user's: it is in this Python, or installed in any other place."""
+    return filename.startswith(LIBRARIES) or any(part in filename for part in ("/site-packages/", "/dist-packages/"))
+
+
 def user_location(error: BaseException) -> str | None:
     """`file:line` of the innermost frame in the user's code; None if there is none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     # The error of a DataLoader worker has its frames as text.
     frames += [(match[1], int(match[2])) for match in FRAME.finditer(str(error))]
     for filename, line in reversed(frames):
-        if not filename.startswith(LIBRARIES):
+        if not is_library(filename):
             return f"{filename}:{line}"
     return None
 
@@ -47,7 +52,7 @@ def place_of(function: Any) -> str | None:
     places = [
         f"{code.co_filename}:{code.co_firstlineno}"
         for code in (getattr(each, "__code__", None) for each in _methods(function))
-        if code is not None and not code.co_filename.startswith(LIBRARIES)
+        if code is not None and not is_library(code.co_filename)
     ]
     return places[0] if places else None
 
@@ -72,7 +77,7 @@ def install_command(module: str) -> str:
 
 def render(error: BaseException) -> list[str]:
     """The lines of an uncaught error: the traceback without frames of libraries, then its class and text."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
     text = _with_cells("".join(traceback.format_list(frames)))
     head = ["Traceback (most recent call last):", *text.splitlines()] if frames else []
     return [*head, *_with_cells(f"{type(error).__name__}: {error}").splitlines()]
