@@ -169,7 +169,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("num_epochs: VALUE",
             values={"decimal": "write num_epochs: …; a whole number of epochs",
             "-1": _UNLIMITED},
-            lightning="max_epochs", transformers="num_train_epochs", others="epochs n_epochs"),
+            lightning="max_epochs", transformers="num_train_epochs", others="epochs epoch n_epochs"),
         Row("max_steps: VALUE", values=VALUES["max_steps"],
             others="max_iters num_steps total_steps num_training_steps max_train_steps"),
         Row("max_steps: VALUE", values={"true": "write max_steps: 1; paceline doctor CONFIG also tries one step",
