@@ -140,6 +140,11 @@ def _no_parent_call(text: str, facts: Facts) -> Diagnosis | None:
     return Diagnosis("the __init__ of the model assigns a layer first; begin it with super().__init__()", MODEL)
 
 
+def _always(sentence: str) -> Callable[[str, Facts], Diagnosis | None]:
+    """A rule whose sentence needs no facts; the place is in the user's code."""
+    return lambda text, facts: Diagnosis(sentence, MODEL)
+
+
 RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | None]], ...] = (
     (COLUMN, _column),
     (UNKNOWN_TYPE, _unknown_type),
@@ -154,5 +159,15 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
     (MISSING_MODULE, _missing_module),
     (r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available", _no_gpu),
     (ON_TWO_DEVICES, _two_devices),
+    (r"Run\.log\(\) takes 1 positional", _always("run.log takes values by name; write run.log(loss=loss)")),
+    (r"Run\.step\(\) missing 1 required", _always("run.step needs the optimizer; write run.step(optimizer)")),
+    (
+        "object has no attribute 'module'",
+        _always("the model is your own module, without DDP's wrapper; write model in place of model.module"),
+    ),
+    (
+        "initialize the default process group twice",
+        _always("Paceline has created the process group; remove init_process_group and destroy_process_group"),
+    ),
     (r"cannot assign (module|parameters?) before Module\.__init__\(\) call", _no_parent_call),
 )

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, default_collate
 from paceline.config import build
 from paceline.engine.diagnosis import explained
 from paceline.engine.objective import run_model
+from paceline.worker.own_run import OwnRun
+from paceline.worker.rank_run import RankRun
 from support.configs import MANAGED
 
 TABLE = pd.DataFrame({"age": [1.0], "city": ["Rome"]})
@@ -115,6 +117,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.BCELoss()(torch.full((2,), 1.5), torch.ones(2)),
         "binary_cross_entropy takes probabilities, but outputs of the model are not between 0 and 1; use "
         "binary_cross_entropy_with_logits, or end the model with nn.Sigmoid()",
+    ),
+    "a value without a name": (
+        lambda: RankRun.log(object.__new__(RankRun), 1.0),  # type: ignore[misc]
+        "run.log takes values by name; write run.log(loss=loss)",
+    ),
+    "no optimizer": (
+        lambda: OwnRun.step(object.__new__(OwnRun)),  # type: ignore[call-arg]
+        "run.step needs the optimizer; write run.step(optimizer)",
+    ),
+    "DDP's wrapper": (
+        lambda: nn.Linear(2, 1).module,
+        "the model is your own module, without DDP's wrapper; write model in place of model.module",
     ),
     "a missing module": (
         missing_module,
