@@ -18,8 +18,10 @@ ON_TWO_DEVICES = re.compile(r"Expected all tensors to be on the same device(?:, 
 
 
 def nearest_column(text: str, columns: Sequence[str]) -> str:
-    """The column that a wrong name may mean, or all columns."""
+    """The column that a wrong name may mean, or all columns; nothing if the error names none."""
     wanted = re.findall(r"'([^']*)'", text)
+    if not wanted or not columns:
+        return ""
     near = [match for name in wanted for match in difflib.get_close_matches(name, columns, n=1)]
     return f"did you mean {near[0]}?" if near else f"its columns are {', '.join(columns)}"
 
@@ -27,6 +29,10 @@ def nearest_column(text: str, columns: Sequence[str]) -> str:
 def _column(text: str, facts: Facts) -> Diagnosis | None:
     if not facts.is_in_table:  # a dict of the user
         return None
+    if found := re.search(r"KeyError: (\d+)$", text, re.MULTILINE):
+        return Diagnosis(
+            f"the table has no row with the label {found[1]}; select rows by position: df.iloc[index]", DATA
+        )
     names = re.findall(r"'([^']*)'", text.partition("dtype")[0])
     return Diagnosis(f"the table has no column {', '.join(names)}", DATA) if names else None
 
@@ -53,14 +59,6 @@ def _unequal(text: str, facts: Facts) -> Diagnosis | None:
         "set, or give collate_fn, which pads them",
         DATA,
     )
-
-
-def _no_samples(text: str, facts: Facts) -> Diagnosis | None:
-    return Diagnosis("the data set has no __getitem__; define __getitem__(self, index), which returns a sample", DATA)
-
-
-def _no_forward(text: str, facts: Facts) -> Diagnosis | None:
-    return Diagnosis("the model has no method forward; define forward(self, x), which returns the output", MODEL)
 
 
 def _without_return(text: str, facts: Facts) -> Diagnosis | None:
@@ -103,26 +101,10 @@ def _not_an_index(text: str, facts: Facts) -> Diagnosis | None:
     )
 
 
-def _no_probabilities(text: str, facts: Facts) -> Diagnosis | None:
-    return Diagnosis(
-        "binary_cross_entropy takes probabilities, but outputs of the model are not between 0 and 1; use "
-        "binary_cross_entropy_with_logits, or end the model with nn.Sigmoid()",
-        MODEL,
-    )
-
-
 def _missing_module(text: str, facts: Facts) -> Diagnosis | None:
     found = MISSING_MODULE.search(text)
     assert found is not None
     return Diagnosis(f"there is no module {found[1]}; {install_command(found[1])}", MODEL)
-
-
-def _no_gpu(text: str, facts: Facts) -> Diagnosis | None:
-    return Diagnosis(
-        "the code uses a GPU, and torch finds none here; remove .cuda() and .to('cuda'): Paceline moves the model and "
-        "the batches to the device of the run",
-        MODEL,
-    )
 
 
 def _two_devices(text: str, facts: Facts) -> Diagnosis | None:
@@ -136,28 +118,42 @@ def _two_devices(text: str, facts: Facts) -> Diagnosis | None:
     )
 
 
-def _no_parent_call(text: str, facts: Facts) -> Diagnosis | None:
-    return Diagnosis("the __init__ of the model assigns a layer first; begin it with super().__init__()", MODEL)
-
-
-def _always(sentence: str) -> Callable[[str, Facts], Diagnosis | None]:
-    """A rule whose sentence needs no facts; the place is in the user's code."""
-    return lambda text, facts: Diagnosis(sentence, MODEL)
+def _always(sentence: str, blamed: str = MODEL) -> Callable[[str, Facts], Diagnosis | None]:
+    """A rule whose sentence needs no facts."""
+    return lambda text, facts: Diagnosis(sentence, blamed)
 
 
 RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | None]], ...] = (
     (COLUMN, _column),
     (UNKNOWN_TYPE, _unknown_type),
     (UNEQUAL, _unequal),
-    ("should implement __getitem__", _no_samples),
-    (r'missing the required "forward" function', _no_forward),
+    (
+        "should implement __getitem__",
+        _always("the data set has no __getitem__; define __getitem__(self, index), which returns a sample", DATA),
+    ),
+    (
+        r'missing the required "forward" function',
+        _always("the model has no method forward; define forward(self, x), which returns the output"),
+    ),
     ("NoneType", _without_return),
     (FORWARD, _called_differently),
     (r"not implemented for '(Long|Int)'", _swapped),
     (r"Expected tensor for argument #1 'indices'", _not_an_index),
-    ("all elements of input should be between 0 and 1", _no_probabilities),
+    (
+        "all elements of input should be between 0 and 1",
+        _always(
+            "binary_cross_entropy takes probabilities, but outputs of the model are not between 0 and 1; use "
+            "binary_cross_entropy_with_logits, or end the model with nn.Sigmoid()"
+        ),
+    ),
     (MISSING_MODULE, _missing_module),
-    (r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available", _no_gpu),
+    (
+        r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available",
+        _always(
+            "the code uses a GPU, and torch finds none here; remove .cuda() and .to('cuda'): Paceline moves the model "
+            "and the batches to the device of the run"
+        ),
+    ),
     (ON_TWO_DEVICES, _two_devices),
     (r"Run\.log\(\) takes 1 positional", _always("run.log takes values by name; write run.log(loss=loss)")),
     (r"Run\.step\(\) missing 1 required", _always("run.step needs the optimizer; write run.step(optimizer)")),
@@ -169,5 +165,8 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
         "initialize the default process group twice",
         _always("Paceline has created the process group; remove init_process_group and destroy_process_group"),
     ),
-    (r"cannot assign (module|parameters?) before Module\.__init__\(\) call", _no_parent_call),
+    (
+        r"cannot assign (module|parameters?) before Module\.__init__\(\) call",
+        _always("the __init__ of the model assigns a layer first; begin it with super().__init__()"),
+    ),
 )

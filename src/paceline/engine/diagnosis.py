@@ -49,8 +49,8 @@ def explained(error: BaseException, config: Any) -> str | None:
     sentence = found.sentence
     if TEXT.search(text) and (columns := text_columns(config.df)):
         sentence = f"{sentence}; df has text in {', '.join(columns)}"
-    if code_rules.COLUMN.search(text) and (columns := columns_of(config.df)):
-        sentence = f"{sentence}; {code_rules.nearest_column(text, columns)}"
+    if code_rules.COLUMN.search(text) and (hint := code_rules.nearest_column(text, columns_of(config.df))):
+        sentence = f"{sentence}; {hint}"
     place = user_location(error) or place_of(getattr(config, found.blamed))
     return f"{sentence} ({place})" if place is not None else sentence
 

@@ -56,6 +56,10 @@ def missing_module() -> Any:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a column": (lambda: TABLE["agee"], "the table has no column agee; did you mean age?"),
     "columns": (lambda: TABLE[["x", "y"]], "the table has no column x, y; its columns are age, city"),
+    "a row of a part of the table": (
+        lambda: TABLE["age"][5],
+        "the table has no row with the label 5; select rows by position: df.iloc[index]",
+    ),
     "no sample": (
         lambda: default_collate([None, None]),
         "the data set returned None for a sample; return the sample, such as (x, y)",
