@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "columns": (lambda: TABLE[["x", "y"]], "the table has no column x, y; its columns are age, city"),
     "a row of a part of the table": (
         lambda: TABLE["age"][5],
-        "the table has no row with the label 5; select rows by position: df.iloc[index]",
+        "the table has no row with the label 5; select by position: df.iloc[index]",
     ),
     "no sample": (
         lambda: default_collate([None, None]),
