@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine.losses import IGNORED
+from paceline.user_code import FRAME
 
 Shape = tuple[int, ...]
 MODEL, DATA = "model_fn", "dataset_fn"  # the functions that are to blame if the user's code is not in the traceback
@@ -43,7 +44,7 @@ class Facts:
     is_none: bool = False  # whether None was passed in place of the input
     is_in_data: bool = False  # whether the data set or its function was called
     is_in_collate: bool = False  # whether samples were being made a batch
-    is_in_table: bool = False  # whether pandas was called
+    is_in_table: bool = False  # whether pandas raised it
     batch: Any = None  # that the model was called with, by Paceline
 
 
@@ -57,11 +58,11 @@ class Diagnosis(NamedTuple):
 def facts_of(error: BaseException) -> Facts:
     """What the traceback of an error knows about the call of torch that failed."""
     root: torch.nn.Module | None = None
-    facts, trace, batch, modules = Facts(), error.__traceback__, None, set[str]()
+    facts, trace, batch, modules = Facts(), error.__traceback__, None, list[str]()
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         module, name = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
-        modules.add(name)
+        modules.append(name)
         if isinstance(module, torch.nn.Module) and not isinstance(module, DistributedDataParallel):
             root = root or module
             if name.startswith("torch.nn.modules") and "input" in frame.f_locals:
@@ -70,13 +71,14 @@ def facts_of(error: BaseException) -> Facts:
             facts = _of_function(frame, facts)
         elif frame.f_code.co_name == "run_model" and name.startswith("paceline."):
             batch = frame.f_locals.get("batch")
-    text = str(error)  # of a DataLoader worker, it has the traceback
+    text = str(error)
+    files = [match[1] for match in FRAME.finditer(text)]  # of a DataLoader worker, whose text has its traceback
     return replace(
         facts,
         batch=batch,
         is_in_data=any(name.startswith("paceline.data.") for name in modules) or "in DataLoader worker process" in text,
         is_in_collate="torch.utils.data._utils.collate" in modules or "_utils/collate.py" in text,
-        is_in_table=any(name.startswith("pandas.") for name in modules) or "/pandas/" in text,
+        is_in_table="/pandas/" in files[-1] if files else bool(modules) and modules[-1].startswith("pandas."),
     )
 
 

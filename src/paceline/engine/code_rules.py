@@ -19,11 +19,16 @@ ON_TWO_DEVICES = re.compile(r"Expected all tensors to be on the same device(?:, 
 
 def nearest_column(text: str, columns: Sequence[str]) -> str:
     """The column that a wrong name may mean, or all columns; nothing if the error names none."""
-    wanted = re.findall(r"'([^']*)'", text)
+    wanted = _quoted(text)
     if not wanted or not columns:
         return ""
     near = [match for name in wanted for match in difflib.get_close_matches(name, columns, n=1)]
     return f"did you mean {near[0]}?" if near else f"its columns are {', '.join(columns)}"
+
+
+def _quoted(text: str) -> list[str]:
+    """The names in quotes in the last line of an error, before those that describe a type."""
+    return re.findall(r"'([^']*)'", text.strip().splitlines()[-1].partition("dtype")[0])
 
 
 def _column(text: str, facts: Facts) -> Diagnosis | None:
@@ -33,7 +38,7 @@ def _column(text: str, facts: Facts) -> Diagnosis | None:
         return Diagnosis(
             f"the table has no row with the label {found[1]}; select rows by position: df.iloc[index]", DATA
         )
-    names = re.findall(r"'([^']*)'", text.partition("dtype")[0])
+    names = _quoted(text)
     return Diagnosis(f"the table has no column {', '.join(names)}", DATA) if names else None
 
 

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "columns": (lambda: TABLE[["x", "y"]], "the table has no column x, y; its columns are age, city"),
     "a row of a part of the table": (
         lambda: TABLE["age"][5],
-        "the table has no row with the label 5; select by position: df.iloc[index]",
+        "the table has no row with the label 5; select rows by position: df.iloc[index]",
     ),
     "no sample": (
         lambda: default_collate([None, None]),
@@ -173,6 +173,24 @@ def test_a_mistake_of_a_newcomer_is_one_sentence_with_the_fix_and_the_place(case
 )
 def test_errors_about_devices_have_the_fix(error: Exception, words: str) -> None:
     assert words in (explained(error, build({**MANAGED})) or "")
+
+
+def test_a_column_that_a_worker_has_not_found_is_named() -> None:
+    error = KeyError(
+        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        "  File \"/lab/data.py\", line 8, in __getitem__\n    return self.df['agee'][index]\n"
+        '  File "/env/lib/python3.12/site-packages/pandas/core/indexes/base.py", line 9, in get_loc\n'
+        "KeyError: 'agee'"
+    )
+    error = type("KeyErrorMessage", (KeyError,), {"__str__": lambda self: self.args[0]})(error.args[0])
+    sentence = "the table has no column agee; did you mean age? (/lab/data.py:8)"
+    assert explained(error, build({**MANAGED, "df": TABLE})) == sentence
+
+
+def test_a_missing_key_of_the_users_own_dict_stays_as_it_is() -> None:
+    with pytest.raises(KeyError) as caught:
+        TABLE["city"].map(lambda name: {"Paris": 0}[name])
+    assert explained(caught.value, build({**MANAGED, "df": TABLE})) is None
 
 
 @pytest.mark.parametrize(
