@@ -176,13 +176,13 @@ def test_errors_about_devices_have_the_fix(error: Exception, words: str) -> None
 
 
 def test_a_column_that_a_worker_has_not_found_is_named() -> None:
-    error = KeyError(
+    kind = type("KeyErrorMessage", (KeyError,), {"__str__": lambda self: self.args[0]})  # as torch shows it
+    error = kind(
         "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
         "  File \"/lab/data.py\", line 8, in __getitem__\n    return self.df['agee'][index]\n"
         '  File "/env/lib/python3.12/site-packages/pandas/core/indexes/base.py", line 9, in get_loc\n'
         "KeyError: 'agee'"
     )
-    error = type("KeyErrorMessage", (KeyError,), {"__str__": lambda self: self.args[0]})(error.args[0])
     sentence = "the table has no column agee; did you mean age? (/lab/data.py:8)"
     assert explained(error, build({**MANAGED, "df": TABLE})) == sentence
 
