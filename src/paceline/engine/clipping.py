@@ -22,7 +22,7 @@ def clip_by_norm(
     if not parameters:
         return 0.0
     norms = norms_of([parameter.grad for parameter in parameters], parameters)
-    norm = torch.linalg.vector_norm(norms if sharding is None else sharding.with_others(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(norms if sharding is None else sharding.with_others(norms))
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 

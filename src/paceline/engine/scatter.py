@@ -54,18 +54,18 @@ class ReduceScatter:
         if own:
             torch._foreach_copy_(own, slots_in(mine, own, starts_of(own, 1)))
 
-    def _sum(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def _sum(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """The sum over the ranks of this rank's part of a flat tensor. All ranks."""
         size, count = sizes[self._world.rank], self._world.size
         if self._world.backend != "gloo":
             mine = self._scratch.take("mine", size, tensor.dtype, tensor.device)
             # NCCL groups one reduction for each rank if the sizes differ.
-            dist.reduce_scatter(mine, list(tensor.split(sizes)), group=self._group)
+            dist.reduce_scatter(mine, list(torch.split(tensor, sizes)), group=self._group)
             return mine
         # Gloo's reduce_scatter is an all-reduce, and its reduce sends up to twice as much.
         received = self._scratch.take("received", size * count, tensor.dtype, tensor.device)
         dist.all_to_all_single(received, tensor, [size] * count, sizes, group=self._group)
-        mine, *others = received.view(count, size)
+        first, *others = received.view(count, size).unbind()
         for other in others:  # always in the order of the ranks
-            mine.add_(other)
-        return mine
+            first.add_(other)
+        return first

@@ -79,7 +79,7 @@ class Sharding:
         self.optimizer, self.world = optimizer, world
         self.owners = owners_of(optimizer, world.size)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._owner_of = dict(zip(parameters, self.owners, strict=True))
+        self._owner_of: dict[torch.Tensor, int] = dict(zip(parameters, self.owners, strict=True))
         for parameter in parameters:
             if self._owner_of[parameter] != world.rank:
                 optimizer.state.pop(parameter, None)  # some optimizers create it before the first step
