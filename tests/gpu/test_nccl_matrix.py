@@ -13,7 +13,8 @@ import pytest
 
 CASES_FILE = Path(__file__).parents[1] / "multi" / "exactness_cases.py"
 CASES = [
-    "convolution, BatchNorm and dropout", "AdamW", "AdamW, sharded", "a size that is a multiple of nothing",
+    "convolution, BatchNorm and dropout", "AdamW", "AdamW, sharded", "Muon, sharded",
+    "gradual unfreezing by steps, sharded", "a size that is a multiple of nothing",
     "sum and count", "samples that are not finite", "two phases", "own loop", "own loop with everything",
     "everything at once",
 ]  # fmt: skip
