@@ -95,16 +95,13 @@ class IntegerSum:
                 self._integers.copy_(self._values)
         return self._integers
 
-    def write(self, gradients: Gradients, integers: torch.Tensor | None = None, first: int = 0) -> None:
-        """Write the sum over all ranks, as the integers have it by now, to these gradients.
-
-        They may be only some of the gradients, from the one with index `first`; `integers` is then their sum.
-        """
-        end = first + len(gradients)
-        blocks = slice(self.starts[first] // BLOCK, self.starts[end] // BLOCK)
-        self._blocks[blocks].copy_((self._integers if integers is None else integers).view(-1, BLOCK))
+    def write(self, gradients: Gradients, first: int = 0) -> None:
+        """Write the sum over all ranks, as the integers have it by now, to gradients, from the one at `first`."""
+        start, end = self.starts[first], self.starts[first + len(gradients)]
+        blocks = slice(start // BLOCK, end // BLOCK)
+        self._values[start:end].copy_(self._integers[start:end])
         self._blocks[blocks].mul_(self._unit[blocks, None])
-        torch._foreach_copy_(gradients, self._slots[first:end])
+        torch._foreach_copy_(gradients, self._slots[first : first + len(gradients)])
 
 
 class Scratch:

@@ -40,32 +40,46 @@ class ReduceScatter:
 
     def integers(self, total: IntegerSum, integers: torch.Tensor, sums: Gradients, order: OwnerOrder) -> None:
         """Write the sums of the integers of `total`, which has the gradients in this order. All ranks."""
-        mine = self._sum(integers, order.sizes(total.starts))
+        self._sum(integers, order.sizes(total.starts))
         if order.mine:
-            total.write([sums[index] for index in order.mine], mine, order.first)
+            total.write([sums[index] for index in order.mine], order.first)
 
     def floats(self, sums: Gradients, order: OwnerOrder, dtype: torch.dtype) -> None:
         """Replace gradients by their sums, computed in this format. All ranks."""
         like = [sums[index] for index in order.indices]
         starts = starts_of(like, 1)
         flat = self._scratch.take("floats", starts[-1], dtype, like[0].device)
-        torch._foreach_copy_(slots_in(flat, like, starts), like)
-        mine, own = self._sum(flat, order.sizes(starts)), [sums[index] for index in order.mine]
-        if own:
-            torch._foreach_copy_(own, slots_in(mine, own, starts_of(own, 1)))
+        slots = slots_in(flat, like, starts)
+        torch._foreach_copy_(slots, like)
+        self._sum(flat, order.sizes(starts))
+        if order.mine:
+            torch._foreach_copy_([sums[index] for index in order.mine], slots[order.first :][: len(order.mine)])
 
-    def _sum(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The sum over the ranks of this rank's part of a flat tensor. All ranks."""
-        size, count = sizes[self._world.rank], self._world.size
-        if self._world.backend != "gloo":
-            mine = self._scratch.take("mine", size, tensor.dtype, tensor.device)
-            # NCCL groups one reduction for each rank if the sizes differ.
-            dist.reduce_scatter(mine, list(torch.split(tensor, sizes)), group=self._group)
-            return mine
-        # Gloo's reduce_scatter is an all-reduce, and its reduce sends up to twice as much.
-        received = self._scratch.take("received", size * count, tensor.dtype, tensor.device)
-        dist.all_to_all_single(received, tensor, [size] * count, sizes, group=self._group)
-        first, *others = received.view(count, size).unbind()
-        for other in others:  # always in the order of the ranks
-            first.add_(other)
-        return first
+    def _sum(self, tensor: torch.Tensor, sizes: list[int]) -> None:
+        """Replace this rank's part of a flat tensor by its sum over the ranks. All ranks."""
+        parts = list(torch.split(tensor, sizes))
+        mine = parts[self._world.rank]
+        if self._world.backend != "gloo":  # NCCL groups one reduction for each rank if the sizes differ
+            dist.reduce_scatter(mine, parts, group=self._group)
+        elif tensor.device.type == "cpu":
+            self._exchange(parts)
+        else:  # Gloo sends from host memory
+            on_host = [part.cpu() for part in parts]
+            self._exchange(on_host)
+            mine.copy_(on_host[self._world.rank])
+
+    def _exchange(self, parts: Sequence[torch.Tensor]) -> None:
+        """Send each rank its part, and add those of the other ranks to this rank's. All ranks.
+
+        Gloo's `reduce_scatter` is an all-reduce, and its `reduce` sends more than this does.
+        """
+        rank, count, mine = self._world.rank, self._world.size, parts[self._world.rank]
+        received = self._scratch.take("received", len(mine), mine.dtype, mine.device)
+        for distance in range(1, count):  # in each turn, every rank sends to one and receives from one
+            target, source = (rank + distance) % count, (rank - distance) % count
+            work = [dist.isend(parts[target], target, group=self._group)] if len(parts[target]) else []
+            if len(mine):
+                work.append(dist.irecv(received, source, group=self._group))
+            for each in work:
+                each.wait()  # type: ignore[union-attr]
+            mine.add_(received)

@@ -143,18 +143,11 @@ class Rank:
         everyone = torch.stack(self.gather_objects(tensor))
         tensor.copy_(everyone.amax(0) if op == torch.distributed.ReduceOp.MAX else everyone.sum(0))
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, out: list[int], sent: list[int], group: Any
-    ) -> None:
-        parts = self.gather_objects(torch.split(tensor, sent))
-        for place, of_rank in zip(torch.split(output, out), parts, strict=True):
-            place.copy_(of_rank[self.rank])
-
-    def isend(self, tensor: torch.Tensor, target: int, group: Any, tag: int) -> Any:
+    def isend(self, tensor: torch.Tensor, target: int, group: Any, tag: int = 0) -> Any:
         self.post.put(tensor, "sent", self.rank, target, tag)
         return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> Any:
+    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int = 0) -> Any:
         return SimpleNamespace(wait=lambda: tensor.copy_(self.post.get("sent", source, self.rank, tag)))
 
 
@@ -169,7 +162,7 @@ def on_ranks(size: int, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPat
         here[threading.get_ident()] = world = Rank(rank, post)
         return run(world)
 
-    names = ("all_reduce", "all_to_all_single", "broadcast", "isend", "irecv")
+    names = ("all_reduce", "broadcast", "isend", "irecv")
     calls = {name: of_this_thread(name) for name in names}
     fake = SimpleNamespace(new_group=lambda **keys: None, ReduceOp=torch.distributed.ReduceOp, **calls)
     for module in (scatter, sharding):
@@ -272,7 +265,8 @@ def test_owners_get_the_bits_of_a_sum_for_all(owners: list[int], monkeypatch: py
     exponents = torch.stack([each.exponents([gradients_of(rank)]) for rank, each in enumerate(sums)]).amax(0)
     integers = [each.integers([gradients_of(rank)], exponents) for rank, each in enumerate(sums)]
     expected, added = [torch.empty_like(each) for each in LIKE], integers[0] + integers[1] + integers[2]
-    sums[0].write(expected, added)
+    integers[0].copy_(added)
+    sums[0].write(expected)
 
     def run(world: Any) -> dict[int, torch.Tensor]:
         order = OwnerOrder(range(len(LIKE)), owners, world)
