@@ -68,7 +68,7 @@ def make_optimizer(model: nn.Module, out: Path, steps: int) -> torch.optim.Optim
 def measure(procs: int, sharded: bool, layers: int, steps: int, folder: Path) -> tuple[list[int], list[float], str]:
     """The bytes on each rank; the figures of a step and a save; the weights' hash.
 
-    The figures: the seconds of a step (median), of a save's block and of the save, the bytes that a rank sends in a step.
+    The figures: the seconds of a step (median), of a save's block and of the save; the bytes a rank sends in a step.
     """
     trainer = Trainer(
         model_fn=partial(make_model, layers), dataset_fn=partial(make_dataset, steps), val_fraction=0,
@@ -95,7 +95,8 @@ def main() -> None:
     hashes = set()
     count = sum(parameter.numel() for parameter in make_model(arguments.layers).parameters())
     print(f"{count / 1e6:.0f} M parameters, AdamW, torch {torch.__version__}: medians of {arguments.turns}\n")
-    print("| ranks | sharded | state on a rank, MB | step, ms | ratio | held by a save, ms | until saved, s | sent per step, MB |")
+    columns = "ranks | sharded | state on a rank, MB | step, ms | ratio | held by a save, ms | until saved, s"
+    print(f"| {columns} | sent per step, MB |")
     print("|---|---|---|---|---|---|---|---|")
     for procs in arguments.ranks:
         kept, seconds = {}, defaultdict(list)
