@@ -1,0 +1,49 @@
+"""checkpoint/interval.py against values computed by hand, and against a minimum that is searched for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.checkpoint.interval import Failures, auto_interval_s, best_interval_s, goodput
+
+
+def test_a_cheap_save_gives_the_interval_of_young() -> None:
+    assert best_interval_s(1.0, 1e6) == pytest.approx(math.sqrt(2e6), rel=1e-3)
+
+
+def test_an_expensive_save_gives_the_higher_order_interval() -> None:
+    # C = 200, M = 1000, C / 2M = 0.1: sqrt(400,000) * (1 + sqrt(0.1) / 3 + 0.1 / 9) - 200
+    assert best_interval_s(200.0, 1000.0) == pytest.approx(632.4555 * (1 + 0.105409 + 0.011111) - 200, rel=1e-5)
+    assert best_interval_s(5000.0, 1000.0) == 1000.0
+
+
+@pytest.mark.parametrize("save_cost_s", [0.1, 10.0, 300.0, 1500.0])
+def test_no_other_interval_has_a_better_goodput(save_cost_s: float) -> None:
+    best = goodput(best_interval_s(save_cost_s, 1000.0), save_cost_s, 20.0, 1000.0)
+    others = [goodput(10 ** (exponent / 50), save_cost_s, 20.0, 1000.0) for exponent in range(250)]
+    assert best >= max(others) * 0.999
+
+
+def test_goodput_is_the_share_of_steps_that_are_not_repeated() -> None:
+    # Without failures only saves cost time.
+    assert goodput(99.0, 1.0, 50.0, 1e12) == pytest.approx(0.99)
+    # C = 0, R = 0, T = M: 1 / (e - 1); a restart of M costs a factor of e, and so does a publication of M.
+    assert goodput(10.0, 0.0, 0.0, 10.0) == pytest.approx(1 / (math.e - 1))
+    assert goodput(10.0, 0.0, 10.0, 10.0) == pytest.approx(1 / (math.e - 1) / math.e)
+    assert goodput(10.0, 0.0, 0.0, 10.0, publish_s=10.0) == pytest.approx(1 / (math.e - 1) / math.e)
+
+
+def test_auto_saves_every_ten_minutes_unless_saves_cost_much_or_ranks_fail_often() -> None:
+    assert auto_interval_s(0.02, Failures(2).mtbf_s) == 600  # a small run
+    assert auto_interval_s(0.4, Failures(4096).mtbf_s) == pytest.approx(187.6, abs=1)  # sqrt(2 * 0.4 * 43,945)
+    assert auto_interval_s(0.0002, Failures(4096).mtbf_s) == 60
+    assert auto_interval_s(30.0, Failures(8).mtbf_s) == 3000  # one percent
+    assert auto_interval_s(30.0, 36_000.0) == pytest.approx(1449.8, abs=0.1)  # sqrt(2 * 30 * 36,000) * 1.0068 - 30
+
+
+def test_failures_of_the_run_count_if_they_are_more_than_expected() -> None:
+    assert Failures(16_384).mtbf_s / 3600 == pytest.approx(3.05, abs=0.01)
+    assert Failures(8, count=3, observed_s=7200.0).mtbf_s == 2400
+    assert Failures(50_000, count=1, observed_s=36_000.0).mtbf_s == 3600
