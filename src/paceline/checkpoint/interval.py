@@ -68,8 +68,10 @@ def auto_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 def describe_interval(interval_s: float, save_cost_s: float, failures: Failures) -> str:
     """The interval and its reason, for the report of a run."""
-    if failures.count:
-        rate = f"this run failed {failures.count} times in {failures.observed_s / 3600:.2g} h"
+    if failures.mtbf_s < Failures(failures.ranks).mtbf_s:
+        times = "once" if failures.count == 1 else f"{failures.count} times"
+        rate = f"this run has failed {times} in {failures.observed_s / 3600:.2g} h"
     else:
-        rate = f"{ranks_text(failures.ranks)} are expected to fail once in {failures.mtbf_s / 3600:,.0f} h"
-    return f"a checkpoint is saved every {interval_s / 60:.2g} min: a save costs {save_cost_s:.2g} s, and {rate}"
+        verb = "is" if failures.ranks == 1 else "are"
+        rate = f"{ranks_text(failures.ranks)} {verb} expected to fail once in {failures.mtbf_s / 3600:,.0f} h"
+    return f"a checkpoint is saved every {interval_s / 60:.3g} min: a save costs {save_cost_s:.2g} s, and {rate}"
