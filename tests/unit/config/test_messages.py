@@ -83,7 +83,7 @@ def test_long_values_are_shortened_in_the_message() -> None:
         ({"every_minutes": 0}, "checkpoint.every_minutes=0 must be greater than 0"),
         (
             {"every_minutes": "often"},
-            "checkpoint.every_minutes=often must be a number of minutes, auto, or null for never",
+            "checkpoint.every_minutes='often' must be a number of minutes, auto, or null for never",
         ),
     ],
 )
