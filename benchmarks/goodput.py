@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--pace", type=Path, help="events.jsonl of a run with log.every_steps=1")
     parser.add_argument("--step-s", type=float, default=1.0, help="median seconds of a step in the tables")
     parser.add_argument("--save-s", type=float, default=0.39, help="seconds of training that a save costs")
-    parser.add_argument("--publish-s", type=float, default=8.0, help="seconds until a save can be used")
+    parser.add_argument("--publish-s", type=float, default=8.4, help="seconds until a save can be used")
     parser.add_argument("--restart-s", type=float, default=120.0, help="seconds from a failure to the next step")
     parser.add_argument(
         "--mtbf-hours", type=float, nargs="+", default=[RANK_MTBF_H, RANK_MTBF_H / 10], help="of a rank"

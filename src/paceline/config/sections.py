@@ -258,7 +258,7 @@ class Checkpoint(Section):
     """Saves each time after this number of minutes; null never does.
 
     `auto` saves every 10 minutes; more often, up to every minute, where that loses less time because there are many
-    ranks or failures; less often where saves would cost more than 1 % of the time.
+    ranks or failures; less often where saves would cost more than 1 % of the time ([how often](goodput.md)).
     """
 
     keep: int = Field(3, ge=1)
