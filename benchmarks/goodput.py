@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument(
         "--mtbf-hours", type=float, nargs="+", default=[RANK_MTBF_H, RANK_MTBF_H / 10], help="of a rank"
     )
-    parser.add_argument("--days", type=float, default=100.0)
+    parser.add_argument("--days", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="run and kill real ranks, and compare")
     parser.add_argument("--runs", type=int, default=2, help="disturbed runs of --real")
