@@ -42,15 +42,17 @@ def data():
 
 class Marks(Callback):
     needs_step_metrics = False
+    def __init__(self, path):
+        self.path = path
     def on_step(self, run, metrics):
         if run.is_main:
-            with open(sys.argv[4], "a") as file:
+            with open(self.path, "a") as file:
                 print(os.getpid(), run.step_number, time.time(), file=file)
 
 every = int(sys.argv[3])
 Trainer(
     model, data, loss_fn=nn.functional.cross_entropy, batch_size=64, lanes=2, procs=2, threads=1, device="cpu",
-    optimizer="adamw", max_steps=int(sys.argv[2]), num_epochs=1000, val_fraction=0, callbacks=[Marks()],
+    optimizer="adamw", max_steps=int(sys.argv[2]), num_epochs=1000, val_fraction=0, callbacks=[Marks(sys.argv[4])],
     checkpoint={"every_steps": every or None, "every_minutes": None}, max_restarts=1000, run_dir=sys.argv[1],
 ).start()
 """
