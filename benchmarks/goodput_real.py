@@ -27,6 +27,7 @@ import psutil
 from goodput import Costs, StepTimes, exponential, simulate
 
 STEPS, EVERY, MTBF_S = 600, 25, 8.0
+WARM_UP = 10  # steps
 RUN = """
 import os, sys, time
 import torch
@@ -121,12 +122,12 @@ def undisturbed(folder: Path, steps: int, every: int) -> RealRun:
 
 
 def restart_times(folder: Path, kills: int, step_s: float) -> list[float]:
-    """Seconds from a kill to the begin of the next step, for kills at the 50th step of an attempt."""
+    """Seconds that a restart takes, for kills at the 50th step of an attempt: until its first steps, which are slower."""
     real, killed_at, found = RealRun(folder, 60 * (kills + 1), 20), list[float](), list[float]()
     for marks in real.follow():
         mine = [mark for mark in marks if mark.attempt == len(killed_at)]  # of the attempt after the last kill
-        if mine and len(found) < len(killed_at):
-            found.append(mine[0].time - killed_at[-1] - step_s)
+        if len(mine) >= WARM_UP and len(found) < len(killed_at):
+            found.append(mine[WARM_UP - 1].time - killed_at[-1] - WARM_UP * step_s)
         if len(mine) >= 50 and len(killed_at) < kills:
             killed_at.append(real.kill_rank(len(killed_at)))
     return found
