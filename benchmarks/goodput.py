@@ -4,7 +4,7 @@
     python benchmarks/goodput.py --real [--runs 2]     real runs whose ranks are killed, against their simulation
 
 The simulation is driven by measured numbers: the times of single steps of a rank (`--pace`, the events of a run with
-log.every_steps=1; else those in MEASURED_STEPS), the cost of saves, the time of a restart, and a rate of failures.
+log.every_steps=1; else QUANTILES), the cost of saves, the time of a restart, and a rate of failures.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import numpy as np
 
 from paceline.checkpoint.interval import RANK_MTBF_H, best_interval_s, goodput
 
+Times = Sequence[float] | np.ndarray
+
 RANKS = (8, 64, 512, 4096)
 RANKS_OF_HOST = 8
-# The time of a rank's own work in a step, as quantiles 0, 0.05 … 1 and relative to the median; see `own_times`.
-MEASURED_STEPS: tuple[float, ...] = ()
+# Of the times of a rank's own work in a step; `--pace` prints them for another run.
+LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
+QUANTILES: tuple[float, ...] = ()  # relative to the median
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Outcome:
 class StepTimes:
     """Seconds of the steps of a run: each is the maximum over ranks, whose times are independent."""
 
-    def __init__(self, own_s: Sequence[float], ranks: int, random: np.random.Generator, count: int = 20_000) -> None:
+    def __init__(self, own_s: Times, ranks: int, random: np.random.Generator, count: int = 20_000) -> None:
         """`own_s`: measured times of a rank's own work. The maximum of n draws is the quantile of u^(1/n)."""
         draws = np.quantile(own_s, random.random(count) ** (1 / ranks))
         self._count, self._ends = count, np.concatenate([[0.0], np.cumsum(draws)])
@@ -162,7 +165,7 @@ def simulate_elastic(
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def interval_table(own_s: Sequence[float], costs: Costs, mtbf_h: float, days: float, seed: int) -> None:
+def interval_table(own_s: Times, costs: Costs, mtbf_h: float, days: float, seed: int) -> None:
     """Goodput for several intervals, simulated and, in brackets, as the formula gives it."""
     minutes = (1, 5, 10, 30, 60)
     print(f"one failure in {mtbf_h:,.0f} h of a rank; goodput in percent, simulated (formula)\n")
@@ -185,7 +188,7 @@ def interval_table(own_s: Sequence[float], costs: Costs, mtbf_h: float, days: fl
 
 
 def simulated_goodput(
-    own_s: Sequence[float], ranks: int, costs: Costs, interval_s: float, mtbf_s: float, days: float, seed: int
+    own_s: Times, ranks: int, costs: Costs, interval_s: float, mtbf_s: float, days: float, seed: int
 ) -> float:
     """The goodput of one long simulated run."""
     random = np.random.default_rng(seed)
@@ -216,7 +219,7 @@ def elastic_table(costs: Costs, mtbf_h: float, days: float, seed: int) -> None:
     print()
 
 
-def straggler_table(own_s: Sequence[float], seed: int) -> None:
+def straggler_table(own_s: Times, seed: int) -> None:
     """How much longer steps are when ranks are slow at times, or always."""
     print("step time, relative to that of one rank without stragglers\n")
     print("| ranks | measured times | + 1 of 10,000 steps of a rank takes twice as long | + 1 of 1,000 | "
@@ -251,6 +254,12 @@ def own_times(events: Path) -> list[float]:
     return found[len(found) // 10 :]  # the first steps warm up
 
 
+def quantiles_of(own_s: Sequence[float]) -> tuple[float, ...]:
+    """The quantiles at LEVELS, relative to the median."""
+    median = statistics.median(own_s)
+    return tuple(round(float(each) / median, 3) for each in np.quantile(own_s, LEVELS))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pace", type=Path, help="events.jsonl of a run with log.every_steps=1")
@@ -272,9 +281,9 @@ def main() -> None:
 
         goodput_real.main(options.runs, options.seed, options.out)
         return
-    own_s = own_times(options.pace) if options.pace else list(MEASURED_STEPS)
-    median = statistics.median(own_s)
-    own_s = [options.step_s * each / median for each in own_s]
+    quantiles = quantiles_of(own_times(options.pace)) if options.pace else QUANTILES
+    print("quantiles of the time of a rank's own work:", dict(zip(LEVELS, quantiles, strict=True)), "\n")
+    own_s = options.step_s * np.interp(np.linspace(0, 1, 5001), LEVELS, quantiles)
     costs = Costs(options.save_s, options.publish_s, options.restart_s)
     print(f"{costs}, steps of {options.step_s} s (median of one rank), {options.days:g} days\n")
     for mtbf_h in options.mtbf_hours:

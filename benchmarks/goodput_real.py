@@ -122,7 +122,7 @@ def undisturbed(folder: Path, steps: int, every: int) -> RealRun:
 
 
 def restart_times(folder: Path, kills: int, step_s: float) -> list[float]:
-    """Seconds that a restart takes, for kills at the 50th step of an attempt: until its first steps, which are slower."""
+    """Seconds of restarts, with their first steps, which are slower; for kills at the 50th step of an attempt."""
     real, killed_at, found = RealRun(folder, 60 * (kills + 1), 20), list[float](), list[float]()
     for marks in real.follow():
         mine = [mark for mark in marks if mark.attempt == len(killed_at)]  # of the attempt after the last kill
