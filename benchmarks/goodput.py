@@ -27,7 +27,7 @@ RANKS = (8, 64, 512, 4096)
 RANKS_OF_HOST = 8
 # Of the times of a rank's own work in a step; `--pace` prints them for another run.
 LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
-QUANTILES: tuple[float, ...] = ()  # relative to the median
+QUANTILES: tuple[float, ...] = (1.0,) * len(LEVELS)  # relative to the median
 
 
 @dataclass(frozen=True)
