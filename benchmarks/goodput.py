@@ -4,7 +4,7 @@
     python benchmarks/goodput.py --real [--runs 2]     real runs whose ranks are killed, against their simulation
 
 The simulation is driven by measured numbers: the times of single steps of a rank (`--pace`, the events of a run with
-log.every_steps=1; else QUANTILES), the cost of saves, the time of a restart, and a rate of failures.
+log.every_steps=1; else those of QUANTILES), the cost of saves, the time of a restart, and a rate of failures.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def elastic_table(costs: Costs, mtbf_h: float, days: float, seed: int) -> None:
 def straggler_table(own_s: Times, seed: int) -> None:
     """How much longer steps are when ranks are slow at times, or always."""
     print("step time, relative to that of one rank without stragglers\n")
-    print("| ranks | measured times | + 1 of 10,000 steps of a rank takes twice as long | + 1 of 1,000 | "
+    print("| ranks | as measured | + 1 of 10,000 steps of a rank takes twice as long | + 1 of 1,000 | "
           "+ 1 of 1,000 ranks is 20 % slower, always |")  # fmt: skip
     print("|---" * 5 + "|")
     for ranks in RANKS:
