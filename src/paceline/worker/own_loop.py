@@ -213,8 +213,8 @@ class OwnLoop:
         if keys := [f"{key}={getattr(settings, key)}" for key, is_given in given.items() if is_given]:
             verb = "has" if len(keys) == 1 else "have"
             rest = (
-                "; each batch is an update by itself, so the weights depend on the number of processes, and "
-                f"run.total_steps counts {self.step.rank_lanes.most} of them as one step; remove lanes, or use both calls"
+                "; each batch is an update by itself, so the weights depend on the number of processes, and run.total_steps "
+                f"counts {self.step.rank_lanes.most} of them as one step; remove lanes, or use both calls"
             )
             self.context.warn_once(
                 f"{' and '.join(keys)} {verb} no effect without run.backward(loss) and run.step(optimizer)"
