@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from goodput import Costs, StepTimes, exponential, simulate
 
-STEPS, EVERY, MTBF_S = 600, 25, 8.0
+STEPS, EVERY, MTBF_S = 1000, 40, 6.0
 WARM_UP = 10  # steps
 RUN = """
 import os, sys, time
@@ -35,10 +35,10 @@ from torch import nn
 from paceline import Callback, Trainer
 
 def model():
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 2))
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 2))
 
 def data():
-    x = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(4096, 512, generator=torch.Generator().manual_seed(7))
     return torch.utils.data.TensorDataset(x, (x.mean(1) > 0).long())
 
 class Marks(Callback):
