@@ -197,6 +197,28 @@ class CheckpointEvent(TypedDict):
 
 
 @with_config(STRICT)
+class MirrorEvent(TypedDict):
+    """The state of the mirror has changed: its place is known, or it has caught up."""
+
+    event: Literal["mirror"]
+    time: UnixTime
+    place: str
+    text: str
+
+
+@with_config(STRICT)
+class MirroredEvent(TypedDict):
+    """A checkpoint is complete in the mirror."""
+
+    event: Literal["mirrored"]
+    time: UnixTime
+    step: Count
+    place: NotRequired[str]
+    bytes: NotRequired[Count]
+    seconds: NotRequired[Measured]
+
+
+@with_config(STRICT)
 class DigestsEvent(TypedDict):
     """A digest of each parameter."""
 
@@ -269,6 +291,8 @@ KnownEvent = Annotated[
     | ProgressEvent
     | SavingEvent
     | CheckpointEvent
+    | MirrorEvent
+    | MirroredEvent
     | DigestsEvent
     | RunStoppedEvent
     | RunFinishedEvent,
