@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.values import Mode, Otherwise, false_as, listed, mirror, path_as_text, with_mode
+from paceline.config.values import Mode, Otherwise, false_as, listed, mirror_place, path_as_text, with_mode
 
 DEFAULT_LRS = {"muon": 0.02}  # for optimizers whose usual learning rate is not near 1e-3
 
@@ -255,7 +255,7 @@ class Checkpoint(Section):
     is_async: bool = Field(True, alias="async")
     """False pauses training until a checkpoint is on the disk."""
 
-    mirror: Annotated[str | None, BeforeValidator(path_as_text), BeforeValidator(mirror)] = None
+    mirror: Annotated[str | None, BeforeValidator(path_as_text), BeforeValidator(mirror_place)] = None
     """A folder on another disk, or a URL such as `s3://bucket/runs`, to which the run is copied while it trains.
 
     Checkpoints, events and results are copied to `MIRROR/NAME/RUN FOLDER`, from which `--resume` restores the run on

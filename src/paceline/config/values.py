@@ -138,7 +138,7 @@ def local(value: Any) -> Any:
     return value
 
 
-def mirror(value: Any) -> Any:
+def mirror_place(value: Any) -> Any:
     """Rejects values at which runs cannot be mirrored, and URLs with credentials."""
     if not isinstance(value, (str, Path)):
         return value
@@ -149,7 +149,7 @@ def mirror(value: Any) -> Any:
 
 def run_or_mirror(value: Any) -> Any:
     """Rejects values that are neither a path on this machine nor the URL of a mirrored run."""
-    return mirror(value) if isinstance(value, (str, Path)) and is_url(value) else local(value)
+    return mirror_place(value) if isinstance(value, (str, Path)) and is_url(value) else local(value)
 
 
 def path_as_text(value: Any) -> Any:

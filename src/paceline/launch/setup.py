@@ -64,9 +64,9 @@ def with_lanes_and_threads(
 @contextmanager
 def staged(packed: Job, folder: RunFolder, config: Config) -> Iterator[None]:
     """Keep the job in the run folder, and run the trackers and the mirror inside; write an event if the run fails."""
-    with _stored(packed, folder), mirroring(config, folder), running_sinks(config.log.trackers, folder):
-        with failure_reported(folder):
-            yield
+    trackers = running_sinks(config.log.trackers, folder)
+    with _stored(packed, folder), mirroring(config, folder), trackers, failure_reported(folder):
+        yield
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[
     restore_point = resume.find_restore_point(config)
     lanes = restore_point.lanes(config)
     threads = restore_point.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
-    settled = {"threads": threads, "lanes": lanes or world_size if config.keeps_state else None}
+    settled: dict[str, Any] = {"threads": threads, "lanes": lanes or world_size if config.keeps_state else None}
     settled |= {"resume": config.resume, "run_dir": config.run_dir}  # a run from a mirror has a folder here
     config = config.model_copy(update=settled)
     folder = held.enter_context(open_run(config, restore_point.run_dir))

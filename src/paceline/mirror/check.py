@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.config import Config
 from paceline.errors import ConfigError
-from paceline.mirror.claim import mirror_root
+from paceline.mirror.claim import is_inside, mirror_root
 from paceline.mirror.place import file_system_of, reason_of
 from paceline.system.paths import is_url
 
@@ -24,6 +24,9 @@ def check_mirror(config: Config) -> None:
     if mirror is None:
         return
     root = mirror_root(mirror)
+    folder = (config.run_dir or Path("runs") / config.name / "DATE-TIME").resolve()
+    if is_inside(f"{root}/{config.name}/{folder.name}", folder):
+        raise ConfigError(f"checkpoint.mirror={mirror} is the run folder or inside it; give a folder on another disk")
     fs, path = file_system_of(root)
     problems: list[Exception] = []
 

@@ -55,7 +55,7 @@ def claim(folder: RunFolder, mirror: str, name: str) -> Claim:
     writer = secrets.token_hex(8)
     record = json.dumps({"run": run, "writer": writer, "host": socket.gethostname()}).encode()
     for url in _candidates(mirror_root(mirror), str(known.get("place") or ""), name, folder.path.name):
-        if not is_url(url) and Path(url).resolve().is_relative_to(folder.path.resolve()):
+        if is_inside(url, folder.path):
             raise InsideRunFolder(url)
         place = Place(url, is_new=True)
         found = _record_in(place)
@@ -75,6 +75,11 @@ def read_mirror(folder: RunFolder) -> dict[str, Any]:
         if isinstance(known, dict):
             return known
     return {}
+
+
+def is_inside(url: str, folder: Path) -> bool:
+    """Whether a place is a run folder, or in it."""
+    return not is_url(url) and Path(url).resolve().is_relative_to(folder.resolve())
 
 
 def mirror_root(mirror: str) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,14 +100,14 @@ class Copier:
 
     def work(self, *, is_last: bool) -> Iterator[Work]:
         """What is to be copied, the most important first."""
-        newest, *others = [*self._missing_checkpoints(), None]
+        missing = self._missing_checkpoints()
         yield from self._changed(CONFIG, is_last=is_last)
-        if newest is not None:
-            yield from self._work_of(newest)
+        for path in missing[:1]:
+            yield from self._work_of(path)
         if self.folder.result.exists():
             for name in WEIGHTS:
                 yield from self._changed(name, is_last=is_last)
-        for path in filter(None, others):
+        for path in missing[1:]:
             yield from self._work_of(path)
         for name in (*GROWING, *self._small_files()):
             yield from self._changed(name, is_last=is_last)
@@ -133,7 +134,7 @@ class Copier:
             (before.size, before.changed_ns) != (status.st_size, status.st_mtime_ns)
             and (is_last or time.monotonic() >= before.next_at)
         ):
-            yield Work(name, status.st_size, lambda: self._copy(name))
+            yield Work(name, status.st_size, partial(self._copy, name))
 
     def _copy(self, name: str) -> None:
         """Copy a file as it is now; one that disappears meanwhile is left out."""
@@ -176,11 +177,11 @@ class Copier:
         for file in manifest.files:
             name = f"{FOLDER}/{path.name}/{file.name}"
             if file.sha256 not in (known.get(file.name), self._sent.get(name)):
-                yield Work(path.name, file.size, lambda name=name, sha256=file.sha256: self._send(path, name, sha256))
-        yield Work(path.name, 0, lambda: self._publish(path, manifest))
+                yield Work(path.name, file.size, partial(self._send, path, name, file.sha256))
+        yield Work(path.name, 0, partial(self._publish, path, manifest))
 
     def _send(self, path: Path, name: str, sha256: str) -> None:
-        """Copy one file of a checkpoint. What is in the mirror under this step is no checkpoint until it is complete."""
+        """Copy one file of a checkpoint; what the mirror has of this step is no checkpoint until it is complete."""
         try:
             source = (self.folder.path / name).open("rb")
         except FileNotFoundError:  # the checkpoint was removed
@@ -221,8 +222,8 @@ class Copier:
 def obsolete(present: Mapping[int, Manifest], local: set[int], retention: Retention) -> set[int]:
     """The steps in a mirror to remove: all except the newest and the best, and those after the newest local one.
 
-    A run that was resumed from an earlier step has removed the later ones here, too. The best may be in the mirror only.
-    Nothing is obsolete while the newest local checkpoint is not in the mirror.
+    A run that was resumed from an earlier step has no later ones any more. The best may be in the mirror only. Nothing
+    is obsolete while the newest local checkpoint is not in the mirror.
     """
     newest = max(local, default=None)
     if newest is None or newest not in present:

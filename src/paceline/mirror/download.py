@@ -7,13 +7,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Manifest, Store, verify
+from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, verify
 from paceline.config import Config
 from paceline.errors import CheckpointsDamaged, ConfigError
 from paceline.mirror.copier import CONFIG, FOLDER, GROWING
 from paceline.mirror.place import RECORD, OnBytes, Place
 from paceline.mirror.transfer import (
     Unreadable,
+    check_sizes,
     get_file,
     json_of,
     manifest_in,
@@ -30,7 +31,7 @@ IMAGE = re.compile(r"images/[\w-][\w.-]*\.png")
 
 
 def fetch_to_resume(config: Config) -> Path:
-    """Download what a run needs to be resumed on this machine: the newest valid checkpoint, the best one, the events."""
+    """Download what a run needs to be resumed: the newest valid checkpoint, the best one, the events."""
     place = opened(config.resume)
     sizes = sizes_of_run(place)
     folder = RunFolder(new_folder(config.run_dir, Path("runs") / config.name))
@@ -105,12 +106,12 @@ def _fetch_best(
         try:
             _fetch_checkpoint(folder, place, sizes, step, on_bytes)
         except DamagedCheckpoint as reason:
-            print(f"warning: the best checkpoint, of step {step}, cannot be used: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"warning: the best checkpoint, of step {step}, cannot be used: {reason}", file=sys.stderr, flush=True
+            )
 
 
-def _fetch_checkpoint(
-    folder: RunFolder, place: Place, sizes: dict[str, int], step: int, on_bytes: OnBytes
-) -> Path:
+def _fetch_checkpoint(folder: RunFolder, place: Place, sizes: dict[str, int], step: int, on_bytes: OnBytes) -> Path:
     """Download and verify one checkpoint; raises DamagedCheckpoint, also if it cannot be read."""
     store = Store(folder.checkpoints)
     partial, path = store.partial(step), store.path(step)
@@ -129,13 +130,3 @@ def _fetch_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return path
-
-
-def check_sizes(manifest: Manifest, sizes: dict[str, int]) -> None:
-    """Raise DamagedCheckpoint if a file of a mirrored checkpoint is missing or has another size."""
-    for file in manifest.files:
-        size = sizes.get(f"{FOLDER}/step-{manifest.step:08d}/{file.name}")
-        if size is None:
-            raise DamagedCheckpoint(f"{file.name} is missing")
-        if size != file.size:
-            raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")

@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from paceline.errors import ConfigError, MissingExtra
 from paceline.formatting import redacted
 from paceline.system.paths import is_url
@@ -152,6 +150,8 @@ def file_system_of(url: str, *, is_new: bool = False) -> tuple[Any, str]:
     """The file system of a URL and the path in it; a ConfigError if the package for it is missing."""
     scheme = url.partition("://")[0].lower() if is_url(url) else "file"
     extra = ALIASES.get(scheme, scheme)
+    import fsspec  # takes a third of a second, which runs without a mirror do not need
+
     try:
         options = {"skip_instance_cache": True} if is_new and scheme != "file" else {}
         fs, path = fsspec.core.url_to_fs(url, **options)

@@ -157,7 +157,7 @@ class MirrorProcess:
         if is_frequent and now - self._state_at < STATE_INTERVAL_S:
             return
         self._state_at = now
-        state = {"error": self._error, "sent_bytes": self._sent_bytes, "is_done": is_done}
+        state: dict[str, Any] = {"error": self._error, "sent_bytes": self._sent_bytes, "is_done": is_done}
         with suppress(OSError):
             if self._copier is not None:
                 state |= {"place": self._copier.claim.place.url, **status_of(self._copier)}

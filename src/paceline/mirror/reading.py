@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 from paceline.checkpoint.store import MANIFEST, Store, step_of
+from paceline.errors import ConfigError
+from paceline.formatting import redacted
 from paceline.mirror.copier import CONFIG, EVENTS, FOLDER, RESULT
 from paceline.mirror.place import Place
 from paceline.mirror.transfer import get_file, manifest_in, opened, progress, sizes_of_run, steps_in
@@ -14,6 +16,15 @@ from paceline.run.atomic_files import write_text
 from paceline.run.checked_files import sha256_of_file
 from paceline.run.layout import RunFolder
 from paceline.system.home import in_home
+from paceline.system.paths import as_url, is_url, problem_with, problem_with_place
+
+
+def folder_of_run(run: Path | str) -> Path:
+    """The folder of a run; for the URL of a mirror that of a copy on this machine."""
+    problem = problem_with_place(run) if is_url(run) else problem_with(run)
+    if problem:
+        raise ConfigError(f"{redacted(as_url(run))} {problem}")
+    return local_copy(as_url(run)) if is_url(run) else Path(run)
 
 
 def local_copy(place: str) -> Path:

@@ -1,4 +1,4 @@
-"""Reads single files of a mirrored run from a store: again after an error, compared with their checksum, and visibly."""
+"""Reads files of a mirrored run from a store: again after an error, compared with their checksum, with progress."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ Read = TypeVar("Read")
 
 class Unreadable(PacelineError):
     """A mirror cannot be read."""
-
-
 
 
 def opened(place: str) -> Place:
@@ -62,6 +60,16 @@ def manifest_in(place: Place, step: int) -> Manifest:
     return manifest
 
 
+def check_sizes(manifest: Manifest, sizes: dict[str, int]) -> None:
+    """Raise DamagedCheckpoint if a file of a mirrored checkpoint is missing or has another size."""
+    for file in manifest.files:
+        size = sizes.get(f"{FOLDER}/step-{manifest.step:08d}/{file.name}")
+        if size is None:
+            raise DamagedCheckpoint(f"{file.name} is missing")
+        if size != file.size:
+            raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
+
+
 def json_of(place: Place, name: str) -> dict[str, Any]:
     content = patiently(place, lambda: place.read(name))
     try:
@@ -90,8 +98,8 @@ def patiently(place: Place, read: Callable[[], Read]) -> Read:
         except Exception as error:  # noqa: BLE001 - libraries of stores raise anything
             is_final = isinstance(error, (FileNotFoundError, PermissionError))
             if is_final or attempt == ATTEMPTS:
-                text = str(error) if isinstance(error, Unreadable) else f"{place.url} cannot be read: {reason_of(error)}"
-                raise Unreadable(text) from None
+                is_ours = isinstance(error, Unreadable)
+                raise Unreadable(str(error) if is_ours else f"{place.url} cannot be read: {reason_of(error)}") from None
             time.sleep(RETRY_S * attempt)
     raise AssertionError
 
