@@ -53,7 +53,8 @@ def model(): return torch.nn.Linear(4, 2)
 if __name__ == "__main__":
     keys = dict(pair.split("=") for pair in sys.argv[1:])
     result = Trainer(
-        model, Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"], optimizer={"name": "adam", "lr": 0.01},
+        model, Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"],
+        optimizer={"name": "adam", "lr": 0.01},
         batch_size=4, lanes=2, num_epochs=4, procs=int(keys["procs"]), run_dir=keys.get("run_dir"),
         resume=keys.get("resume", "never"), checkpoint={"every_steps": 4, "mirror": keys.get("mirror")},
     ).start()
