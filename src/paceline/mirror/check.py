@@ -27,7 +27,7 @@ def check_mirror(config: Config) -> None:
     folder = (config.run_dir or Path("runs") / config.name / "DATE-TIME").resolve()
     if is_inside(f"{root}/{config.name}/{folder.name}", folder):
         raise ConfigError(f"checkpoint.mirror={mirror} is the run folder or inside it; give a folder on another disk")
-    fs, path = file_system_of(root)
+    fs, path = file_system_of(root, is_new=True)
     problems: list[Exception] = []
 
     def probe() -> None:

@@ -32,6 +32,7 @@ CONFIG, EVENTS, RESULT = "config.yaml", "events.jsonl", "result.json"
 WEIGHTS = ("weights.safetensors", "ema.safetensors", RESULT)  # in this order: a result has its weights
 GROWING = (EVENTS, "wandb.json", "mlflow.json")
 SMALL_BYTES = 1_000_000  # larger logs are not copied
+LOGS = (".log", ".txt")  # the other files there change every second
 INTERVAL_S = 10.0  # between two copies of a file that changes
 PATIENCE = 20  # times as long as its copy took: a file that changes takes at most a twentieth of the time
 FOLDER = "checkpoints"
@@ -74,7 +75,8 @@ class Copier:
     _present: dict[int, Manifest] = field(default_factory=dict)  # complete in the mirror
     _sent: dict[str, str] = field(default_factory=dict)  # checksums of files of checkpoints that are not complete
     _began: dict[int, float] = field(default_factory=dict)
-    _unusable: set[str] = field(default_factory=set)  # local checkpoints that cannot be copied
+    _unusable: set[tuple[str, int]] = field(default_factory=set)  # local checkpoints that cannot be copied
+    _unreadable: set[str] = field(default_factory=set)  # other files that cannot be copied
 
     def __post_init__(self) -> None:
         """Find what is in the mirror already."""
@@ -118,7 +120,7 @@ class Copier:
         path = self.folder.path
         yield from sorted(f"images/{image.name}" for image in path.glob("images/*.png"))
         for log in sorted(self.folder.logs.glob("*")):
-            if log != self.folder.mirror_state and not log.name.startswith("."):
+            if log.suffix in LOGS:
                 with suppress(OSError):
                     if log.is_file() and log.stat().st_size <= SMALL_BYTES:
                         yield f"logs/{log.name}"
@@ -130,6 +132,8 @@ class Copier:
         except OSError:
             return
         before = self._copied.get(name)
+        if name in self._unreadable:
+            return
         if before is None or (
             (before.size, before.changed_ns) != (status.st_size, status.st_mtime_ns)
             and (is_last or time.monotonic() >= before.next_at)
@@ -144,7 +148,10 @@ class Copier:
         try:
             source = (self.folder.path / name).open("rb")
             status = (self.folder.path / name).stat()
+        except FileNotFoundError:
+            return
         except OSError:
+            self._unreadable.add(name)
             return
         with source:
             self.claim.place.put(name, source, status.st_size, self.on_bytes)
@@ -159,7 +166,7 @@ class Copier:
         missing = []
         for path in Store(self.folder.checkpoints).paths():
             present = self._present.get(step_of(path))
-            if path.name not in self._unusable and (present is None or present != _local_manifest(path)):
+            if _identity_of(path) not in self._unusable and (present is None or present != _local_manifest(path)):
                 missing.append(path)
         return missing
 
@@ -167,8 +174,7 @@ class Copier:
         """The files of a checkpoint that are still to be copied, then its manifest."""
         manifest = _local_manifest(path)
         if manifest is None:
-            if path.exists():  # damaged; else it was removed by now
-                self._unusable.add(path.name)
+            self._leave_out(path)
             return
         step = manifest.step
         self._began.setdefault(step, time.monotonic())
@@ -184,7 +190,8 @@ class Copier:
         """Copy one file of a checkpoint; what the mirror has of this step is no checkpoint until it is complete."""
         try:
             source = (self.folder.path / name).open("rb")
-        except FileNotFoundError:  # the checkpoint was removed
+        except OSError:
+            self._leave_out(path)
             return
         if self._present.pop(step_of(path), None) is not None:
             self.claim.place.remove([f"{FOLDER}/{path.name}/{MANIFEST}"])
@@ -192,7 +199,12 @@ class Copier:
             size = (self.folder.path / name).stat().st_size
             self._sent[name] = self.claim.place.put(name, source, size, self.on_bytes)
         if self._sent[name] != sha256:
-            self._unusable.add(path.name)
+            self._leave_out(path)
+
+    def _leave_out(self, path: Path) -> None:
+        """Do not copy a checkpoint that is damaged or cannot be read, until there is another one of its step."""
+        if path.exists():
+            self._unusable.add(_identity_of(path))
 
     def _publish(self, path: Path, manifest: Manifest) -> None:
         """Copy the events up to a checkpoint, and then its manifest."""
@@ -247,6 +259,14 @@ def _is_obsolete(name: str, kept: set[int]) -> bool:
 
 def _manifest_first(name: str) -> tuple[bool, str]:
     return not name.endswith(f"/{MANIFEST}"), name
+
+
+def _identity_of(path: Path) -> tuple[str, int]:
+    """The name of a checkpoint, and when its folder was changed: a resumed run may save the same step again."""
+    try:
+        return path.name, path.stat().st_mtime_ns
+    except OSError:
+        return path.name, 0
 
 
 def _local_manifest(path: Path) -> Manifest | None:

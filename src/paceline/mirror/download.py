@@ -35,6 +35,8 @@ def fetch_to_resume(config: Config) -> Path:
     place = opened(config.resume)
     sizes = sizes_of_run(place)
     folder = RunFolder(new_folder(config.run_dir, Path("runs") / config.name))
+    if folder.fetched.exists() and not folder.config.exists():  # a download that was killed
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
     if folder.holds_run() or folder.has_checkpoints():
         raise ConfigError(
             f"run_dir={config.run_dir} already contains a run; resume it with --resume auto, or choose another folder"
@@ -95,7 +97,7 @@ def _fetch_best(
     for step in (step for step in steps_in(sizes) if step <= newest):
         try:
             value = manifest_in(place, step).metrics.get(metric)
-        except DamagedCheckpoint:
+        except (DamagedCheckpoint, Unreadable):
             continue
         if value is not None:
             values[step] = value

@@ -102,7 +102,7 @@ class MirrorProcess:
         elif self._error is not None:
             self._copier.claim.reopen()
         while self._copier.copy_next(is_last=is_last):
-            self._write_state()
+            self._write_state(is_frequent=True)
             is_last = is_last or self.is_over.is_set()
 
     def _failed(self, error: Exception) -> None:

@@ -28,6 +28,7 @@ class Unreadable(PacelineError):
 
 
 def opened(place: str) -> Place:
+    """The place of a URL or a path."""
     return Place(place if is_url(place) else str(Path(place).absolute()), is_new=True)
 
 
@@ -53,6 +54,7 @@ def steps_in(sizes: dict[str, int]) -> list[int]:
 
 
 def manifest_in(place: Place, step: int) -> Manifest:
+    """The manifest of a mirrored checkpoint; raises DamagedCheckpoint or Unreadable."""
     name = f"{FOLDER}/step-{step:08d}/{MANIFEST}"
     manifest = parse_manifest(patiently(place, lambda: place.read(name)) or b"")
     if manifest.step != step:
@@ -71,6 +73,7 @@ def check_sizes(manifest: Manifest, sizes: dict[str, int]) -> None:
 
 
 def json_of(place: Place, name: str) -> dict[str, Any]:
+    """The content of a JSON file; empty if it is missing or damaged."""
     content = patiently(place, lambda: place.read(name))
     try:
         record = json.loads(content or b"{}")

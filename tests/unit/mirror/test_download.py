@@ -108,7 +108,7 @@ def test_a_failed_download_removes_no_file_of_the_user(place: Path, make_config:
 
 
 def test_the_error_for_a_folder_of_runs_names_them(place: Path, make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=f"contains 1 mirrored runs; give one of them: file://{place}"):
+    with pytest.raises(ConfigError, match=f"contains 1 mirrored runs; give one of them: {place}"):
         fetch_to_resume(make_config(resume=f"file://{place.parent}"))
     with pytest.raises(ConfigError, match="has no files"):
         fetch_to_resume(make_config(resume=f"file://{place}-none"))
