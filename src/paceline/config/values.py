@@ -144,7 +144,7 @@ def mirror_place(value: Any) -> Any:
         return value
     if problem := problem_with_place(value):
         raise ValueError(problem)
-    return as_url(value).removeprefix("file://") if is_url(value) else value
+    return as_url(value)
 
 
 def run_or_mirror(value: Any) -> Any:

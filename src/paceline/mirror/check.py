@@ -61,6 +61,8 @@ def _write_and_remove(fs: object, path: str, *, is_folder: bool) -> None:
 
 def _problem(error: Exception, *, is_folder: bool) -> str | None:
     """What is wrong, if a later attempt would find the same; None if the store may be reached later."""
+    if isinstance(error, TimeoutError):
+        return None
     if type(error).__name__ in NO_CREDENTIALS:
         return (
             f"needs credentials ({reason_of(error)}); set the environment variables or files of its library, such as "

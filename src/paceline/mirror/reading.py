@@ -16,15 +16,15 @@ from paceline.run.atomic_files import write_text
 from paceline.run.checked_files import sha256_of_file
 from paceline.run.layout import RunFolder
 from paceline.system.home import in_home
-from paceline.system.paths import as_url, is_url, problem_with, problem_with_place
+from paceline.system.paths import as_url, is_url, problem_with_place
 
 
 def folder_of_run(run: Path | str) -> Path:
     """The folder of a run; for the URL of a mirror that of a copy on this machine."""
-    problem = problem_with_place(run) if is_url(run) else problem_with(run)
-    if problem:
-        raise ConfigError(f"{redacted(as_url(run))} {problem}")
-    return local_copy(as_url(run)) if is_url(run) else Path(run)
+    if problem := problem_with_place(run):
+        raise ConfigError(f"{redacted(str(run))} {problem}")
+    place = as_url(run)
+    return local_copy(place) if is_url(place) else Path(place)
 
 
 def local_copy(place: str) -> Path:

@@ -29,15 +29,19 @@ def is_url(place: Path | str) -> bool:
 
 
 def as_url(place: Path | str) -> str:
-    """A URL as text, also one that was given as a `Path`, which drops one of the two slashes."""
-    return re.sub(r"^([^:/]+):/+", r"\1://", str(place))
+    """A URL as text, also one given as a `Path`, which drops one of the two slashes; a path for file: and for paths."""
+    if not is_url(place):
+        return str(place)
+    scheme, _, rest = str(place).partition(":")
+    return f"/{rest.lstrip('/')}" if scheme == "file" else f"{scheme}://{rest.lstrip('/')}"
 
 
 def problem_with_place(place: Path | str) -> str | None:
     """The problem with a folder or URL at which runs are mirrored, and the fix; None if it can be used."""
-    if not is_url(place):
-        return problem_with(place) if str(place).strip() else "is empty; give a folder or a URL"
-    scheme, _, rest = as_url(place).partition("://")
+    url = as_url(place)
+    if not is_url(url):
+        return problem_with(url) if url.strip() else "is empty; give a folder or a URL"
+    scheme, _, rest = url.partition("://")
     user, at, _ = rest.rpartition("@")
     has_user = bool(at) and ("@" in rest.partition("/")[0]) and scheme.lower() not in WITH_USER
     if has_user or (at and ":" in user) or "?" in rest or "#" in rest:
