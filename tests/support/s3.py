@@ -87,8 +87,9 @@ class FaultyProxy:
                 for name, value in headers.items():
                     if name.lower() not in ("connection", "date", "server", "transfer-encoding", "content-length"):
                         self.send_header(name, value)
-                length = headers.get("content-length") if self.command == "HEAD" else None
-                self.send_header("Content-Length", length or str(len(content)))
+                lengths = [value for name, value in headers.items() if name.lower() == "content-length"]
+                is_head = self.command == "HEAD" and lengths
+                self.send_header("Content-Length", lengths[0] if is_head else str(len(content)))
                 self.end_headers()
                 if self.command != "HEAD":
                     with suppress(BrokenPipeError, ConnectionResetError):

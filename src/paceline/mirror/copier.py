@@ -120,7 +120,7 @@ class Copier:
         path = self.folder.path
         yield from sorted(f"images/{image.name}" for image in path.glob("images/*.png"))
         for log in sorted(self.folder.logs.glob("*")):
-            if log.suffix in LOGS:
+            if log.suffix in LOGS and log.name != "mirror.log":
                 with suppress(OSError):
                     if log.is_file() and log.stat().st_size <= SMALL_BYTES:
                         yield f"logs/{log.name}"
@@ -276,7 +276,14 @@ def _local_manifest(path: Path) -> Manifest | None:
         return None
 
 
-def status_of(copier: Copier) -> dict[str, object]:
+class Status(NamedTuple):
     """What is still to be copied: names of checkpoints and files, and their size."""
+
+    left: list[str]
+    left_bytes: int
+
+
+def status_of(copier: Copier) -> Status:
+    """What is still to be copied at this moment."""
     left = list(copier.work(is_last=True))
-    return {"left": list(dict.fromkeys(work.what for work in left)), "left_bytes": sum(work.nbytes for work in left)}
+    return Status(list(dict.fromkeys(work.what for work in left)), sum(work.nbytes for work in left))

@@ -80,7 +80,10 @@ class Place:
         self.put(name, io.BytesIO(content), len(content))
 
     def put(self, name: str, source: IO[bytes], size: int, on_bytes: OnBytes = lambda count: None) -> str:
-        """Write the first `size` bytes of a file, read them back and compare; return their SHA-256."""
+        """Write the first `size` bytes of a file, read them back and compare; return their SHA-256.
+
+        Each byte is counted twice: when it is written and when it is read.
+        """
         self._make_folder_of(name)
         target = f"{self._root}/{name}"
         partial = f"{target}.part" if self._is_renaming else target
@@ -88,7 +91,7 @@ class Place:
         received = hashlib.sha256()
         for chunk in self._chunks(partial):
             received.update(chunk)
-            on_bytes(0)
+            on_bytes(len(chunk))
         if received.hexdigest() != sent:
             raise Mismatch(f"{name} differs from what was written to it")
         if partial != target:

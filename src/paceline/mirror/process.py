@@ -66,7 +66,7 @@ class MirrorProcess:
     _copier: Copier | None = None
     _error: str | None = None  # why the store cannot be used now
     _failures: int = 0
-    _sent_bytes: int = 0
+    _transferred: int = 0  # bytes of the current file, written and read back
     _state_at: float = field(default=0.0)
 
     def run(self) -> bool:
@@ -102,6 +102,7 @@ class MirrorProcess:
         elif self._error is not None:
             self._copier.claim.reopen()
         while self._copier.copy_next(is_last=is_last):
+            self._transferred = 0
             self._write_state(is_frequent=True)
             is_last = is_last or self.is_over.is_set()
 
@@ -114,7 +115,7 @@ class MirrorProcess:
                 f"the run is not mirrored to {self.options['mirror']} at the moment: {reason}; training continues, and "
                 "copying is tried again"
             ))  # fmt: skip
-        self._error, self._failures = reason, self._failures + 1
+        self._error, self._failures, self._transferred = reason, self._failures + 1, 0
         self._write_state()
         if self.is_over.is_set():
             time.sleep(LAST_RETRY_S)
@@ -144,7 +145,7 @@ class MirrorProcess:
         )  # fmt: skip
 
     def _on_bytes(self, count: int) -> None:
-        self._sent_bytes += count
+        self._transferred += count
         self._write_state(is_frequent=True)
 
     def _event(self, kind: str, **fields: Any) -> None:
@@ -157,8 +158,10 @@ class MirrorProcess:
         if is_frequent and now - self._state_at < STATE_INTERVAL_S:
             return
         self._state_at = now
-        state: dict[str, Any] = {"error": self._error, "sent_bytes": self._sent_bytes, "is_done": is_done}
+        state: dict[str, Any] = {"error": self._error, "is_done": is_done}
         with suppress(OSError):
             if self._copier is not None:
-                state |= {"place": self._copier.claim.place.url, **status_of(self._copier)}
+                left = status_of(self._copier)
+                state |= {"place": self._copier.claim.place.url, **left._asdict()}
+                state["left_work"] = 2 * left.left_bytes - self._transferred
             write_json(self.folder.mirror_state, state, is_lasting=False)

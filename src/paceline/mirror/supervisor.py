@@ -101,6 +101,7 @@ class _Wait:
         self._deadline = now + (STOP_S if is_short else FINISH_S)
         self._progress_at = self._notice_at = now
         self._is_shortened = False
+        self._least_work: int | None = None
 
     def shorten(self, number: int, frame: object) -> None:
         """Wait less: this process was asked to end."""
@@ -108,8 +109,9 @@ class _Wait:
 
     def observe(self, state: dict[str, Any], now: float) -> None:
         """Take the newest state of the process."""
-        if state.get("sent_bytes") != self.state.get("sent_bytes"):
-            self._progress_at = now
+        work = state.get("left_work")  # less than ever: a file that fails again and again is no progress
+        if work is not None and (self._least_work is None or work < self._least_work):
+            self._least_work, self._progress_at = work, now
         self.state = state
 
     def is_over(self, now: float) -> bool:

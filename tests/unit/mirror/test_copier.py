@@ -87,7 +87,7 @@ def test_metrics_that_are_added_later_are_copied_without_the_files(tmp_path: Pat
     store = Store(folder.checkpoints)
     store.partial(3).mkdir()
     store.publish(3, [], {}, {"accuracy": 0.5})
-    assert status_of(copier)["left_bytes"] == 0
+    assert status_of(copier).left_bytes == 0
     copy_all(copier)
     assert verify(place / "checkpoints" / "step-00000003").metrics == {"accuracy": 0.5}
 

@@ -83,15 +83,16 @@ def test_a_run_that_is_taken_over_is_no_longer_mirrored(tmp_path: Path, is_over:
 def test_the_wait_ends_without_progress_and_earlier_for_a_run_that_was_stopped() -> None:
     finished, stopped = (supervisor._Wait(0.0, is_short=is_short) for is_short in (False, True))
     assert not finished.is_over(50.0)
-    finished.observe({"sent_bytes": 10}, 50.0)
+    finished.observe({"left_work": 30}, 50.0)
     assert not finished.is_over(100.0)
+    finished.observe({"left_work": 40}, 109.0)  # the same file again
     assert finished.is_over(50.0 + supervisor.STALLED_S)
-    stopped.observe({"sent_bytes": 10}, 50.0)
+    stopped.observe({"left_work": 30}, 50.0)
     assert stopped.is_over(supervisor.STOP_S)
-    finished.observe({"sent_bytes": 20}, 120.0)
+    finished.observe({"left_work": 20}, 100.0)
     finished.shorten(15, None)
     assert not finished.is_over(121.0)
-    finished.observe({"sent_bytes": 30}, 150.0)
+    finished.observe({"left_work": 10}, 150.0)
     assert finished.is_over(150.0)
 
 
