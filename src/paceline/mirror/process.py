@@ -49,11 +49,13 @@ def main() -> None:
 
 
 def _wait_for_end(is_over: threading.Event) -> None:
+    launcher = os.getppid()
     is_asked = bool(sys.stdin.buffer.read(1))
     is_over.set()
-    if not is_asked:
-        time.sleep(ORPHAN_S)
-        os._exit(1)
+    while is_asked and os.getppid() == launcher:  # which ends this process when it does not want to wait any longer
+        time.sleep(INTERVAL_S)
+    time.sleep(ORPHAN_S)
+    os._exit(1)
 
 
 @dataclass
