@@ -146,7 +146,7 @@ CheckpointOptions = TypedDict(  # a class cannot have the key `async`
         "keep": int,
         "best": BestOptions | None,
         "async": bool,
-        "mirror": str | Path | None,
+        "mirror": str | None,
     },
     total=False,
 )

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +100,8 @@ class MirrorProcess:
                 self._on_bytes, self._on_mirrored,
             )  # fmt: skip
             if self._error is None:
-                self._event("mirror", place=owned.place.url, text=f"copying to {owned.place.url}")
+                url = owned.place.url
+                self._report(lambda events: events.write("mirror", place=url, text=f"copying to {url}"))
         elif self._error is not None:
             self._copier.claim.reopen()
         while self._copier.copy_next(is_last=is_last):
@@ -113,10 +114,11 @@ class MirrorProcess:
         reason = reason_of(error)
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {type(error).__name__}: {reason}", file=sys.stderr, flush=True)
         if self._error is None:
-            self._event("warning", text=(
+            text = (
                 f"the run is not mirrored to {self.options['mirror']} at the moment: {reason}; training continues, and "
                 "copying is tried again"
-            ))  # fmt: skip
+            )
+            self._report(lambda events: events.write("warning", text=text))
         self._error, self._failures, self._transferred = reason, self._failures + 1, 0
         self._write_state()
         if self.is_over.is_set():
@@ -128,7 +130,8 @@ class MirrorProcess:
         assert self._copier is not None
         self._error, self._failures = None, 0
         url = self._copier.claim.place.url
-        self._event("mirror", place=url, text=f"{url} can be written again and is up to date")
+        text = f"{url} can be written again and is up to date"
+        self._report(lambda events: events.write("mirror", place=url, text=text))
 
     def _end_early(self, end: Exception) -> None:
         if isinstance(end, InsideRunFolder):
@@ -136,23 +139,24 @@ class MirrorProcess:
         else:
             text = f"the run is no longer mirrored: {end}"
         self._error = text
-        self._event("warning", text=text)
+        self._report(lambda events: events.write("warning", text=text))
         self._write_state(is_done=True)
 
     def _on_mirrored(self, manifest: Manifest, seconds: float) -> None:
         assert self._copier is not None
-        self._event(
-            "mirrored", step=manifest.step, place=self._copier.claim.place.url, bytes=manifest.size,
-            seconds=round(seconds, 3),
-        )  # fmt: skip
+        step, place, size = manifest.step, self._copier.claim.place.url, manifest.size
+        self._report(
+            lambda events: events.write("mirrored", step=step, place=place, bytes=size, seconds=round(seconds, 3))
+        )
 
     def _on_bytes(self, count: int) -> None:
         self._transferred += count
         self._write_state(is_frequent=True)
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def _report(self, write: Callable[[Events], None]) -> None:
+        """Add an event, unless the run folder cannot be written."""
         with suppress(OSError), closing(Events(self.folder.events)) as events:
-            events.write(kind, **fields)
+            write(events)
 
     def _write_state(self, *, is_done: bool = False, is_frequent: bool = False) -> None:
         """Write what is left for the launcher, which reads it at the end of the run."""
