@@ -124,7 +124,7 @@ class MirrorProcess:
         if self.is_over.is_set():
             time.sleep(LAST_RETRY_S)
         else:
-            self.is_over.wait(min(LONGEST_RETRY_S, RETRY_S * 2 ** (self._failures - 1)))
+            self.is_over.wait(min(LONGEST_RETRY_S, RETRY_S * 2 ** min(self._failures - 1, 10)))
 
     def _recovered(self) -> None:
         assert self._copier is not None
