@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.mirror.place import RECORD, Place
+from paceline.mirror.place import RECORD, MirrorPlace
 from paceline.run.atomic_files import write_json
 from paceline.run.layout import RunFolder
 from paceline.system.paths import is_url
@@ -33,12 +33,12 @@ class InsideRunFolder(Exception):
 class Claim:
     """The right to write a place, until another process of the same run takes it over."""
 
-    def __init__(self, place: Place, run: str, writer: str) -> None:
+    def __init__(self, place: MirrorPlace, run: str, writer: str) -> None:
         self.place, self._run, self._writer = place, run, writer
 
     def reopen(self) -> None:
         """Open the place again after an error, with a new connection and new credentials."""
-        self.place = Place(self.place.url, is_new=True)
+        self.place = MirrorPlace(self.place.url, is_new=True)
         self.check()
 
     def check(self) -> None:
@@ -57,7 +57,7 @@ def claim(folder: RunFolder, mirror: str, name: str) -> Claim:
     for url in _candidates(mirror_root(mirror), str(known.get("place") or ""), name, folder.path.name):
         if is_inside(url, folder.path):
             raise InsideRunFolder(url)
-        place = Place(url, is_new=True)
+        place = MirrorPlace(url, is_new=True)
         found = _record_in(place)
         if found is None and not (place.sizes() and url != known.get("place")) and place.create(RECORD, record):
             break
@@ -94,7 +94,7 @@ def _candidates(root: str, known: str, name: str, folder: str) -> Iterator[str]:
     yield from (f"{root}/{name}/{folder}-{number}" for number in itertools.count(2))
 
 
-def _record_in(place: Place) -> dict[str, Any] | None:
+def _record_in(place: MirrorPlace) -> dict[str, Any] | None:
     content = place.read(RECORD)
     if content is None:
         return None

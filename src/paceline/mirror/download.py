@@ -11,7 +11,7 @@ from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, verify
 from paceline.config import Config
 from paceline.errors import CheckpointsDamaged, ConfigError
 from paceline.mirror.copier import CONFIG, FOLDER, GROWING
-from paceline.mirror.place import RECORD, OnBytes, Place
+from paceline.mirror.place import RECORD, MirrorPlace, OnBytes
 from paceline.mirror.transfer import (
     Unreadable,
     check_sizes,
@@ -51,7 +51,7 @@ def fetch_to_resume(config: Config) -> Path:
     return folder.path
 
 
-def _fetch_into(folder: RunFolder, place: Place, sizes: dict[str, int], config: Config) -> None:
+def _fetch_into(folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], config: Config) -> None:
     write_text(folder.fetched, f"{place.url}\n")
     folder.checkpoints.mkdir()
     names = [name for name in (*GROWING, *sizes) if name in GROWING or IMAGE.fullmatch(name)]
@@ -69,7 +69,7 @@ def _fetch_into(folder: RunFolder, place: Place, sizes: dict[str, int], config: 
     print(f"downloaded {what} of {place.url} into {folder.path}", file=sys.stderr, flush=True)
 
 
-def _fetch_newest(folder: RunFolder, place: Place, sizes: dict[str, int], on_bytes: OnBytes) -> Path | None:
+def _fetch_newest(folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], on_bytes: OnBytes) -> Path | None:
     """The newest mirrored checkpoint that is valid, with a warning for each newer one; None if there is none at all."""
     reasons = []
     for step in steps_in(sizes):
@@ -88,7 +88,7 @@ def _fetch_newest(folder: RunFolder, place: Place, sizes: dict[str, int], on_byt
 
 
 def _fetch_best(
-    folder: RunFolder, place: Place, sizes: dict[str, int], best: tuple[str, str], on_bytes: OnBytes
+    folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], best: tuple[str, str], on_bytes: OnBytes
 ) -> None:
     """Download the best checkpoint by a metric, if it is in the mirror; a warning if it cannot be used."""
     metric, mode = best
@@ -113,7 +113,9 @@ def _fetch_best(
             )
 
 
-def _fetch_checkpoint(folder: RunFolder, place: Place, sizes: dict[str, int], step: int, on_bytes: OnBytes) -> Path:
+def _fetch_checkpoint(
+    folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], step: int, on_bytes: OnBytes
+) -> Path:
     """Download and verify one checkpoint; raises DamagedCheckpoint, also if it cannot be read."""
     store = Store(folder.checkpoints)
     partial, path = store.partial(step), store.path(step)

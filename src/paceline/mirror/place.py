@@ -29,7 +29,7 @@ class Mismatch(Exception):
     """A file in the mirror has another content than what was written to it."""
 
 
-class Place:
+class MirrorPlace:
     """A folder in a mirror. Every method may raise any error of the store's library."""
 
     def __init__(self, url: str, *, is_new: bool = False) -> None:

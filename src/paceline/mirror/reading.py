@@ -10,7 +10,7 @@ from paceline.checkpoint.store import MANIFEST, Store, step_of
 from paceline.errors import ConfigError
 from paceline.formatting import redacted
 from paceline.mirror.copier import CONFIG, EVENTS, FOLDER, RESULT
-from paceline.mirror.place import Place
+from paceline.mirror.place import MirrorPlace
 from paceline.mirror.transfer import get_file, manifest_in, opened, progress, sizes_of_run, steps_in
 from paceline.run.atomic_files import write_text
 from paceline.run.checked_files import sha256_of_file
@@ -52,7 +52,7 @@ def local_copy(place: str) -> Path:
     return folder.path
 
 
-def _copy_manifests(folder: RunFolder, source: Place, sizes: dict[str, int]) -> None:
+def _copy_manifests(folder: RunFolder, source: MirrorPlace, sizes: dict[str, int]) -> None:
     store, steps = Store(folder.checkpoints), steps_in(sizes)
     for path in store.paths():
         if step_of(path) not in steps:
@@ -67,7 +67,7 @@ def fetch_weights(folder: RunFolder, path: Path) -> None:
     """Download a checkpoint or a file of weights in a folder of `local_copy`; nothing in any other folder."""
     if not folder.fetched.exists():
         return
-    source = Place(folder.fetched.read_text(encoding="utf-8").strip())
+    source = MirrorPlace(folder.fetched.read_text(encoding="utf-8").strip())
     with progress(f"downloading {path.name} of {source.url}") as on_bytes:
         if not path.name.endswith(".safetensors"):
             manifest = manifest_in(source, step_of(path))
@@ -81,4 +81,4 @@ def fetch_weights(folder: RunFolder, path: Path) -> None:
 
 def sizes_in(folder: RunFolder) -> dict[str, int]:
     """The sizes of the files of the mirror that a folder of `local_copy` belongs to."""
-    return Place(folder.fetched.read_text(encoding="utf-8").strip()).sizes()
+    return MirrorPlace(folder.fetched.read_text(encoding="utf-8").strip()).sizes()

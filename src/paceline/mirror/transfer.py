@@ -13,7 +13,7 @@ from paceline.checkpoint.store import MANIFEST, STEP_NAME, DamagedCheckpoint, Ma
 from paceline.errors import ConfigError, PacelineError
 from paceline.formatting import size_text
 from paceline.mirror.copier import CONFIG, FOLDER
-from paceline.mirror.place import OnBytes, Place, reason_of
+from paceline.mirror.place import MirrorPlace, OnBytes, reason_of
 from paceline.run.checked_files import sha256_of_file
 from paceline.system.paths import is_url
 
@@ -27,12 +27,12 @@ class Unreadable(PacelineError):
     """A mirror cannot be read."""
 
 
-def opened(place: str) -> Place:
+def opened(place: str) -> MirrorPlace:
     """The place of a URL or a path."""
-    return Place(place if is_url(place) else str(Path(place).absolute()), is_new=True)
+    return MirrorPlace(place if is_url(place) else str(Path(place).absolute()), is_new=True)
 
 
-def sizes_of_run(place: Place) -> dict[str, int]:
+def sizes_of_run(place: MirrorPlace) -> dict[str, int]:
     """The files of a mirrored run; an error that names the runs below if the place is none."""
     sizes = patiently(place, place.sizes)
     if CONFIG in sizes:
@@ -53,7 +53,7 @@ def steps_in(sizes: dict[str, int]) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def manifest_in(place: Place, step: int) -> Manifest:
+def manifest_in(place: MirrorPlace, step: int) -> Manifest:
     """The manifest of a mirrored checkpoint; raises DamagedCheckpoint or Unreadable."""
     name = f"{FOLDER}/step-{step:08d}/{MANIFEST}"
     manifest = parse_manifest(patiently(place, lambda: place.read(name)) or b"")
@@ -72,7 +72,7 @@ def check_sizes(manifest: Manifest, sizes: dict[str, int]) -> None:
             raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
 
 
-def json_of(place: Place, name: str) -> dict[str, Any]:
+def json_of(place: MirrorPlace, name: str) -> dict[str, Any]:
     """The content of a JSON file; empty if it is missing or damaged."""
     content = patiently(place, lambda: place.read(name))
     try:
@@ -82,7 +82,7 @@ def json_of(place: Place, name: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def get_file(place: Place, name: str, path: Path, on_bytes: OnBytes, sha256: str | None = None) -> None:
+def get_file(place: MirrorPlace, name: str, path: Path, on_bytes: OnBytes, sha256: str | None = None) -> None:
     """Download a file, again if its checksum is wrong; raises Unreadable."""
 
     def get() -> None:
@@ -93,7 +93,7 @@ def get_file(place: Place, name: str, path: Path, on_bytes: OnBytes, sha256: str
     patiently(place, get)
 
 
-def patiently(place: Place, read: Callable[[], Read]) -> Read:
+def patiently(place: MirrorPlace, read: Callable[[], Read]) -> Read:
     """Call a function that reads from a store, again after an error; raises Unreadable after the last attempt."""
     for attempt in range(1, ATTEMPTS + 1):
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.checkpoint.store import MANIFEST, Manifest, Store, verify
 from paceline.mirror.copier import Retention, obsolete, status_of
-from paceline.mirror.place import Mismatch, Place
+from paceline.mirror.place import MirrorPlace, Mismatch
 from support.mirrors import copier_of, copy_all, make_run, names_in, publish
 
 
@@ -56,19 +56,19 @@ def test_a_checkpoint_has_a_manifest_only_when_its_files_are_verified(
 ) -> None:
     folder = make_run(tmp_path / "run", 3)
     copier = copier_of(folder, tmp_path / "disk")
-    send = Place._send
+    send = MirrorPlace._send
 
-    def truncating(self: Place, target: str, source: object, size: int, on_bytes: object) -> str:
+    def truncating(self: MirrorPlace, target: str, source: object, size: int, on_bytes: object) -> str:
         sent = send(self, target, source, size, on_bytes)  # type: ignore[arg-type]
         if "state.pt" in target:
             Path(target).write_bytes(b"half")
         return sent
 
-    monkeypatch.setattr(Place, "_send", truncating)
+    monkeypatch.setattr(MirrorPlace, "_send", truncating)
     with pytest.raises(Mismatch, match=r"state\.pt differs"):
         copy_all(copier)
     assert not list(place.rglob(MANIFEST))
-    monkeypatch.setattr(Place, "_send", send)
+    monkeypatch.setattr(MirrorPlace, "_send", send)
     copy_all(copier)
     verify(place / "checkpoints" / "step-00000003")
 

@@ -117,8 +117,8 @@ def test_the_error_for_a_folder_of_runs_names_them(place: Path, make_config: Mak
 def test_names_in_a_mirror_cannot_lead_out_of_the_run_folder(
     place: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = transfer.Place.sizes
-    monkeypatch.setattr(transfer.Place, "sizes", lambda self: {**real(self), "images/../../../evil.png": 3})
+    real = transfer.MirrorPlace.sizes
+    monkeypatch.setattr(transfer.MirrorPlace, "sizes", lambda self: {**real(self), "images/../../../evil.png": 3})
     folder = fetch_to_resume(make_config(resume=str(place)))
     assert not list(folder.parent.parent.rglob("evil.png"))
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.mirror import process, supervisor
 from paceline.mirror.claim import claim
-from paceline.mirror.place import Place
+from paceline.mirror.place import MirrorPlace
 from paceline.mirror.process import MirrorProcess
 from support.mirrors import make_run
 from support.runs import events_of
@@ -33,14 +33,14 @@ def test_a_store_that_fails_is_reported_once_and_the_mirror_catches_up(
     tmp_path: Path, is_over: threading.Event, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, failures = make_run(tmp_path / "run", 3, 6), [ConnectionError("no answer from s3://K:secret@b")] * 3
-    write = Place.put
+    write = MirrorPlace.put
 
-    def failing(self: Place, name: str, *rest: Any) -> str:
+    def failing(self: MirrorPlace, name: str, *rest: Any) -> str:
         if "state.pt" in name and failures:
             raise failures.pop()
         return write(self, name, *rest)
 
-    monkeypatch.setattr(Place, "put", failing)
+    monkeypatch.setattr(MirrorPlace, "put", failing)
     assert MirrorProcess(folder, options(tmp_path / "disk"), is_over).run()
     [warning] = events_of(folder.path, "warning")
     assert "is not mirrored to" in warning["text"]
