@@ -41,7 +41,7 @@ def mirroring(config: Config, folder: RunFolder, *, is_active: bool = True) -> I
         yield
     finally:
         if process is not None:
-            with suppress(OSError, KeyboardInterrupt):  # the screen is closed, or the user does not want to wait
+            with suppress(OSError, KeyboardInterrupt):  # the screen is closed, or there was a second Ctrl-C
                 _finish(process, folder)
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ def _finish(process: subprocess.Popen[bytes], folder: RunFolder) -> None:
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(b".")  # closing is not enough: a DataLoader worker may have inherited this end of the pipe
     screen, wait = Screen(), _Wait(time.monotonic(), is_short=not folder.has_result())
-    with handled([signal.SIGINT], _skip), handled([signal.SIGTERM], wait.shorten):
+    with suppress(KeyboardInterrupt), handled([signal.SIGINT], _skip), handled([signal.SIGTERM], wait.shorten):
         while process.poll() is None and not wait.is_over(time.monotonic()):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.1)
@@ -84,9 +84,9 @@ def _finish(process: subprocess.Popen[bytes], folder: RunFolder) -> None:
         if "place" in state:
             screen.note(f"mirror: complete; resume on any machine with --resume {state['place']}")
         return
-    problem = state.get("error") or "it was too slow"
+    problem = state.get("error") or "the copying was ended"
     screen.note(f"warning: the mirror is not complete: {_left_text(state)}: {problem}", style="yellow")
-    screen.note(f"  the run itself is complete in {folder.path}; --resume {folder.path} tries again", style="yellow")
+    screen.note(f"  the run folder has everything; --resume {folder.path} copies the rest", style="yellow")
 
 
 def _skip(number: int, frame: object) -> None:
