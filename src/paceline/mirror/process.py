@@ -30,14 +30,14 @@ INTERVAL_S = 1.0
 STATE_INTERVAL_S = 0.5
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0  # the first and the longest time between two attempts to reach a store
 LAST_RETRY_S = 2.0  # the same, when the run is over
+REST = 4.0  # times as long as the processor was used: at most a fifth of one core, while the run trains
 ORPHAN_S = 60.0  # for the last files after the launcher was killed
 
 
 def main() -> None:
     """Mirror the run folder `PATH` as `OPTIONS` say; exit code 1 if the mirror is not complete at the end."""
     path, options, before = sys.argv[-3:]
-    with suppress(OSError):
-        os.nice(19)
+    _lower_priority()
     folder, is_over = RunFolder(Path(path)), threading.Event()
     threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()
     while str(file_identity(folder.events)) == before:  # the run may still be rejected, and has changed nothing yet
@@ -46,6 +46,14 @@ def main() -> None:
                 sys.exit(0)
             break
     sys.exit(0 if MirrorProcess(folder, json.loads(options), is_over).run() else 1)
+
+
+def _lower_priority() -> None:
+    """Let the ranks have the processor first; Linux may apply a priority to the processes of a session together."""
+    with suppress(OSError):
+        os.nice(19)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19", encoding="ascii")
 
 
 def _wait_for_end(is_over: threading.Event) -> None:
@@ -69,7 +77,8 @@ class MirrorProcess:
     _error: str | None = None  # why the store cannot be used now
     _failures: int = 0
     _transferred: int = 0  # bytes of the current file, written and read back
-    _state_at: float = field(default=0.0)
+    _used_s: float = field(default_factory=time.process_time)  # of the processor, at the last rest
+    _state_at: float = 0.0
 
     def run(self) -> bool:
         """Copy until the run is over and nothing is left; False if another process has taken the mirror over."""
@@ -151,6 +160,9 @@ class MirrorProcess:
 
     def _on_bytes(self, count: int) -> None:
         self._transferred += count
+        if not self.is_over.is_set():  # the checksums of a local disk would otherwise use a whole core
+            self.is_over.wait(REST * (time.process_time() - self._used_s))
+            self._used_s = time.process_time()
         self._write_state(is_frequent=True)
 
     def _report(self, write: Callable[[Events], None]) -> None:
