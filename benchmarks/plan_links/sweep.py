@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-SETTLING, TIMED = 3, 5  # steps with each link: TCP adapts to it, then steps are timed
+TIMED = 5  # steps with each link, after those in which TCP adapts to it
 SAMPLES = 100_000
 
 
@@ -47,25 +47,26 @@ class Sweep(paceline.Callback):
     needs_step_metrics = False
 
     def __init__(self) -> None:
-        # {"links": [[rate, delay in µs], …], "spaces": [network namespaces], "delay": file}
+        # {"links": [[rate, delay in µs, steps to settle], …], "spaces": [network namespaces], "delay": file}
         self.plan = json.loads(Path("sweep.json").read_text())
         self.times: list[list[float]] = []
-        self.last = 0.0
+        self.last = self.due = 0.0
 
     def on_step(self, run: paceline.Run, metrics: Mapping[str, float | None]) -> None:
-        """After each step: keep its time, and set the next link when it is due."""
-        now = time.perf_counter()
-        link, place = divmod(run.step_number - SETTLING, SETTLING + TIMED)
-        if link >= 0 and place > SETTLING and link < len(self.plan["links"]):
-            self.times[link].append(now - self.last)
-        if place == 0 and 0 <= link < len(self.plan["links"]):
+        """After each step: keep its time, and set the next link when this one was timed."""
+        if self.times:
+            self.times[-1].append(time.perf_counter() - self.last)
+        if run.step_number > self.due:
+            if len(self.times) == len(self.plan["links"]):
+                if run.is_main:
+                    Path("times.json").write_text(json.dumps([median(each[-TIMED:]) for each in self.times]))
+                run.stop("all links were timed")
+                return
+            rate, delay_us, settling = self.plan["links"][len(self.times)]
+            self.due = run.step_number + settling + TIMED
             self.times.append([])
             if run.is_main:
-                self.set_link(*self.plan["links"][link])
-        if link == len(self.plan["links"]):
-            if run.is_main:
-                Path("times.json").write_text(json.dumps([median(each) for each in self.times]))
-            run.stop("all links were timed")
+                self.set_link(rate, delay_us)
         self.last = time.perf_counter()
 
     def set_link(self, rate: str, delay_us: int) -> None:
