@@ -33,7 +33,9 @@ def vectors(width: int) -> TensorDataset:
 def convolutions() -> nn.Module:
     """Much work for few bytes."""
     layers = [part for _ in range(4) for part in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())]
-    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+    )
 
 
 def images() -> TensorDataset:
@@ -72,7 +74,8 @@ class Sweep(paceline.Callback):
     def set_link(self, rate: str, delay_us: int) -> None:
         """Limit what each host sends to this rate, and deliver it after this delay."""
         if self.plan["spaces"]:
-            Path(self.plan["delay"]).open("r+b").write(delay_us.to_bytes(4, "little"))
+            with Path(self.plan["delay"]).open("r+b") as file:  # in place: the other process has it mapped
+                file.write(delay_us.to_bytes(4, "little"))
         for space in self.plan["spaces"]:
             command = f"tc -n {space} qdisc replace dev eth0 root tbf rate {rate} burst 20000 limit 100000000"
             subprocess.run(command.split(), check=True)

@@ -1,1 +1,1 @@
-"""`paceline plan`: measures a few steps here, and computes time, price and memory of a run for other numbers of ranks."""
+"""`paceline plan`: measures a few steps here, and computes the time and the price of a run on more ranks."""

@@ -43,9 +43,7 @@ def parse_link(text: str) -> Link:
             f"--link {text} is not a link; use {', '.join(NAMED)}, or SPEED,LATENCY such as 25gbit,20us or 3GB,0.1ms"
         )
     bits = 1 if speed[3].lower() == "bit" else 8
-    return Link(
-        float(speed[1]) * FACTORS[speed[2].lower()] * bits / 8, float(latency[1]) * SECONDS[latency[2].lower()]
-    )
+    return Link(float(speed[1]) * FACTORS[speed[2].lower()] * bits / 8, float(latency[1]) * SECONDS[latency[2].lower()])
 
 
 def parse_duration(text: str) -> float:

@@ -81,7 +81,7 @@ def buckets_of(gradients: Sequence[Gradient], limit: float) -> list[Bucket]:
 
 
 def sum_cost(bucket: Bucket, keys: RunKeys, network: Network) -> Cost:
-    """The cost of summing a bucket over all ranks; before integers, the ranks agree on the exponents of their blocks."""
+    """The cost of summing a bucket over all ranks; before integers, the ranks agree on exponents."""
     if uses_integers(keys, network.ranks):
         parts = 2 if network.backend == "gloo" and bucket.size >= SPLIT_BYTES else 1
         return all_reduce(bucket.size / BLOCK, network) + all_reduce(bucket.size, network, parts=parts)

@@ -244,7 +244,7 @@ def round_times_ms(stepper: Stepper, config: Config) -> tuple[float, float]:
 
 
 def measure_sums(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Write the seconds of a small and of a large sum over the ranks of this host as the value of the job. All ranks."""
+    """Write the seconds of a small and of a large sum over the ranks here as the value of the job. All ranks."""
     context = open_context(config, folder, world, progress)
     times = [time_sum(size, world) for size in (SMALL, LARGE)]
     if world.is_main:
