@@ -4,8 +4,9 @@
     python benchmarks/plan.py --local 1,2,4,8         # ranks of this host: its cores, or its GPUs with NCCL
 
 Each host has one rank, or two. What it sends passes a token bucket (`tc … tbf`), and is delivered after a delay by
-`plan_links/delay.c`. The ranks share the cores of this machine, so the parts of a step are measured with as many ranks
-at work, as `paceline plan` does for the ranks of a host.
+`plan_links/delay.c`. What such a link carries is measured before, with a stream and a short message between all
+neighbours of a ring (`plan_links/probe.py`): this is the `--link` of the plan. The ranks share the cores of this
+machine, so the parts of a step are measured with as many ranks at work, as `paceline plan` does for those of a host.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from paceline.trainer import build_config  # noqa: E402
 
 RATES = {"10mbit": 10e6 / 8, "100mbit": 100e6 / 8, "1000mbit": 1000e6 / 8}
 DELAYS_US = (100, 5_000, 20_000)
-SETTLING = {"none": 10, "10mbit": 4}  # steps; a window of TCP that is smaller than a burst grows for many steps
-LONG_SETTLING = 25
-# Of a packet of 9,000 bytes: frames and headers of TCP and IP take this share of the rate.
-USABLE = 0.99
+SETTLING = {"none": 10, "10mbit": 4, "100mbit": 6, "1000mbit": 10}  # steps in which the windows of TCP grow
+# Windows that grow until a burst fits, and do not shrink between two steps: those of a run after its first minutes.
+TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
+MTU = 9_000
+PROBE_S = 0.3  # at the nominal rate
 STEPS = 20
 
 COMMON: dict[str, Any] = {
@@ -110,10 +112,10 @@ class DelayedLab(Lab):
         self.relay.stdout.readline()
         for name in self.names:
             for words in (
-                "link set eth0 mtu 9000", f"addr add {self.address_of(name)}/24 dev eth0", "link set eth0 up",
-                "link set lo up",
+                f"ip link set eth0 mtu {MTU}", f"ip addr add {self.address_of(name)}/24 dev eth0",
+                "ip link set eth0 up", "ip link set lo up", *(f"sysctl -qw net.ipv4.{k}={v}" for k, v in TCP.items()),
             ):  # fmt: skip
-                subprocess.run(["ip", "-n", self._space(name), *words.split()], check=True)
+                subprocess.run(["nsenter", f"--net=/run/netns/{self._space(name)}", *words.split()], check=True)
 
     def down(self) -> None:
         """End all processes, and remove the hosts."""
@@ -122,6 +124,26 @@ class DelayedLab(Lab):
         self.relay.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self._space(name)], check=False)
+
+    def probe(self, rate: str, delay_us: int) -> Link:
+        """The speed and the latency of a link between neighbours, all of which send at the same time."""
+        with self.delay.open("r+b") as file:  # in place: the other process has it mapped
+            file.write(delay_us.to_bytes(4, "little"))
+        for space in self.spaces:
+            command = f"tc -n {space} qdisc replace dev eth0 root tbf rate {rate} burst 20000 limit 100000000"
+            subprocess.run(command.split(), check=True)
+        size = int(RATES[rate] * PROBE_S)
+        logs = [self.delay.parent / f"probe-{name}" for name in self.names]
+        following = [self.address_of(name) for name in (*self.names[1:], self.names[0])]
+        probes = [
+            self.on(name, sys.executable, HERE / "plan_links" / "probe.py", str(size), address, log=log)
+            for name, address, log in zip(self.names, following, logs, strict=True)
+        ]
+        for process in probes:
+            process.wait(60)
+        found = [[float(word) for word in log.read_text().split()] for log in logs]
+        round_trip, stream = (median(each) for each in zip(*found, strict=True))
+        return Link(size / (stream - round_trip), round_trip / 2)
 
     @property
     def spaces(self) -> list[str]:
@@ -182,25 +204,28 @@ def run_case(case: Case, device: str = "cpu") -> list[dict[str, Any]]:
         config = build_config(read_yaml(folder / "config.yaml"), folder, ())
         measured, run_keys = measure(config, case.ranks, STEPS, folder / "runs", folder)
         links = [(rate, delay) for rate in case.rates for delay in (DELAYS_US if case.hosts > 1 else (0,))]
-        times = time_steps(case, folder, keys, links)
+        carried, times = time_steps(case, folder, keys, links)
     rows = []
-    for (rate, delay), seconds in zip(links, times, strict=True):
-        link = Link(RATES[rate] * USABLE, delay / 1e6) if case.hosts > 1 else NAMED["pcie"]
+    for (rate, delay), link, seconds in zip(links, carried, times, strict=True):
         found = forecast(measured, run_keys, Terms(link, case.per_host), case.ranks)
         rows.append(
             {
                 "model": case.model, "hosts": case.hosts, "per_host": case.per_host, "rate": rate, "delay_us": delay,
                 "predicted": found.step_ms, "measured": 1e3 * seconds, "limit": found.limit,
+                "link": asdict(link),
                 "parts": asdict(measured), "keys": asdict(run_keys),
             }
         )  # fmt: skip
     return rows
 
 
-def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]) -> list[float]:
-    """The seconds of a step with each link, from a run of `paceline train` on the hosts."""
+def time_steps(
+    case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]
+) -> tuple[list[Link], list[float]]:
+    """What each link carries, and the seconds of a step with it, from a run of `paceline train` on the hosts."""
+    carried = [NAMED["pcie"]]
     (folder / "config.yaml").write_text(json.dumps({**keys, "run_dir": "run", "callbacks": ["sweep:Sweep"]}))
-    settled = [(rate, delay, SETTLING.get(rate, LONG_SETTLING)) for rate, delay in links]
+    settled = [(rate, delay, SETTLING[rate]) for rate, delay in links]
     sweep: dict[str, Any] = {"links": settled, "spaces": [], "delay": ""}
     command = [PACELINE, "train", "config.yaml", "--procs", str(case.per_host)]
     if case.hosts == 1:
@@ -212,6 +237,7 @@ def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple
         (folder / "sweep.json").write_text(json.dumps(sweep))
         try:
             lab.up()
+            carried = [lab.probe(rate, delay) for rate, delay in links]
             nodes = ["--nodes", str(case.hosts), "--rendezvous", "n1:29400"]
             script = f'cd {folder}; exec "$@"'
             started = [
@@ -224,7 +250,7 @@ def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple
             lab.down()
     if not (folder / "times.json").exists():
         raise RuntimeError("\n".join(log.read_text() for log in folder.glob("n*.log")))
-    return list(json.loads((folder / "times.json").read_text()))
+    return carried, json.loads((folder / "times.json").read_text())
 
 
 if __name__ == "__main__":

@@ -64,15 +64,16 @@ def all_reduce(size: float, network: Network, *, parts: int = 1) -> Cost:
 def gloo_ring(size: float, network: Network, *, parts: int = 1) -> Cost:
     """Gloo's ring: a reduce-scatter and an all-gather, each of ranks − 1 chunks, which pass in segments.
 
-    Two segments are on their way at a time. A sender starts when the receiver has announced that it is ready, so each
-    segment takes two latencies besides its bytes.
+    A sender starts when the receiver has announced that it is ready, so a segment takes two latencies besides its
+    bytes, and the next but one is announced when it has arrived.
     """
     ranks = network.ranks
     segments = max(2 * ranks, math.ceil(size / parts / GLOO_SEGMENT))
     segments = -(-segments // ranks) * ranks
-    segment_s = size / segments / network.bytes_per_s
-    rounds = 2 * (segments - segments // ranks)
-    return Cost(rounds * max(segment_s, (2 * network.latency_s + segment_s) / 2), rounds * segment_s)
+    count = segments - segments // ranks  # that a rank sends in each of the two halves
+    segment_s, notice_s = size / segments / network.bytes_per_s, 2 * network.latency_s
+    half = max(notice_s + count * segment_s, count / 2 * notice_s + (count / 2 + 1) * segment_s)
+    return Cost(2 * half, 2 * count * segment_s)
 
 
 def _nccl(size: float, network: Network) -> Cost:

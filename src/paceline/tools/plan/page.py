@@ -73,11 +73,13 @@ def row_of(plan: Plan, row: Forecast) -> list[str]:
 def page_of(plan: Plan) -> str:
     """The HTML of the page: one file, which works offline."""
     measured = plan.measured
-    about = (
-        f"measured with {measured.concurrent} × {measured.device}, {measured.threads} threads each · "
-        f"link {plan.link} · {plan.terms.per_host} per host · batch_size {plan.keys.batch_size} · {len(measured.gradients)} gradients, "
-        f"{size_text(measured.gradient_bytes)}"
-    )
+    about = " · ".join(
+        [
+            f"measured with {measured.concurrent} × {measured.device}, {measured.threads} threads each",
+            f"link {plan.link}", f"{plan.terms.per_host} per host", f"batch_size {plan.keys.batch_size}",
+            f"{len(measured.gradients)} gradients, {size_text(measured.gradient_bytes)}",
+        ]
+    )  # fmt: skip
     return PAGE.format(
         title=f"Plan of {escape(plan.name)}",
         style=(ASSETS / "report.css").read_text(encoding="utf-8"),
