@@ -33,7 +33,12 @@ class Network:
 
     @property
     def latency_s(self) -> float:
-        """The mean latency of the hops of a ring: of each hop within a host, and more of those between hosts."""
+        """The latency of the longest hop: that between hosts, if there are several."""
+        return self.local.latency_s + (self.link.latency_s if self.hosts > 1 else 0.0)
+
+    @property
+    def mean_latency_s(self) -> float:
+        """The mean latency of the hops of a ring."""
         between = self.hosts if self.hosts > 1 else 0
         return self.local.latency_s + between / self.ranks * self.link.latency_s
 
@@ -65,7 +70,8 @@ def gloo_ring(size: float, network: Network, *, parts: int = 1) -> Cost:
     """Gloo's ring: a reduce-scatter and an all-gather, each of ranks − 1 chunks, which pass in segments.
 
     A sender starts when the receiver has announced that it is ready, so a segment takes two latencies besides its
-    bytes, and the next but one is announced when it has arrived.
+    bytes, and the next but one is announced when it has arrived. A rank behind the longest hop does so for each of its
+    segments, and all others wait for it.
     """
     ranks = network.ranks
     segments = max(2 * ranks, math.ceil(size / parts / GLOO_SEGMENT))
@@ -81,7 +87,7 @@ def _nccl(size: float, network: Network) -> Cost:
     ranks = network.ranks
     ring_s = 2 * (ranks - 1) / ranks * size / network.bytes_per_s
     tree_s = 2 * size / network.bytes_per_s
-    ring = Cost(ring_s + 2 * (ranks - 1) * network.latency_s, ring_s)
+    ring = Cost(ring_s + 2 * (ranks - 1) * network.mean_latency_s, ring_s)
     tree = Cost(tree_s + 2 * math.ceil(math.log2(ranks)) * network.latency_s, tree_s)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
