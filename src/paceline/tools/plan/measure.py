@@ -20,6 +20,8 @@ LOG_EVERY_STEPS = 100
 OF_REAL_RUN: dict[str, Any] = {
     "nodes": None, "rendezvous": None, "resume": "never", "max_restarts": 0, "time_limit": None, "curriculum": None,
     "launcher": "local", "global_batch_size": None, "shard_optimizer": False, "callbacks": [], "early_stop": None,
+    # Schedules and evaluations that wait for a metric, which is not measured here.
+    "scheduler_fn": None, "schedule_fn": None,
 }  # fmt: skip
 
 
@@ -70,6 +72,8 @@ def shortened(config: Config, ranks: int, steps: int) -> Config:
     quiet = {
         "log": config.log.model_copy(update={"every_steps": LOG_EVERY_STEPS, "tensorboard": False, "trackers": []}),
         "checkpoint": Checkpoint(every_minutes=None),
+        "schedule": type(config.schedule)(),
+        "evaluate": type(config.evaluate)(),
     }
     length = {"max_steps": steps, "num_epochs": steps, "procs": ranks, "lanes": None, "threads": threads_of(config)}
     # The host must see when each gradient is ready, which a CUDA graph does not show.

@@ -23,7 +23,7 @@ from paceline.checkpoint.store import Store
 from paceline.config import Config
 from paceline.data.scaler import fit_scalers
 from paceline.data.sources import size_of
-from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES, REDUCTION, PhaseClock
+from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES, REDUCTION
 from paceline.engine.reduce import Reduction
 from paceline.engine.step import Stepper
 from paceline.observe.events import Events
@@ -66,7 +66,7 @@ def measure(config: Config, folder: RunFolder, world: World, progress: Progress,
     training, validation = build_data(context)
     model = build_model(context)
     fit_scalers(model, training, config.seed, progress, config.collate)
-    stepper, plan = build_alone(context, model, training)
+    stepper, plan = build_alone(context, model, training, validation)
     timer = StepTimer(stepper, warm_up, steps, context.events)
     saver = Saver(Store(folder.checkpoints), config.checkpoint, {}, context.world, context.events)
     world.gather_equal(torch.zeros(1, device=world.device))  # the ranks work at the same time
@@ -79,15 +79,20 @@ def measure(config: Config, folder: RunFolder, world: World, progress: Progress,
     parts = RankParts(timer.phase_ms(), loader_ms, round_ms, more, timer.ready_ms(), memory)
     gathered = world.gather_objects(parts)
     if world.is_main:
-        sizes = {"samples": size_of(training), "val_samples": (size_of(validation) or 0) if validation else 0}
+        sizes = {
+            "samples": size_of(training),
+            "val_samples": (size_of(validation) if validation is not None else None) or 0,
+        }
         write_value(folder, {**put_together(gathered, stepper, world), **sizes})
     shared.events.write("run_finished")
     shared.events.close()
 
 
-def build_alone(context: Context, model: torch.nn.Module, training: Any) -> tuple[Stepper, LoopPlan]:
+def build_alone(
+    context: Context, model: torch.nn.Module, training: Any, validation: Any | None
+) -> tuple[Stepper, LoopPlan]:
     """The step of a rank that sums over no others, but calls the hook for each bucket of DDP. All ranks."""
-    built, plan, _ = build_step(context, model, training, None)
+    built, plan, _ = build_step(context, model, training, validation)
     stepper = Stepper(
         built.replica, built.optimizer, built.settings, built.feed, rates=built.rates, world=context.world,
         warn=context.warn, through_ddp=True,
@@ -138,7 +143,7 @@ class StepTimer(Callback):
         self._began: Any = None
         self._ready: dict[int, Any] = {}  # of the last lane
         self._readies: list[list[float]] = []
-        self._clock, self._enter = stepper.clock, stepper.clock.enter
+        self._enter = stepper.clock.enter
         # The parts of the step have references to this clock, so its method is wrapped instead of the clock.
         stepper.clock.enter = self._on_enter  # type: ignore[method-assign]
         self._count = len(stepper.parameters)
@@ -163,7 +168,7 @@ class StepTimer(Callback):
         self._marks.append((phase, now))
         if phase == BACKWARD:
             self._began, self._ready = now, {}
-        PhaseClock.enter(self._clock, phase)
+        self._enter(phase)
 
     def on_step(self, run: Run, metrics: Mapping[str, float | None]) -> None:
         """Keep the times of the step."""
