@@ -29,13 +29,17 @@ class Case(NamedTuple):
 
     def gain(self, keys: RunKeys) -> float:
         """The samples per second with other keys, relative to those of the forecast."""
-        return forecast(self.measured, keys, self.terms, self.row.ranks).samples_per_s / self.row.samples_per_s
+        return self.of(keys).samples_per_s / self.row.samples_per_s
+
+    def of(self, keys: RunKeys) -> Forecast:
+        """The forecast for the same ranks with other keys."""
+        return forecast(self.measured, keys, self.terms, self.row.ranks)
 
 
 def advice_on(measured: Measured, keys: RunKeys, terms: Terms, rows: Sequence[Forecast]) -> list[str]:
     """Sentences, the most important first."""
     case = Case(measured, keys, terms, rows[-1])
-    return [*_deadline(rows), *(sentence for check in CHECKS for sentence in check(case))]
+    return [*_deadline(rows), *_fastest(rows), *(sentence for check in CHECKS for sentence in check(case))]
 
 
 def _deadline(rows: Sequence[Forecast]) -> Iterator[str]:
@@ -47,6 +51,13 @@ def _deadline(rows: Sequence[Forecast]) -> Iterator[str]:
         yield f"the deadline is met with {ranks_text(best.ranks)}{price}"
     elif known:
         yield "no number of ranks in the table meets the deadline"
+
+
+def _fastest(rows: Sequence[Forecast]) -> Iterator[str]:
+    """The number of ranks beyond which a run takes longer."""
+    best = max(rows, key=lambda row: row.samples_per_s)
+    if best is not rows[-1]:
+        yield f"runs on more than {ranks_text(best.ranks)} are slower: the sums take longer than the work that they divide"
 
 
 def _limit(case: Case) -> Iterator[str]:
@@ -69,13 +80,13 @@ def _lanes(case: Case) -> Iterator[str]:
     row, keys = case.row, case.keys
     if row.ranks == 1 or row.efficiency > EFFICIENT:
         return
-    for times in (2, 4, 8):
-        more = keys.with_(lanes=times * row.lanes)
-        if (gain := case.gain(more)) > GAIN:
-            yield (
-                f"lanes={times * row.lanes} gives {gain:.2f} times the samples per second; a step has {times} times "
-                "the samples, so the learning rate needs to be adapted"
-            )
+    found = [(times, case.of(keys.with_(lanes=times * row.lanes))) for times in (2, 4, 8)]
+    times, best = next((each for each in found if each[1].efficiency > EFFICIENT), found[-1])
+    if best.samples_per_s > GAIN * row.samples_per_s:
+        yield (
+            f"lanes={best.lanes} gives {best.samples_per_s / row.samples_per_s:.2f} times the samples per second, with "
+            f"efficiency {best.efficiency:.0%}; a step has {times} times the samples, so adapt the learning rate"
+        )
 
 
 def _buckets(case: Case) -> Iterator[str]:
@@ -95,7 +106,7 @@ def _compression(case: Case) -> Iterator[str]:
 
 def _memory(case: Case) -> Iterator[str]:
     row = case.row
-    sharded = forecast(case.measured, case.keys.with_(shards_optimizer=True), case.terms, row.ranks)
+    sharded = case.of(case.keys.with_(shards_optimizer=True))
     saved = row.memory_bytes - sharded.memory_bytes
     if saved > SAVED * row.memory_bytes or (saved > 0 and not row.fits):
         yield f"shard_optimizer=true saves {size_text(saved)} of a rank's {size_text(row.memory_bytes)}"
