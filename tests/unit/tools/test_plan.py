@@ -158,7 +158,7 @@ def test_links_have_names_or_numbers() -> None:
 
 
 def test_the_speed_of_this_host_is_that_for_which_the_model_takes_the_measured_time() -> None:
-    link = loopback_of(0.012, 4.006, ranks=4)
+    link = loopback_of(0.012, 4.012, ranks=4)
     assert link.latency_s == pytest.approx(0.001)
     assert link.bytes_per_s == pytest.approx(1.5e6)  # 6 of 4 MB pass each link
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from paceline.config import Checkpoint, Config, to_plain
 from paceline.errors import ConfigError
 from paceline.run.job import Task
 from paceline.run.lifecycle import new_folder
-from paceline.tools.plan.collectives import Network, gloo_ring
+from paceline.tools.plan.collectives import Network, all_reduce
 from paceline.tools.plan.facts import Measured, RunKeys
 from paceline.tools.plan.links import Link
 
@@ -36,7 +37,11 @@ def measure(config: Config, ranks: int, steps: int, parent: Path, folder: Path) 
     task = Task("paceline.tools.plan.task:measure", {"warm_up": WARM_UP, "steps": steps})
     found: dict[str, Any] = start(short, task, parent, folder)
     sizes = {name: found.pop(name) for name in ("samples", "val_samples")}
-    loopback = measure_loopback(short, max(2, ranks), parent, folder) if found["device"] == "cpu" or ranks > 1 else None
+    loopback = (
+        measure_loopback(short, max(2, ranks), found["backend"], parent, folder)
+        if found["device"] == "cpu" or ranks > 1
+        else None
+    )
     figures = {
         "loopback_bytes_per_s": loopback.bytes_per_s if loopback else 0.0,
         "loopback_latency_s": loopback.latency_s if loopback else 0.0,
@@ -44,21 +49,21 @@ def measure(config: Config, ranks: int, steps: int, parent: Path, folder: Path) 
     return Measured.from_dict({**found, **figures}), keys_of(config, **sizes)
 
 
-def measure_loopback(config: Config, ranks: int, parent: Path, folder: Path) -> Link:
+def measure_loopback(config: Config, ranks: int, backend: str, parent: Path, folder: Path) -> Link:
     """The speed and the latency of sums between ranks of this machine."""
     quick = config.model_copy(update={"procs": ranks})
     small, large = start(quick, Task("paceline.tools.plan.task:measure_sums"), parent, folder)
-    return loopback_of(small, large, ranks)
+    return loopback_of(small, large, ranks, backend)
 
 
-def loopback_of(small_s: float, large_s: float, ranks: int) -> Link:
+def loopback_of(small_s: float, large_s: float, ranks: int, backend: str = "gloo") -> Link:
     """The link for which the model takes these times for a small and a large sum (pure)."""
     from paceline.tools.plan.task import LARGE
 
-    unit = Network(ranks, ranks, Link(1.0, 0.0), Link(1.0, 1.0))
-    rounds = gloo_ring(0, unit).seconds  # with a latency of one second
-    sent = gloo_ring(LARGE, unit).link_s  # with a byte per second
-    return Link(sent / max(large_s - small_s / 2, 1e-6), small_s / rounds)
+    none = Link(math.inf, 0.0)
+    latencies = all_reduce(1, Network(ranks, ranks, none, Link(math.inf, 1.0), backend)).seconds
+    sent = all_reduce(LARGE, Network(ranks, ranks, none, Link(1.0, 0.0), backend)).link_s
+    return Link(sent / max(large_s - small_s, large_s / 2), small_s / latencies)
 
 
 def start(config: Config, task: Task, parent: Path, folder: Path) -> Any:
