@@ -57,7 +57,7 @@ def _fastest(rows: Sequence[Forecast]) -> Iterator[str]:
     """The number of ranks beyond which a run takes longer."""
     best = max(rows, key=lambda row: row.samples_per_s)
     if best is not rows[-1]:
-        yield f"runs on more than {ranks_text(best.ranks)} are slower: the sums take longer than the work that they divide"
+        yield f"runs on more than {ranks_text(best.ranks)} are slower: their sums take longer than they save"
 
 
 def _limit(case: Case) -> Iterator[str]:
