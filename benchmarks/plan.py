@@ -4,9 +4,8 @@
     python benchmarks/plan.py --local 1,2,4,8         # ranks of this host: its cores, or its GPUs with NCCL
 
 Each host has one rank, or two. What it sends passes a token bucket (`tc … tbf`), and is delivered after a delay by
-`plan_links/delay.c`. What such a link carries is measured before, with a stream and a short message between all
-neighbours of a ring (`plan_links/probe.py`): this is the `--link` of the plan. The ranks share the cores of this
-machine, so the parts of a step are measured with as many ranks at work, as `paceline plan` does for those of a host.
+`plan_links/delay.c`. The ranks share the cores of this machine, so the parts of a step are measured with as many ranks
+at work, as `paceline plan` does for those of a host.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SETTLING = {"none": 10, "10mbit": 4, "100mbit": 6, "1000mbit": 10}  # steps in w
 # Windows that grow until a burst fits, and do not shrink between two steps: those of a run after its first minutes.
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
 MTU = 9_000
-PROBE_S = 0.3  # at the nominal rate
+USABLE = 0.99  # of a rate: frames of 9,000 bytes have headers of IP and TCP
 STEPS = 20
 
 COMMON: dict[str, Any] = {
@@ -125,26 +124,6 @@ class DelayedLab(Lab):
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self._space(name)], check=False)
 
-    def probe(self, rate: str, delay_us: int) -> Link:
-        """The speed and the latency of a link between neighbours, all of which send at the same time."""
-        with self.delay.open("r+b") as file:  # in place: the other process has it mapped
-            file.write(delay_us.to_bytes(4, "little"))
-        for space in self.spaces:
-            command = f"tc -n {space} qdisc replace dev eth0 root tbf rate {rate} burst 20000 limit 100000000"
-            subprocess.run(command.split(), check=True)
-        size = int(RATES[rate] * PROBE_S)
-        logs = [self.delay.parent / f"probe-{name}" for name in self.names]
-        following = [self.address_of(name) for name in (*self.names[1:], self.names[0])]
-        probes = [
-            self.on(name, sys.executable, HERE / "plan_links" / "probe.py", str(size), address, log=log)
-            for name, address, log in zip(self.names, following, logs, strict=True)
-        ]
-        for process in probes:
-            process.wait(60)
-        found = [[float(word) for word in log.read_text().split()] for log in logs]
-        round_trip, stream = (median(each) for each in zip(*found, strict=True))
-        return Link(size / (stream - round_trip), round_trip / 2)
-
     @property
     def spaces(self) -> list[str]:
         """The names of the network namespaces."""
@@ -204,26 +183,23 @@ def run_case(case: Case, device: str = "cpu") -> list[dict[str, Any]]:
         config = build_config(read_yaml(folder / "config.yaml"), folder, ())
         measured, run_keys = measure(config, case.ranks, STEPS, folder / "runs", folder)
         links = [(rate, delay) for rate in case.rates for delay in (DELAYS_US if case.hosts > 1 else (0,))]
-        carried, times = time_steps(case, folder, keys, links)
+        times = time_steps(case, folder, keys, links)
     rows = []
-    for (rate, delay), link, seconds in zip(links, carried, times, strict=True):
+    for (rate, delay), seconds in zip(links, times, strict=True):
+        link = Link(RATES[rate] * USABLE, delay / 1e6) if case.hosts > 1 else NAMED["pcie"]
         found = forecast(measured, run_keys, Terms(link, case.per_host), case.ranks)
         rows.append(
             {
                 "model": case.model, "hosts": case.hosts, "per_host": case.per_host, "rate": rate, "delay_us": delay,
                 "predicted": found.step_ms, "measured": 1e3 * seconds, "limit": found.limit,
-                "link": asdict(link),
                 "parts": asdict(measured), "keys": asdict(run_keys),
             }
         )  # fmt: skip
     return rows
 
 
-def time_steps(
-    case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]
-) -> tuple[list[Link], list[float]]:
-    """What each link carries, and the seconds of a step with it, from a run of `paceline train` on the hosts."""
-    carried = [NAMED["pcie"]]
+def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]) -> list[float]:
+    """The seconds of a step with each link, from a run of `paceline train` on the hosts."""
     (folder / "config.yaml").write_text(json.dumps({**keys, "run_dir": "run", "callbacks": ["sweep:Sweep"]}))
     settled = [(rate, delay, SETTLING[rate]) for rate, delay in links]
     sweep: dict[str, Any] = {"links": settled, "spaces": [], "delay": ""}
@@ -237,7 +213,6 @@ def time_steps(
         (folder / "sweep.json").write_text(json.dumps(sweep))
         try:
             lab.up()
-            carried = [lab.probe(rate, delay) for rate, delay in links]
             nodes = ["--nodes", str(case.hosts), "--rendezvous", "n1:29400"]
             script = f'cd {folder}; exec "$@"'
             started = [
@@ -250,7 +225,7 @@ def time_steps(
             lab.down()
     if not (folder / "times.json").exists():
         raise RuntimeError("\n".join(log.read_text() for log in folder.glob("n*.log")))
-    return carried, json.loads((folder / "times.json").read_text())
+    return list(json.loads((folder / "times.json").read_text()))
 
 
 if __name__ == "__main__":
