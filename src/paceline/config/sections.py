@@ -18,7 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.values import Mode, Otherwise, false_as, listed, with_mode
+from paceline.config.values import (
+    Mode,
+    Otherwise,
+    PositiveNumber,
+    false_as,
+    listed,
+    minutes_or_auto,
+    with_mode,
+)
 
 DEFAULT_LRS = {"muon": 0.02}  # for optimizers whose usual learning rate is not near 1e-3
 
@@ -243,8 +251,15 @@ class Checkpoint(Section):
     every_steps: int | None = Field(None, ge=1)
     """Saves each time after this number of steps."""
 
-    every_minutes: float | None = Field(10, gt=0)
-    """Saves each time after this number of minutes; null never does."""
+    every_minutes: Annotated[
+        float | Literal["auto"] | None,
+        BeforeValidator(minutes_or_auto, json_schema_input_type=PositiveNumber | Literal["auto"] | None),
+    ] = "auto"
+    """Saves each time after this number of minutes; null never does.
+
+    `auto` saves every 10 minutes; more often, up to every minute, where that loses less time because there are many
+    ranks or failures; less often where saves would cost more than 1 % of the time ([how often](goodput.md)).
+    """
 
     keep: int = Field(3, ge=1)
     """The number of recent checkpoints to keep."""

@@ -194,6 +194,19 @@ class CheckpointEvent(TypedDict):
     step: Count
     bytes: NotRequired[Count]
     seconds: NotRequired[Measured]
+    cost_s: NotRequired[Measured]
+
+
+@with_config(STRICT)
+class SaveIntervalEvent(TypedDict):
+    """`checkpoint.every_minutes: auto` has chosen the time between two checkpoints."""
+
+    event: Literal["save_interval"]
+    time: UnixTime
+    text: str
+    step: NotRequired[Count]
+    interval_s: NotRequired[Measured]
+    cost_s: NotRequired[Measured]
 
 
 @with_config(STRICT)
@@ -269,6 +282,7 @@ KnownEvent = Annotated[
     | ProgressEvent
     | SavingEvent
     | CheckpointEvent
+    | SaveIntervalEvent
     | DigestsEvent
     | RunStoppedEvent
     | RunFinishedEvent,
