@@ -161,12 +161,16 @@ def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for rate in dict.fromkeys(row["rate"] for row in rows):
         line = [row for row in rows if row["rate"] == rate]
         cells = [
-            f"{row['predicted']:,.3g} / {row['measured']:,.3g}, {row['predicted'] / row['measured'] - 1:+.0%}"
+            f"{_ms(row['predicted'])} / {_ms(row['measured'])}, {row['predicted'] / row['measured'] - 1:+.0%}"
             for row in line
         ]
         place = f"{line[0]['hosts']} × {line[0]['per_host']}"
         print(f"| {line[0]['model']} | {place} | {rate} | {' | '.join(cells)} |", flush=True)
     return rows
+
+
+def _ms(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
 def in_process(case: Case, device: str) -> list[dict[str, Any]]:
