@@ -15,7 +15,7 @@ from paceline.tools.plan.forecast import Forecast, Terms, forecast
 
 BUCKETS_MB = (1, 5, 10, 25, 50, 100)
 GAIN = 1.05  # smaller gains of speed are not worth a sentence
-SAVED = 0.1  # of a rank's memory, likewise
+SAVED = 0.1  # of a rank's memory; smaller shares are not worth one either
 EFFICIENT = 0.9
 
 

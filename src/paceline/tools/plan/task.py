@@ -40,7 +40,7 @@ from paceline.worker.state import LoopPlan, TrainState
 from paceline.world import World
 
 LANES = 2  # of each measured rank: their gradients are not rounded, which is measured by itself
-LOADER_LANES, LOADER_S = 40, 3.0  # the loaders are measured over so many lanes, or seconds
+LOADER_LANES, LOADER_S = 40, 3.0  # the loaders are measured over this number of lanes, or of seconds
 ROUNDS = 5
 SMALL, LARGE = 16, 4_000_000  # bytes of the sums between two ranks
 
