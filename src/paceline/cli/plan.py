@@ -38,9 +38,10 @@ def plan(
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("plan.html"),
     as_json: Annotated[bool, typer.Option("--json", help="Print only a JSON object.")] = False,
 ) -> None:
-    """Show how long a run would take on more ranks, what it would cost, and what to change.
+    """Show the time and price of a run on more ranks, and its limit.
 
-    Measures a few steps here. Example: paceline plan config.yaml --ranks 1,8,64 --link 100gbe --price 2.5
+    Measures a few steps here, and says what to change.
+    Example: paceline plan config.yaml --ranks 1,8,64 --link 100gbe --price 2.5
     """
     from paceline.tools.plan.links import parse_duration, parse_link
 
