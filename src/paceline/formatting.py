@@ -38,3 +38,12 @@ def size_text(size: float) -> str:
     """A number of bytes, such as "1.5 GB"."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
     return f"{size / unit:,.1f} {name}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time, such as "45 s", "12 min" or "3.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 6_000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 86_400:,.1f} days"

@@ -165,6 +165,17 @@ INSIDE_TOOLS = {
     "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.registry", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
+    # The plan measures the parts of a step in ranks of its own, and draws its page as the report does.
+    "tools.plan": {
+        "checkpoint",
+        "data",
+        "engine",
+        "launch",
+        "observe",
+        "tools.report",
+        "worker",
+        "world",
+    },
     # An export writes and fingerprints weights as a run does, and normalises images as an evaluation does.
     "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},
 }
