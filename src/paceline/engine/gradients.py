@@ -92,9 +92,7 @@ class Backward:
             replica.register_comm_hook(self.hook, BucketHook.reduce)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
         if settings.step_mode == "compile":
-            self.objective = self.objective.compiled(is_in_ddp=self.hook is not None)
-            if self.hook is not None and not self.objective.takes_model:
-                replica.module.compile(dynamic=False)
+            self.objective = self.objective.compiled()
 
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Prepare for the lanes of a step."""
