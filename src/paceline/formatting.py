@@ -29,3 +29,16 @@ def size_text(size: float) -> str:
     """A number of bytes, such as "1.5 GB"."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
     return f"{size / unit:,.1f} {name}"
+
+
+def duration(seconds: float) -> str:
+    """A time in one or two units, such as "50 s", "12 min" or "3 h 05 min"."""
+    whole = max(round(seconds), 0)
+    minutes = round(seconds / 60)
+    if whole < 90:
+        return f"{whole} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    if minutes < 36 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

@@ -45,9 +45,15 @@ class Objective(NamedTuple):
         output, target = run_model(model, batch, with_labels=self.is_models_own)
         return loss_in(output) if self.is_models_own else self.function(output, target)
 
-    def compiled(self) -> Objective:
-        """The objective with its function and the model compiled together."""
-        return self._replace(function=torch.compile(_with_model(self), dynamic=False), takes_model=True)
+    def compiled(self, *, pads_products: bool = False) -> Objective:
+        """The objective with its function and the model compiled together.
+
+        On a GPU, `pads_products` pads the matrices of all products whose sizes are odd, such as a vocabulary of 50,257
+        words. The compiler would otherwise measure whether that is faster, which exact runs do not allow.
+        """
+        options: dict[str, Any] = {"force_shape_pad": True} if pads_products else {}
+        function = torch.compile(_with_model(self), dynamic=False, options=options)
+        return self._replace(function=function, takes_model=True)
 
 
 def _with_model(objective: Objective) -> Callable[[Model, Any], Any]:
