@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,7 +160,10 @@ class Compilation:
 
 
 def prepare_compiler(device: torch.device, *, is_exact: bool) -> None:
-    """Set the compiler's cache, and make it raise an error where it would fall back in silence."""
+    """Load the compiler, set its cache, and make it raise an error where it would fall back in silence."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler uses what torch has deprecated
+        import torch._inductor.compile_fx
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
