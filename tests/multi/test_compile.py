@@ -1,4 +1,4 @@
-"""Compiled steps: functions of the script itself and of cells, one hash on any number of ranks, the decision of auto."""
+"""Compiled steps: functions of scripts and of cells, one hash on any number of ranks, and the decision of auto."""
 
 from __future__ import annotations
 
