@@ -53,11 +53,14 @@ class Compilation:
         """Whether `auto` considers to compile at all."""
         settings = self._settings
         # A collate_fn may pad each batch to another length.
-        has_one_form = settings.collate_fn is None and not settings.find_unused_parameters
-        is_known = self._steps is not None and len(self._backwards) == 1 and not settings.sync_batchnorm
+        has_one_form = settings.collate_fn is None
+        is_plain = len(self._backwards) == 1 and not any(
+            (settings.find_unused_parameters, settings.static_graph, settings.sync_batchnorm)
+        )
         modules = self._replica.module.modules()
-        is_plain = not any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-        return self._world.device.type in DEVICES and has_one_form and is_known and is_plain
+        has_python = not any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        is_known = self._steps is not None
+        return self._world.device.type in DEVICES and has_one_form and is_plain and has_python and is_known
 
     def refuse(self) -> None:
         """Make `auto` compile nothing: the model calls collectives, which the compiler may move. All ranks."""
