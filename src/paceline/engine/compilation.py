@@ -93,8 +93,7 @@ class Compilation:
             return
         self._report(f"step_mode: auto compiles the step, which takes about {duration(gain.compile_s)}: {_why(gain)}")
         began = time.perf_counter()
-        self._compile(form)
-        problems = self._world.gather_objects(self._try(lane, inputs))
+        problems = self._world.gather_objects(self._try(form, lane, inputs))
         problem = next((each for each in problems if each is not None), None)
         if problem is None:
             self._report(f"the step is compiled, after {duration(time.perf_counter() - began)}")
@@ -114,10 +113,11 @@ class Compilation:
                 return None
         return gain_of(counter.work, self._steps)
 
-    def _try(self, lane: Lane, inputs: LaneInputs) -> str | None:
+    def _try(self, form: str, lane: Lane, inputs: LaneInputs) -> str | None:
         """Compile forward and backward on this rank; return why that is not possible, or None if it is."""
         with self._undone() as restore:
             try:
+                self._compile(form)
                 self._backwards[0].lane_gradients(lane, inputs)
                 restore()
                 with torch.compiler.set_stance("fail_on_recompile"):  # the code must fit the next step, too
