@@ -164,7 +164,7 @@ def test_an_order_that_differs_between_ranks_is_refused_on_all_of_them() -> None
     def by_rank(epoch: int, size: int) -> Any:
         return [torch.distributed.get_rank()] * size
 
-    with pytest.raises(RankFailed, match="order_fn gives different orders on different ranks; compute it from its"):
+    with pytest.raises(RankFailed, match="order_fn returns different orders on different ranks; compute it from its"):
         faults.start(procs=2, order_fn=by_rank)
 
 

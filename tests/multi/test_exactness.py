@@ -17,7 +17,6 @@ from torch.nn import functional
 from paceline import Trainer, indices_at
 from paceline.data.seeding import seed_generators
 from paceline.errors import RankFailed
-from support.runs import warnings_in
 
 Outcomes = dict[str, dict[str, Any]]
 
@@ -126,17 +125,6 @@ def test_the_first_steps_are_those_of_a_plain_loop(outcomes: Matrix) -> None:
 
 def start(case: str, **options: Any) -> Any:
     return Trainer(**{**matrix.options_of(case), **options}).start()
-
-
-def test_three_ranks_agree_to_rounding_and_say_so() -> None:
-    three, one = (start("twelve lanes", procs=procs) for procs in (3, 1))
-    torch.testing.assert_close(
-        dict(three.load_model().state_dict()), dict(one.load_model().state_dict()), rtol=1e-4, atol=1e-6
-    )
-    warnings = warnings_in(three.run_dir)
-    assert len(warnings) == 1
-    assert "3 ranks" in warnings[0]
-    assert "up to rounding, not bitwise" in warnings[0]
 
 
 def test_plain_all_reduce_agrees_to_rounding() -> None:

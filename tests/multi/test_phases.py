@@ -157,7 +157,7 @@ def test_optimizers_that_do_not_fit_the_phases_are_refused() -> None:
         ({"optimizer_fn": None}, "step_fn has the phases critic, generator; give optimizer_fn(model), which returns a"),
         ({"shard_optimizer": True}, "shard_optimizer=true needs one optimizer, but step_fn has the phases critic"),
         ({"step_fn": {}}, "step_fn is a dict without names of phases; give a function"),
-        ({"step_fn": {"a": 3}}, "step_fn={'a': 3} has the phase a=3; give a function, or {every: 5, fn: function}"),
+        ({"step_fn": {"a": 3}}, "step_fn={'a': 3} has the phase a=3; use a function, or {every: 5, fn: function}"),
         ({"step_fn": {"a": {"every": 0, "fn": "x:y"}}}, "step_fn={'a': {'every': 0, 'fn': 'x:y'}} has the phase a at"),
     ],
     ids=["no optimizers", "sharded", "empty", "a number", "never"],

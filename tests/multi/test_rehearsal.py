@@ -35,7 +35,7 @@ def test_a_train_fn_is_not_called_but_its_model_and_data_are_built_and_a_failure
     path.write_text("model_fn: 'own_lab:model'\ndataset_fn: 'own_lab:Data'\ntrain_fn: 'own_lab:train'\ndevice: cpu\n")
     found = rehearsed(path)
     assert found.state == "ok", found.text
-    assert "model and data were built on 1 rank of CPU" in found.text
+    assert "model and data were built on the CPU with 1 rank" in found.text
     assert "train_fn was not called" in found.text
     assert list(tmp_path.glob(".paceline-doctor-*")) == []
 
