@@ -31,7 +31,7 @@ from paceline.system.home import use_compiler_cache
 from paceline.world import World
 
 COMPILING = "compiling the step: the first step takes longer"
-MAX_VARIANTS = 64  # of one function: for layers that are not alike, such as the first and the last one
+MAX_VARIANTS = 64  # of one function, which the layers of a model may share although they differ
 
 
 class Compilation:

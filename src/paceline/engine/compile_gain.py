@@ -1,7 +1,7 @@
 """What compiling a step costs and saves: an estimate from the model, a batch, the number of steps and the device alone.
 
-Compiled code rounds differently, so all runs of a config must decide alike: nothing here depends on the clock or on the
-number of ranks. Compiled kernels are faster because they fuse operators that would each read and write all their
+Compiled code rounds differently, so all runs of a config must take the same decision: nothing here depends on the clock
+or on the number of ranks. Compiled kernels are faster because they fuse operators that would each read and write all their
 numbers; products, convolutions and attention stay as they are. So the traffic of all other operators is counted.
 """
 
