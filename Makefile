@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test fast chaos cluster lint types reference notebooks docs wheel release bench clean
+.PHONY: setup train test fast chaos cluster lint types reference notebooks docs wheel release bench gpu clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,11 @@ docs: setup
 bench: setup
 	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/save_stall.py
+
+# Tests and benchmarks that need a GPU, in at most 25 minutes; `make gpu OUT=FOLDER` again continues.
+OUT ?= gpu-results
+gpu:
+	benchmarks/gpu.sh $(OUT)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .cache build dist site

@@ -1,7 +1,11 @@
 """What exactness costs across ranks: times of a training step and of the bare collectives, memory, and bytes sent.
 
     python benchmarks/reduction.py --procs 2,3,4,6,8 --mb 1,25,100 [--device cuda] [--json out.json]
+    python benchmarks/reduction.py --procs 2,4,8 --one-gpu           # NCCL ranks that share one GPU
     python benchmarks/reduction.py --procs "" --parameters 124.4     # only the table of bytes, which is computed
+
+With `--one-gpu` each rank claims to be a host of its own, which NCCL accepts, so all bytes go through sockets: the
+times of the sums are real, those of the network are not.
 
 Each number of ranks is one local run, with one lane per rank; it measures the variants in turn, so that noise affects
 all of them equally. "all-reduce" is torch's, "exact" sums integers. The first table has medians in milliseconds and
@@ -17,7 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -142,6 +150,36 @@ def _take_turns(variants: dict[str, Any], rounds: int, device: torch.device) -> 
     return {name: round(1e3 * statistics.median(taken), 2) for name, taken in times.items()}
 
 
+# --- starting the ranks ----------------------------------------------------------------------------------------------
+
+
+def measure_ranks(sizes: list[int], device: str, procs: int | None) -> dict[str, list[dict[str, Any]]]:
+    """The rows of one number of ranks; without a number, this process is one of the ranks."""
+    measured: dict[str, list[dict[str, Any]]] = Trainer(
+        lambda: Sizes(sizes), lambda: torch.zeros(64, 1), train_fn=measure, procs=procs, device=device,
+        val_fraction=0, name="benchmark-reduction",
+    ).start().value  # fmt: skip
+    return measured
+
+
+def measure_on_one_gpu(procs: int, words: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The same with ranks of torchrun, each of which runs this script again."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}"]
+        command = [*torchrun, str(Path(__file__).resolve()), *words, "--json", "rows.json"]
+        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if ended.returncode:
+            sys.exit(f"{procs} ranks failed\n{ended.stderr[-3000:]}")
+        rows: dict[str, list[dict[str, Any]]] = json.loads((Path(folder) / "rows.json").read_text())
+        return rows
+
+
+def be_rank_on_one_gpu() -> None:
+    """Claim to be a host of its own, before torch makes the process group."""
+    os.environ.update(NCCL_HOSTID=f"host-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -154,14 +192,16 @@ class Sizes(nn.Linear):
 
 
 def print_times(rows: list[dict[str, Any]]) -> None:
-    print("| ranks | gradients | measured | all-reduce, ms | exact, ms | ratio |\n|---|---|---|---|---|---|")
+    print("\n| ranks | gradients | measured | all-reduce, ms | exact, ms | ratio |\n|---|---|---|---|---|---|")
     for row in rows:
         ratio = row["exact"] / row["all-reduce"]
         times = f"{row['all-reduce']:.1f} | {row['exact']:.1f} | {ratio:.2f}"
-        print(f"| {row['ranks']} | {row['mb']} MB | {row['kind']} | {times} |")
+        print(f"| {row['ranks']} | {row['mb']} MB | {row['kind']} | {times} |", flush=True)
 
 
 def print_memory(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     print("\n| ranks | gradients | lanes on a rank | scratch, MB | while rounding, MB | finished lanes, MB | copies |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -185,21 +225,28 @@ def main() -> None:
     parser.add_argument("--procs", default="2,3,4,6,8")
     parser.add_argument("--mb", default="1,25,100")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--one-gpu", action="store_true", help="NCCL ranks that share one GPU, started by torchrun")
     parser.add_argument("--parameters", type=float, default=124.4, help="millions, for the table of bytes")
     parser.add_argument("--json")
     options = parser.parse_args()
     sizes = [int(mb) for mb in options.mb.split(",")]
+    device = "cuda" if options.one_gpu and torch.cuda.is_available() else options.device
+    if options.one_gpu and "RANK" in os.environ:
+        be_rank_on_one_gpu()
+        measured = measure_ranks(sizes, device, None)
+        if os.environ["RANK"] == "0":
+            Path(options.json).write_text(json.dumps(measured))
+        return
     rows: dict[str, list[dict[str, Any]]] = {"times": [], "memory": []}
     for procs in map(int, filter(None, options.procs.split(","))):
-        measured = Trainer(
-            lambda: Sizes(sizes), lambda: torch.zeros(64, 1), train_fn=measure, procs=procs, device=options.device,
-            val_fraction=0, name="benchmark-reduction",
-        ).start().value  # fmt: skip
+        if options.one_gpu:
+            measured = measure_on_one_gpu(procs, ["--one-gpu", "--mb", options.mb])
+        else:
+            measured = measure_ranks(sizes, device, procs)
         for kind in rows:
             rows[kind] += measured[kind]
-    if rows["times"]:
-        print_times(rows["times"])
-        print_memory(rows["memory"])
+        print_times(measured["times"])  # now, in case a larger number of ranks is stopped
+    print_memory(rows["memory"])
     print_bytes(options.parameters)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2))

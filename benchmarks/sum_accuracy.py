@@ -1,6 +1,7 @@
 """How accurate sums of gradients over lanes are, compared with sums in 64 bits.
 
     python benchmarks/sum_accuracy.py [--model gpt2 cnn tabular] [--precision fp32 bf16] [--steps 10] [--lanes 8]
+        [--device cuda]
 
 Each model is trained for some steps of AdamW first, so that its gradients are typical; those of the last step are kept
 lane by lane and summed in several ways. Models: GPT-2 with 124 M parameters (transformers), random weights, on words of
@@ -96,13 +97,13 @@ CASES = {
 }
 
 
-def gradients_of(case: Case, precision: str, steps: int, lanes: int) -> list[Tensors]:
+def gradients_of(case: Case, precision: str, steps: int, lanes: int, device: str) -> list[Tensors]:
     """The gradients of each lane of the last step."""
     torch.manual_seed(0)
-    model, (inputs, targets) = case.model_fn(), case.samples_fn()
+    model, (inputs, targets) = case.model_fn().to(device), (each.to(device) for each in case.samples_fn())
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=case.lr, fused=True)
-    order = torch.randperm(len(inputs)).split(case.batch_size)
+    order = torch.randperm(len(inputs)).to(device).split(case.batch_size)
     batches: Iterator[torch.Tensor] = itertools.chain.from_iterable(itertools.repeat(order))
     for _ in range(steps):
         optimizer.step()  # with the gradients of the step before
@@ -110,9 +111,9 @@ def gradients_of(case: Case, precision: str, steps: int, lanes: int) -> list[Ten
         for _ in range(lanes):
             optimizer.zero_grad()
             rows = next(batches)
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
                 loss = cross_entropy(model(inputs[rows]), targets[rows].flatten())
-            loss.backward(torch.tensor(1 / lanes, dtype=loss.dtype))
+            loss.backward(torch.full_like(loss, 1 / lanes))
             of_lanes.append([parameter.grad for parameter in parameters])
         for parameter, *gradients in zip(parameters, *of_lanes, strict=True):
             parameter.grad = in_order(gradients)
@@ -181,10 +182,11 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     columns: dict[str, dict[str, Any]] = {}
     for key, precision in itertools.product(options.model, options.precision):
-        of_lanes = gradients_of(CASES[key], precision, options.steps, options.lanes)
+        of_lanes = gradients_of(CASES[key], precision, options.steps, options.lanes, options.device)
         columns[f"{CASES[key].title}, {precision}"] = errors_of(of_lanes)
     print(f"| sum of {options.lanes} lanes | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for name in sums_for(options.lanes):

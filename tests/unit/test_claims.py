@@ -56,8 +56,18 @@ def slower(exact: float, inexact: float) -> float:
 
 
 LOOPS, ACROSS, LARGE = "The loop against others", "What exactness costs across ranks", "Larger models"
-TOKENS = {row[0]: value_of(row[1]) for row in rows_of(LARGE) if NUMBER.fullmatch(row[1])}
+COMPILED, INEXACT = "Paceline, `step_mode: compile`", "Paceline, `step_mode: compile`, `exact: false`"
 WITH_LOSS = "Paceline, `step_mode: compile`, `linear_cross_entropy`"
+BY_HAND, LIGHTNING = "hand-written, compiled", "Lightning Trainer 2.6.6, compiled"
+
+
+def tokens(loop: str) -> float:
+    return cell(LARGE, loop, column=1)
+
+
+def images(loop: str) -> float:
+    return cell(LARGE, loop, column=3)
+
 
 # What is quoted: the pattern of a quote, the figure in the benchmarks, and the number of quotes there are at least.
 QUOTES = {
@@ -69,26 +79,40 @@ QUOTES = {
     ),
     "exact steps of GPT-2 with linear_cross_entropy": (
         r"cost (\d+) % of the speed with `linear_cross_entropy`",
-        slower(TOKENS[WITH_LOSS], TOKENS["Paceline, the same, `exact: false`"]), 2,
+        slower(tokens(WITH_LOSS), tokens(f"{WITH_LOSS}, `exact: false`")), 2,
     ),
     "exact steps of GPT-2 with cross_entropy": (
-        r"and (\d+) % with torch's `cross_entropy`",
-        slower(
-            TOKENS["Paceline, `step_mode: compile` (second run)"],
-            TOKENS["Paceline, `step_mode: compile`, `exact: false` (second run)"],
-        ), 2,
+        r"and (\d+) % with torch's `cross_entropy`", slower(tokens(COMPILED), tokens(INEXACT)), 2,
     ),
-    "tokens of GPT-2 a second": (
-        r"GPT-2 \(124 M\) trains at ([\d,]*\d) tokens/s", TOKENS[f"{WITH_LOSS}, `exact: false`"], 1,
+    "tokens of GPT-2 a second with defaults": (
+        r"GPT-2 \(124 M\) at ([\d,]*\d) tokens/s", tokens("Paceline"), 2,
     ),
-    "tokens a second in Lightning": (
-        r"Lightning, compiled: ([\d,]*\d)", TOKENS["Lightning Trainer 2.6.6, compiled"], 1,
+    "the same by hand": (r"tokens/s, by hand at ([\d,]*\d)", tokens("hand-written, eager"), 2),
+    "the same, compiled": (r"GPT-2 at ([\d,]*\d) tokens/s", tokens(COMPILED), 1),
+    "the same, compiled and inexact": (
+        r"`step_mode: compile` and `exact: false` GPT-2 trains at ([\d,]*\d) tokens/s", tokens(INEXACT), 1,
     ),
-    "tokens a second in Hugging Face's Trainer": (
-        r"Hugging Face's Trainer: ([\d,]*\d)", TOKENS["Hugging Face Trainer 5.17, compiled"], 1,
+    "the same in a compiled loop by hand": (
+        r"tokens/s \(by hand, compiled: ([\d,]*\d);", tokens(BY_HAND), 1,
+    ),
+    "the same in Lightning": (r"Lightning, compiled: (\d+,000)", tokens(LIGHTNING), 1),
+    "images of ResNet-50 a second with defaults": (
+        r"ResNet-50 trains at ([\d,]*\d) images/s, by hand", images("Paceline"), 2,
+    ),
+    "the same images by hand": (r"without compilation at ([\d,]*\d)", images("hand-written, eager"), 2),
+    "the same images, compiled": (
+        r"`step_mode: compile` ResNet-50 trains at ([\d,]*\d) images/s", images(COMPILED), 1,
+    ),
+    "the same images in compiled loops by hand": (
+        r"images/s \(by hand, compiled: ([\d,]*\d);", images(BY_HAND), 1,
+    ),
+    "the same images in Lightning": (r"Lightning, compiled: (\d,\d{3})\b", images(LIGHTNING), 1),
+    "the memory of GPT-2 with linear_cross_entropy": (
+        r"compiled GPT-2 takes ([\d.]+\d) GB", cell(LARGE, WITH_LOSS, column=3), 1,
     ),
     "a compiled step of GPT-2": (
-        r"GPT-2 with 32 × 1,024 tokens takes (\d+) ms", cell(LARGE, "hand-written, compiled", column=2), 1,
+        r"GPT-2 with 32 × 1,024 tokens takes (\d+) ms",
+        cell(LARGE, "hand-written, compiled, `cross_entropy`", column=2), 1,
     ),
     "samples a second on two cores": (
         r"single process trains it at ([\d,]*\d) samples",

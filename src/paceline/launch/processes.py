@@ -25,7 +25,7 @@ READ_AT_LOAD = (
     "PYTORCH", "TORCH",
 )  # fmt: skip
 # Idle OpenMP threads spin for milliseconds on cores that the threads sending gradients need: with several ranks,
-# passive waiting makes a small step twice as fast (docs/benchmarks.md).
+# passive waiting makes a small step twice as fast (benchmarks/NOTES.md).
 WAIT_POLICY = "OMP_WAIT_POLICY"
 # The order of a set of strings differs between processes, and with it the class indices that a data set may assign.
 FIXED_HASHES = {"PYTHONHASHSEED": "0"}

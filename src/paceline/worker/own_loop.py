@@ -214,7 +214,7 @@ class OwnLoop:
             verb = "has" if len(keys) == 1 else "have"
             rest = (
                 "; each batch is an update by itself, so the weights depend on the number of processes, and "
-                f"run.total_steps counts {self.step.rank_lanes.most} of them as one step; remove lanes, or use both calls"
+                f"run.total_steps counts {self.step.rank_lanes.most} of them as one; remove lanes, or use both calls"
             )
             self.context.warn_once(
                 f"{' and '.join(keys)} {verb} no effect without run.backward(loss) and run.step(optimizer)"
