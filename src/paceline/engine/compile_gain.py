@@ -1,8 +1,8 @@
 """What compiling a step costs and saves: an estimate from the model, a batch, the number of steps and the device alone.
 
 Compiled code rounds differently, so all runs of a config must take the same decision: nothing here depends on the clock
-or on the number of ranks. Compiled kernels are faster because they fuse operators that would each read and write all their
-numbers; products, convolutions and attention stay as they are. So the traffic of all other operators is counted.
+or on the number of ranks. Compiled kernels are faster because they fuse operators that would each read and write all
+their numbers; products, convolutions and attention stay as they are. So the traffic of all other operators is counted.
 """
 
 from __future__ import annotations

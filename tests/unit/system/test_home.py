@@ -1,4 +1,4 @@
-"""home.py: where the compiler's cache is kept."""
+"""The shared folder, and the compiler's cache in it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.system.home import use_compiler_cache
+from paceline.system.home import in_home, use_compiler_cache
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def test_a_tilde_in_paceline_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PACELINE_HOME", "~/shared")
+    assert in_home("models", "bert") == tmp_path / "shared/models/bert"
+    monkeypatch.setenv("PACELINE_HOME", "")
+    assert in_home("models") == Path("shared_data/models")
 
 
 @pytest.mark.parametrize("before", [None, "/tmp/torchinductor_me"], ids=["not set", "set by torch"])
