@@ -19,7 +19,6 @@ CNN = Work(191_000_000, 87)  # of `paceline bench`, 10 blocks
 )
 def test_the_estimate_agrees_with_what_was_measured(work: Work, measured_ms: float) -> None:
     assert gain_of(work, steps=1).saved_s_per_step * 1e3 == pytest.approx(measured_ms, rel=0.05)
-    assert gain_of(work, steps=1).compile_s == pytest.approx(50, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +30,10 @@ def test_the_estimate_agrees_with_what_was_measured(work: Work, measured_ms: flo
 )  # fmt: skip
 def test_long_runs_of_large_models_are_compiled(work: Work, steps: int, is_clear: bool) -> None:
     assert gain_of(work, steps).is_clear == is_clear
+
+
+def test_the_estimated_time_to_compile_agrees_with_what_was_measured() -> None:
+    assert gain_of(GPT2, steps=1).compile_s == pytest.approx(50, rel=0.05)
 
 
 def test_the_run_must_save_twice_what_compiling_costs() -> None:
