@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 # Types of devices on which compiling may be worth it. The constants below have been measured on a GPU only.
 DEVICES = ("cuda",)
 # Times of one H200 in bf16: GPT-2 with 32 × 1,024 tokens took 97 instead of 145 ms per step after 50 s, ResNet-50 with
-# 256 images 37 instead of 53 ms. Counted without a GPU, under autocast of a CPU: 98 GB and 337 operators, and 31 GB. That
-# is 0.49 and 0.52 ms per GB. GPUs with slower memory save more.
+# 256 images 37 instead of 53 ms. Counted without a GPU, under autocast of a CPU: 98 GB and 337 operators, and 31 GB.
+# That is 0.49 and 0.52 ms per GB. GPUs with slower memory save more.
 SAVED_S_PER_BYTE = 0.5e-12
 COMPILE_S_PER_OPERATOR = 0.15
 MARGIN = 2.0  # the run must save this many times what compiling costs
