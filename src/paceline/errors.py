@@ -3,8 +3,9 @@
 PacelineError            training failed                                            exit code 1
 ├── ConfigError          the config or the command line is wrong                    exit code 2
 │   ├── PicklingError    a function or value cannot be pickled for the ranks
+│   ├── UnknownAttribute an attribute of another library, or of a result that is not there yet
 │   └── MissingExtra     an optional package is needed and not installed
-├── DataError            the data set cannot be split over the ranks, or returns unusable samples
+├── DataError            a data set or its files cannot be used; in a run, it becomes a ConfigError
 ├── UnusedParameters     parameters that require a gradient got none in a step
 ├── ReplicasDiffer       the weights of the ranks are no longer equal
 ├── NotFinite            the loss or a gradient is NaN or infinite, and the run stops for it
@@ -12,6 +13,7 @@ PacelineError            training failed                                        
 ├── RankFailed           a rank failed; the message describes the first failure
 ├── Interrupted          a signal ended the run at once, without a checkpoint of its last step
 └── Stopped              the run was stopped on request, and its state is saved     exit code 3
+    └── StoppedScript    the same in a script, which then exits without a traceback
 
 In a ConfigError, the config includes the functions that it names, and the data that they return. An error that a script
 does not catch is shown without the frames of Paceline, and the script exits with its code.
@@ -56,6 +58,10 @@ class PicklingError(ConfigError):
     """A function or value of the config cannot be pickled; the message names the path to the part that cannot."""
 
 
+class UnknownAttribute(ConfigError, AttributeError):
+    """An object of Paceline has no such attribute; the message names the one to use."""
+
+
 class MissingExtra(ConfigError):
     """An optional package is missing; the message names the extra that installs it."""
 
@@ -64,7 +70,7 @@ class MissingExtra(ConfigError):
 
 
 class DataError(PacelineError):
-    """The data set cannot be split over the ranks, or returns samples that training cannot use."""
+    """A data set, its samples or its files cannot be used. A run raises it as a ConfigError with the place."""
 
 
 class UnusedParameters(PacelineError):
@@ -107,10 +113,15 @@ class Interrupted(PacelineError):
     """A signal ended the run at once, without a checkpoint of its last step."""
 
 
-class Stopped(PacelineError, SystemExit):
-    """The run was stopped on request and can be resumed. A script that does not catch this exits with code 3."""
+class Stopped(PacelineError):
+    """The run was stopped on request and can be resumed."""
 
     exit_code = 3
+
+
+class StoppedScript(Stopped, SystemExit):
+    """Stopped, in a script: Python exits with code 3 if it is not caught. IPython would comment on a SystemExit."""
+
     code = 3
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, build
-from paceline.errors import Stopped
+from paceline.errors import Stopped, StoppedScript, UnknownAttribute
 from paceline.system.signals import requests_deferred
+from paceline.user_code import is_notebook
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -101,6 +102,13 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 
 CHECKS = (_unknown_launcher, _unknown_trackers, _reserved_metrics, _data_problems, _engine_problems)
+
+
+# Attributes of the result that a script may look for in the trainer.
+RESULT_NAMES = (
+    "metrics", "history", "weights_sha256", "run_dir", "value", "model", "load_model", "evaluate", "predict", "plot",
+    "report",
+)  # fmt: skip
 
 
 class Trainer:
@@ -294,30 +302,35 @@ class Trainer:
     if not TYPE_CHECKING:  # for editors, these methods do not exist
 
         def __getattr__(self, name: str) -> Any:
-            """Names of other libraries for `start`."""
+            """Names of other libraries for `start`, and of the result that it returns."""
             if name in ("fit", "train", "run"):
-                raise AttributeError(
+                raise UnknownAttribute(
                     f"Trainer has no method {name}(); call start(), which trains and returns the result"
                 )
+            if name in RESULT_NAMES:
+                raise UnknownAttribute(f"Trainer has no attribute {name}; call start(), which returns the result")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def start(self) -> Result:
         """Train on the ranks that the config asks for, and return the result; may be called again."""
-        with requests_deferred():
-            from paceline import launch
-            from paceline.observe.sinks import registry
-
-            registry.check(self.config.log.trackers)
-            launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
-            from paceline.launch.setup import TRAIN
-            from paceline.results.result import result_of
-
         try:
+            with requests_deferred():
+                from paceline import launch
+                from paceline.observe.sinks import registry
+
+                registry.check(self.config.log.trackers)
+                launch.prepare(self.config.__dict__, self._folder)  # before torch is imported in this process
+                from paceline.launch.setup import TRAIN
+                from paceline.results.result import result_of
             outcome = launch.start(self.config, TRAIN, self._folder)
         except Stopped as stopped:
-            if self._is_in_script:  # a command prints it; Python exits with the code alone
-                print(f'paceline: {stopped}, or with Trainer(…, resume="auto")', file=sys.stderr, flush=True)
-            raise
+            if not self._is_in_script:  # a command prints it
+                raise
+            text = f'{stopped}, or with Trainer(…, resume="auto")' if "--resume" in str(stopped) else str(stopped)
+            if is_notebook():
+                raise Stopped(text) from None
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+            raise StoppedScript(text) from None
         return result_of(outcome, self.config, self._folder)
 
 

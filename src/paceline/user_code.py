@@ -23,9 +23,17 @@ LIBRARIES = tuple(
     }
     | {*site.getsitepackages(), site.getusersitepackages(), "<frozen", "<string>"}
 )
+PACKAGES = {  # by modules of another name
+    "PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "PyYAML",
+}  # fmt: skip
 CELL = re.compile(
     r"([^\s(]*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-[^>]*>):(\d+)"
 )  # a line of a cell of a notebook
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is not the user's: it is in this Python, or installed in any other place."""
+    return filename.startswith(LIBRARIES) or any(part in filename for part in ("/site-packages/", "/dist-packages/"))
 
 
 def user_location(error: BaseException) -> str | None:
@@ -34,7 +42,7 @@ def user_location(error: BaseException) -> str | None:
     # The error of a DataLoader worker has its frames as text.
     frames += [(match[1], int(match[2])) for match in FRAME.finditer(str(error))]
     for filename, line in reversed(frames):
-        if not filename.startswith(LIBRARIES):
+        if not is_library(filename):
             return f"{filename}:{line}"
     return None
 
@@ -44,7 +52,7 @@ def place_of(function: Any) -> str | None:
     places = [
         f"{code.co_filename}:{code.co_firstlineno}"
         for code in (getattr(each, "__code__", None) for each in _methods(function))
-        if code is not None and not code.co_filename.startswith(LIBRARIES)
+        if code is not None and not is_library(code.co_filename)
     ]
     return places[0] if places else None
 
@@ -60,9 +68,16 @@ def described(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def install_command(module: str) -> str:
+    """What to do about a module that cannot be found."""
+    name = module.partition(".")[0]
+    package = PACKAGES.get(name, name)
+    return f"run: pip install {package}, or correct the name if it is a file of yours"
+
+
 def render(error: BaseException) -> list[str]:
     """The lines of an uncaught error: the traceback without frames of libraries, then its class and text."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(LIBRARIES)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
     text = _with_cells("".join(traceback.format_list(frames)))
     head = ["Traceback (most recent call last):", *text.splitlines()] if frames else []
     return [*head, *_with_cells(f"{type(error).__name__}: {error}").splitlines()]
@@ -92,6 +107,11 @@ def _with_cells(text: str) -> str:
 
     text = FRAME.sub(lambda match: named(match[1], match[2]) or match[0], text)
     return CELL.sub(lambda match: named(match[1], match[2]) or match[0], text)
+
+
+def is_notebook() -> bool:
+    """Whether this code runs in a notebook or another shell of IPython."""
+    return _notebook() is not None
 
 
 def _notebook() -> Any:

@@ -74,6 +74,15 @@ def start():
 
 start()
 """,
+    """
+import paceline
+
+class StopButton(paceline.Callback):
+    def on_step(self, run, values):
+        run.stop("the user")
+
+Trainer(lambda: nn.Linear(1, 1), Line, loss_fn='mse_loss', callbacks=[StopButton()], procs=2).start()
+""",
 ]
 
 
@@ -96,7 +105,7 @@ def test_functions_in_cells_train_on_two_ranks_and_mistakes_show_cells_alone(
     assert float(re.search(r"slope (\S+) of 3.0", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert float(re.search(r"slope (\S+) managed", shown)[1]) == pytest.approx(3.0, abs=0.05)
     assert "\x1b[2K" not in shown  # no cursor movements where there is no cursor
-    model, loss, shape = [_traceback(cell) for cell in notebook.cells[-3:]]
+    model, loss, shape, stopped = [_traceback(cell) for cell in notebook.cells[-4:]]
     assert model == [
         "Traceback (most recent call last):",
         "  Cell In[4], line 1, in <module>",
@@ -111,6 +120,11 @@ def test_functions_in_cells_train_on_two_ranks_and_mistakes_show_cells_alone(
         "ConfigError: layer 'layer' (Linear) gets an input of shape (6, 1), but takes 2 features"
     )
     assert shape[-1].endswith(" (Cell In[6], line 6)")
+    assert stopped[1] == "  Cell In[7], line 7, in <module>"
+    assert re.fullmatch(
+        r"Stopped: stopped by the user at step 1; checkpoint saved; resume with --resume \S+, or with "
+        r'Trainer\(…, resume="auto"\)', stopped[-1]
+    )  # fmt: skip
 
 
 def _traceback(cell: Any) -> list[str]:

@@ -13,7 +13,8 @@ import pytest
 
 CASES_FILE = Path(__file__).parents[1] / "multi" / "exactness_cases.py"
 CASES = [
-    "convolution, BatchNorm and dropout", "AdamW", "AdamW, sharded", "a size that is a multiple of nothing",
+    "convolution, BatchNorm and dropout", "AdamW", "AdamW, sharded", "Muon, sharded",
+    "gradual unfreezing by steps, sharded", "a size that is a multiple of nothing",
     "sum and count", "samples that are not finite", "two phases", "own loop", "own loop with everything",
     "everything at once",
 ]  # fmt: skip
@@ -30,20 +31,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def train(folder: Path, ranks: int, step_mode: str) -> dict[str, Any]:
-    """The outcomes of all cases on this number of ranks."""
+def train(folder: Path, ranks: int, step_mode: str, cases: list[str] = CASES, lanes: int = LANES) -> dict[str, Any]:
+    """The outcomes of these cases on this number of ranks."""
     (folder / "as_hosts.py").write_text(AS_HOSTS)
     out = folder / f"{ranks}-{step_mode}.json"
-    options = {"device": "cuda", "lanes": LANES, "batch_size": 3, "step_mode": step_mode}
+    options = {"device": "cuda", "lanes": lanes, "batch_size": 3, "step_mode": step_mode}
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
          "as_hosts.py", CASES_FILE, out],
         cwd=folder, check=False, capture_output=True, text=True, timeout=500,
-        env={**os.environ, "PACELINE_CASES": json.dumps(options), "PACELINE_ONLY": json.dumps(CASES)},
+        env={**os.environ, "PACELINE_CASES": json.dumps(options), "PACELINE_ONLY": json.dumps(cases)},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     outcomes: dict[str, Any] = json.loads(out.read_text())
-    assert list(outcomes) == CASES
+    assert list(outcomes) == cases
     return outcomes
 
 
@@ -58,3 +59,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_nccl_ranks_have_the_bits_of_one(tmp_path: Path, alone: dict[str, Any], ranks: int, step_mode: str) -> None:
     assert train(tmp_path, ranks, step_mode) == alone
+
+
+@pytest.mark.timeout(600)
+def test_two_lanes_of_a_sharded_optimizer_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    """Each owner gets sums of floating-point numbers, in buckets of which a rank may own nothing."""
+    cases = ["AdamW, sharded", "Muon, sharded"]
+    assert train(tmp_path, 2, "eager", cases, lanes=2) == train(tmp_path, 1, "eager", cases, lanes=2)

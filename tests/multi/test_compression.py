@@ -1,4 +1,4 @@
-"""Compressed gradients on two ranks: they train, and the replicas stay equal."""
+"""Compressed gradients on two ranks: they train, and the replicas stay equal, also with a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def train(**options: Any) -> Any:
 
 def test_sums_in_16_bits_train_and_are_close_to_those_in_32() -> None:
     half, full = (train(dataset_fn=Lines, num_epochs=5, compression=kind) for kind in ("bf16", "none"))
+    sharded = train(dataset_fn=Lines, num_epochs=5, compression="bf16", shard_optimizer=True)
+    assert sharded.weights_sha256 == half.weights_sha256
     assert half.history[-1]["train_loss"] < 0.7 * half.history[0]["train_loss"]
     assert half.weights_sha256 != full.weights_sha256
     torch.testing.assert_close(
@@ -50,8 +52,8 @@ def test_matrices_of_low_rank_train_before_and_after_a_step_that_is_not_finite()
     """A sample whose loss is NaN spoils one step of each epoch: not the memory of what was left out, for ever."""
     whole = bucket_hook.POWERSGD_START_STEP // 4  # epochs of four steps that are not compressed
     low, full = (
-        train(dataset_fn=lambda: Lines(broken=7), num_epochs=whole + 10, compression=kind)
-        for kind in ("powersgd", "none")
+        train(dataset_fn=lambda: Lines(broken=7), num_epochs=whole + 10, compression=kind, shard_optimizer=sharded)
+        for kind, sharded in (("powersgd", True), ("none", False))
     )
     losses, others = ([row["train_loss"] for row in result.history] for result in (low, full))
     assert losses[:whole] == others[:whole]

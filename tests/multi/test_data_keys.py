@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline import Trainer, shard
-from paceline.errors import ConfigError, RankFailed, Stopped
+from paceline.errors import ConfigError, Stopped
 from support.datasets import StreamDataset
 
 WORDS = 20
@@ -164,7 +164,7 @@ def test_an_order_that_differs_between_ranks_is_refused_on_all_of_them() -> None
     def by_rank(epoch: int, size: int) -> Any:
         return [torch.distributed.get_rank()] * size
 
-    with pytest.raises(RankFailed, match="order_fn returns different orders on different ranks; compute it from its"):
+    with pytest.raises(ConfigError, match="order_fn returns different orders on different ranks; compute it from its"):
         faults.start(procs=2, order_fn=by_rank)
 
 
@@ -173,7 +173,7 @@ def test_weights_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
         return [1.0 + torch.distributed.get_rank()] + [1.0] * (len(dataset) - 1)
 
     with pytest.raises(
-        RankFailed, match="sample_weights differ between the ranks; compute them only from the data set"
+        ConfigError, match="sample_weights differ between the ranks; compute them only from the data set"
     ):
         faults.start(procs=2, sample_weights=by_rank)
 
@@ -244,6 +244,6 @@ def test_a_global_batch_size_fixes_the_lanes_at_any_number_of_ranks() -> None:
 def test_an_iterable_data_set_is_refused(key: str) -> None:
     options = {"dataset_fn": lambda: StreamDataset(lambda: iter(())), key: lambda *arguments: None}
     with pytest.raises(
-        RankFailed, match=f"{key} needs a data set with a length; order the samples of an iterable data set"
+        ConfigError, match=f"{key} needs a data set with a length; order the samples of an iterable data set"
     ):
         faults.start(**options)

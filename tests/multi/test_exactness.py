@@ -73,6 +73,15 @@ def test_eight_lanes_give_the_same_bits_on_one_to_eight_ranks(tmp_path: Path, ca
         assert other.history == alone.history
 
 
+def test_two_lanes_have_the_bits_of_one_rank_on_two_with_a_sharded_optimizer(tmp_path: Path) -> None:
+    """They are summed as floating-point numbers."""
+    options = {**matrix.options_of("AdamW, sharded"), "lanes": 2, "batch_size": 6, "num_epochs": 1, "launcher": "local"}
+    alone, two = (Trainer(**options, procs=procs, run_dir=tmp_path / str(procs)).start() for procs in (1, 2))
+    assert two.weights_sha256 == alone.weights_sha256
+    assert two.optimizer_sha256 == alone.optimizer_sha256
+    assert two.history == alone.history
+
+
 def test_seventeen_lanes_give_the_same_bits_on_one_rank_and_on_sixteen(tmp_path: Path) -> None:
     options = {**matrix.options_of("AdamW"), "lanes": 17, "batch_size": 1, "num_epochs": 2, "launcher": "local"}
     alone, many = (Trainer(**options, procs=procs, run_dir=tmp_path / str(procs)).start() for procs in (1, 16))

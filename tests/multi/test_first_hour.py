@@ -156,6 +156,12 @@ FURTHER: dict[str, tuple[dict[str, Any], str]] = {
         {"model_args": {"outputs": 1}, "loss_fn": "mse_loss"},
         rf"mse_loss gets an output of shape \(\d, 1\) and targets of shape \(\d,\); return model\(x\)\..* {PLACE}",
     ),
+    "an unknown column": (table("agee", "y"), rf"the table has no column agee; did you mean age\? {PLACE}"),
+    "no samples": (
+        {"dataset_fn": lambda: [None] * 24, "workers": 1},
+        f"the data set returned None for a sample; return the sample, such as \\(x, y\\) {PLACE}",
+    ),
+    "nothing but inputs": ({"dataset_fn": lambda: X}, rf"a batch is a Tensor; each sample of the data set .* {PLACE}"),
     "text in the targets, own loop": ({**table("age", "city"), **own()}, f"{IN_TARGETS} {PLACE}"),
 }  # fmt: skip
 

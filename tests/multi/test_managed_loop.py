@@ -333,7 +333,7 @@ def test_more_ranks_than_lanes_are_refused_with_the_most_that_work() -> None:
 
 
 def test_batches_that_are_no_pairs_are_refused() -> None:
-    with pytest.raises(RankFailed, match=r"a batch is a Tensor; the data set must return \(\*inputs, target\)"):
+    with pytest.raises(ConfigError, match=r"a batch is a Tensor; each sample .* \(.*test_managed_loop\.py:\d+\)$"):
         start(dataset_fn=lambda: torch.randn(16, 5), procs=1)
 
 

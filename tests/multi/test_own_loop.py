@@ -75,7 +75,7 @@ def test_augmentation_differs_between_ranks_workers_and_epochs(workers: int) -> 
 
 def test_fewer_samples_than_ranks_is_an_error() -> None:
     with pytest.raises(
-        RankFailed, match=r"the validation data \(val_fraction=0.1; 0 leaves it out\) has 1 samples, fewer than the 2"
+        ConfigError, match=r"the validation data \(val_fraction=0.1; 0 leaves it out\) has 1 samples, fewer than the 2"
     ):
         Trainer(
             model_fn=lambda: nn.Linear(1, 1), dataset_fn=lambda: numbers(8), train_fn=record_samples, procs=2

@@ -105,7 +105,7 @@ def test_the_same_samples_on_every_rank_are_refused_with_the_fix() -> None:
             yield from ((torch.full((5,), float(index)), torch.tensor(index % 2)) for index in range(SIZE))
 
     with pytest.raises(
-        RankFailed, match=r"same samples for lane 0 and lane 1; .*yield from paceline\.shard\(samples\)"
+        ConfigError, match=r"same samples for lane 0 and lane 1; .*yield from paceline\.shard\(samples\)"
     ):
         trainer(dataset_fn=Unshared, procs=2, lanes=2).start()
     assert trainer(dataset_fn=Unshared, procs=1, lanes=1, max_steps=2).start().step == 2
@@ -118,7 +118,7 @@ def test_a_lane_without_samples_is_the_same_error_at_any_number_of_ranks() -> No
             return iter(()) if index == 3 else super().__iter__()
 
     for procs in (1, 4):
-        with pytest.raises(RankFailed, match=r"no samples for lane 3 of 4 in epoch 1"):
+        with pytest.raises(ConfigError, match=r"no samples for lane 3 of 4 in epoch 1"):
             trainer(dataset_fn=Short, procs=procs).start()
 
 
@@ -129,7 +129,7 @@ def test_a_schedule_with_an_end_needs_max_steps() -> None:
 
 def test_an_iterable_data_set_is_not_evaluated() -> None:
     result = trainer(procs=1, num_epochs=1).start()
-    with pytest.raises(RankFailed, match="the run has no validation data"):
+    with pytest.raises(ConfigError, match="the run has no validation data"):
         result.evaluate()
 
 
@@ -203,11 +203,11 @@ def test_ranks_and_workers_share_the_samples(workers: int) -> None:
 def test_the_same_samples_on_every_rank_are_refused_in_an_own_loop() -> None:
     unshared = StreamDataset(lambda: (torch.tensor([float(number)]) for number in range(61)))
     with pytest.raises(
-        RankFailed, match=r"same samples for shard 0 and shard 1; .*yield from paceline\.shard\(samples\)"
+        ConfigError, match=r"same samples for shard 0 and shard 1; .*yield from paceline\.shard\(samples\)"
     ):
         start_own_loop(unshared)
 
 
 def test_a_rank_without_samples_is_named_in_an_own_loop() -> None:
-    with pytest.raises(RankFailed, match="no samples for rank 1 of 2"):
+    with pytest.raises(ConfigError, match="no samples for rank 1 of 2"):
         start_own_loop(numbers(21, 0))

@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.config.descriptions import section_of
 from paceline.config.sections import ScheduleName, Section
 from paceline.errors import ConfigError
+from paceline.results.result import Result
 from support.configs import MANAGED, problems
 
 
@@ -151,3 +152,12 @@ def test_methods_of_other_libraries_are_answered(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"Trainer has no method {name}\(\); call start\(\)"):
         getattr(trainer.Trainer.__new__(trainer.Trainer), name)
     assert not hasattr(trainer.Trainer.__new__(trainer.Trainer), "other")
+
+
+def test_names_of_the_result_are_answered_where_start_was_forgotten() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^Trainer has no attribute metrics; call start\(\), which returns"
+    ) as caught:
+        trainer.Trainer.__new__(trainer.Trainer).metrics  # type: ignore[attr-defined]  # noqa: B018
+    assert isinstance(caught.value, ConfigError)  # shown with the user's lines alone; a script exits with 2
+    assert all(hasattr(Result, name) or name in Result.__dataclass_fields__ for name in trainer.RESULT_NAMES)

@@ -103,3 +103,10 @@ def test_the_place_of_a_function_is_where_it_is_defined() -> None:
 def test_what_libraries_define_has_no_place(value: Any) -> None:
     assert place_of(value) is None
     assert with_place("loss_fn", value) == "loss_fn"
+
+
+def test_packages_installed_outside_of_this_python_are_libraries_too() -> None:
+    for folder in ("/opt/env/lib/python3.12/site-packages", "/usr/lib/python3/dist-packages"):
+        names: dict[str, Any] = {}
+        exec(compile("def read():\n    pass\n", f"{folder}/table/read.py", "exec"), names)
+        assert place_of(names["read"]) is None

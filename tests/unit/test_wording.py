@@ -22,6 +22,8 @@ UNWANTED = {  # a pattern, and words to use instead
     r"everything is saved": "checkpoint saved",
     r"hopeless|mends?": "poor, fix",
     r"write for instance|give for example": "write, for example,",
+    # Not a matter of style: 3 ranks may process 4 lanes.
+    r"ranks must divide|(processes|ranks)\s+that\s+divides?\s+`?lanes": "up to `lanes`",
 }
 
 

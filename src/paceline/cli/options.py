@@ -247,4 +247,6 @@ class Context:
         lists = [
             f"{key} accepts {', '.join(names) or 'no arguments'}" for key, names in taken.items() if names is not None
         ]
+        if lists and name.isidentifier():
+            lists.append(f"to set {name} with this option, add it to the parameters of one of them")
         return "; ".join(lists) or "use --help to list the options; docs/configuration.md lists the keys of a config"

@@ -13,6 +13,7 @@ from paceline.config.keys import EVALUATION_KEYS, MANAGED_KEYS, OWN_LOOP_KEYS
 from paceline.config.schema import Config
 from paceline.config.sections import SCHEDULES, Schedule
 from paceline.config.written import written
+from paceline.user_code import with_place
 
 Check = Callable[[Config], Iterable[str]]
 
@@ -100,7 +101,8 @@ def train_fn_problems(config: Config) -> Iterator[str]:
         yield f"{', '.join(without_run)} {need} a train_fn with the parameter run, or the managed loop; {ADD_RUN}"
     if managed := [key for key in unused if key not in OWN_LOOP_KEYS]:
         belong = "belongs" if len(managed) == 1 else "belong"
-        yield f"{', '.join(managed)} {belong} to the managed loop; remove train_fn, or do it inside train_fn"
+        place = with_place("train_fn", config.train_fn)
+        yield f"{', '.join(managed)} {belong} to the managed loop; do it in {place}, or remove train_fn"
     if config.takes_run:
         if config.curriculum is not None and config.curriculum.by == "loss":
             yield "curriculum.by=loss needs the managed loop; give difficulty_fn or curriculum.column instead"

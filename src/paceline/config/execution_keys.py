@@ -119,9 +119,10 @@ class SizeAndSpeed(Section):
     shard_optimizer: bool = False
     """Each rank of the managed loop keeps the optimizer state of only a part of the parameters (ZeRO-1).
 
-    The weights and the checkpoints are identical; a run can be resumed with or without it. For optimizers that update
-    each parameter from its own gradient, such as all of `torch.optim` except LBFGS. With `muon`, matrices of one shape
-    stay on one rank.
+    The weights and the checkpoints are identical; a run can be resumed with or without it. A step sends as many bytes
+    as without it (unless gradients are compressed): each gradient is summed on one rank, which sends the updated
+    parameter to the others. For optimizers that update each parameter from its own gradient, such as all of
+    `torch.optim` except LBFGS. With `muon`, matrices of one shape stay on one rank.
     """
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.user_code import install_command
 
 MODEL_LOSS = "model"  # as `loss_fn`: the loss that the model itself returns
 
@@ -112,7 +113,9 @@ def _cause(error: BaseException, folder: Path | None) -> str:
     """The error with its file and line, in the user's folder if the error passed through it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
-        return text
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        text = f"there is no module {error.name}; {install_command(error.name)}"
     frames = list(traceback.extract_tb(error.__traceback__))
     own = [frame for frame in frames if folder is not None and Path(frame.filename).is_relative_to(folder)]
     frames = own or frames

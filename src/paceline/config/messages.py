@@ -52,7 +52,7 @@ def _describe(detail: ErrorDetails, given: Mapping[str, Any], origin: Origin) ->
         kind = type(detail["input"]).__name__
         return f"{key}=<{kind}> is an optimizer; give a function that returns it: lambda model: {_made_by(kind)}"
     if path[0] in FUNCTION_KEYS and detail["type"] != "value_error":
-        return f'{key}={value} is not a function; pass a function, or write "module:name" in a config'
+        return _instead_of_function(key, detail["input"])
     if detail["type"] == "model_type":
         return f"{key}={value} is not a section of settings; its keys are {', '.join(_known_keys(path))}"
     if detail["type"] == "list_type":
@@ -79,6 +79,19 @@ def _instead_of_optimizer(value: Any, origin: Origin) -> str:
         ways = [written({"optimizer": section}, origin.of("optimizer")), *ways]
     wrong = "is a class" if is_class else "has the parameters of a model outside the run"
     return f"optimizer=<{kind.__name__}> {wrong}; write {', or '.join(ways)}"
+
+
+def _instead_of_function(key: str, value: Any) -> str:
+    """The sentence for an object in place of a function."""
+    named = f"{key}=<{type(value).__name__}>"
+    if type(value).__name__ == "Tensor":
+        return f"{named} is a value; give the function that computes it, without calling it"
+    if key in ("dataset_fn", "val_dataset_fn") and not isinstance(value, str):
+        if hasattr(value, "batch_sampler"):  # a DataLoader
+            return f"{named} makes batches, which Paceline does; give a function that returns its data set"
+        if hasattr(value, "__getitem__") or hasattr(value, "__iter__"):
+            return f"{named} is a data set; give a function that returns it, such as {key}=lambda: dataset"
+    return f'{key}={shortened(value)} is not a function; pass a function, or write "module:name" in a config'
 
 
 def _made_by(optimizer: str) -> str:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.config import Config
 from paceline.data.order import Indices, indices_at
-from paceline.errors import DataError, MissingExtra
+from paceline.errors import ConfigError, DataError, MissingExtra
+from paceline.user_code import described, with_place
 
 SPLIT_EPOCH = -1  # the order of this "epoch" decides which samples are for validation; training counts from 0
 TABLE_LIMIT = 1 << 22  # samples; up to this size a subset stores its indices (32 MB) instead of computing them
@@ -80,11 +82,13 @@ def size_of(dataset: Any) -> int | None:
 def make_datasets(config: Config) -> tuple[Any, Any | None]:
     """The training data and, if any, the validation data, created by the user's functions."""
     make = config.function("dataset_fn")
-    dataset = _checked(make(*_table(config.df), **config.dataset_args), "dataset_fn", may_stream=True)
+    source = with_place("dataset_fn", make)
+    dataset = _checked(make(*_table(config.df), **config.dataset_args), source, may_stream=True)
     if config.val_dataset_fn is not None:
-        return dataset, _checked(config.function("val_dataset_fn")(*_table(config.val_df)), "val_dataset_fn")
+        make_validation = config.function("val_dataset_fn")
+        return dataset, _checked(make_validation(*_table(config.val_df)), with_place("val_dataset_fn", make_validation))
     if config.val_df is not None:
-        return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), "dataset_fn")
+        return dataset, _checked(make(*_table(config.val_df), **config.dataset_args), source)
     size = size_of(dataset)
     if size is None:  # an iterable data set cannot be split by index
         return dataset, None
@@ -134,23 +138,29 @@ def _table(table: Any) -> tuple[Any, ...]:
 
 
 def _checked(dataset: Any, source: str, *, may_stream: bool = False) -> Any:
+    returned = f"{source} returned {described(dataset)}"
+    if dataset is None:
+        raise ConfigError(f"{returned}; it must return a data set")
+    if isinstance(dataset, tuple) and dataset and all(isinstance(each, torch.Tensor) for each in dataset):
+        raise ConfigError(f"{returned} of tensors; return a data set of them: TensorDataset(x, y)")
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"{returned}; return its data set: Paceline makes the batches (batch_size, collate_fn, workers)"
+        )
     if is_stream(dataset):
         if hasattr(dataset, "__next__"):
-            raise DataError(
-                f"{source} returned a {type(dataset).__name__}, which is its own iterator and can be read "
-                "only once; return an object whose __iter__ returns a new iterator, such as a torch IterableDataset"
+            raise ConfigError(
+                f"{returned}, which is its own iterator and can be read only once; return an object whose __iter__ "
+                "returns a new iterator, such as a torch IterableDataset"
             )
         if not may_stream:
-            raise DataError(
-                f"{source} returned a {type(dataset).__name__} for validation, which needs a map-style data set: "
-                "one with __len__ and __getitem__"
+            raise ConfigError(
+                f"{returned} for validation, which needs a map-style data set: one with __len__ and __getitem__"
             )
         return dataset
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{source} returned a {type(dataset).__name__}, which has no __len__ and __getitem__; "
-            "return a map-style or an iterable data set"
-        )
+    if missing := [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]:
+        fix = "return a map-style or an iterable data set" if len(missing) > 1 else f"define {missing[0]}"
+        raise ConfigError(f"{returned}, which has no {' and '.join(missing)}; {fix}")
     if len(dataset) == 0:
-        raise DataError(f"{source} returned an empty data set")
+        raise ConfigError(f"{source} returned an empty data set; return at least one sample")
     return dataset

@@ -58,7 +58,7 @@ class BucketHook:
             add_lanes(gradients, lanes, buffer, is_empty=self._is_empty)
             started = self._power_sgd.start(bucket)
         else:
-            started = self._reduction.start(gradients, lanes, buffer, is_empty=self._is_empty)
+            started = self._reduction.start(gradients, lanes, buffer, is_empty=self._is_empty, parameters=parameters)
         if bucket.is_last():
             self._on_last()
         return started

@@ -1,28 +1,21 @@
 """Torch's errors about a batch that does not fit the model or the loss, in one sentence with the cause and the fix.
 
-The facts are taken from the traceback: the tensors that torch's function or layer was called with. So the same is found
-in the managed loop, in a step of the user and in the user's own loop. Nothing is computed before an error.
+The facts are taken from the traceback (`call_facts.py`), so the same is found in the managed loop, in a step of the
+user and in the user's own loop. `code_rules.py` has the rules for errors that are not about the values of a batch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from math import prod
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-from paceline.data.sources import text_columns
-from paceline.engine.losses import IGNORED
+from paceline.data.sources import columns_of, text_columns
+from paceline.engine import code_rules
+from paceline.engine.call_facts import DATA, MODEL, Diagnosis, Facts, facts_of
 from paceline.user_code import place_of, user_location
 
-Shape = tuple[int, ...]
-MODEL, DATA = "model_fn", "dataset_fn"  # the functions that are to blame if the user's code is not in the traceback
 TEXT = re.compile(
     r"too many dimensions 'str'|could not convert string to float|numpy\.object_|invalid data type 'str'|"
     r"must be Tensor, not (tuple|list|str)|new\(\): .*'str'"
@@ -47,44 +40,17 @@ SHAPES = re.compile(
 ASSERT = "device-side assert triggered"
 
 
-class TensorFacts(NamedTuple):
-    """What a message needs to know about a tensor."""
-
-    shape: Shape
-    dtype: str
-    low: int | None = None  # of whole numbers
-    high: int | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The call of torch that failed: a loss with an output and a target, or a layer with an input."""
-
-    function: str = ""  # of torch.nn.functional, if one was called
-    given: TensorFacts | None = None  # the input of the layer, or the output of the model for a loss
-    target: TensorFacts | None = None
-    layer: str = ""  # as named in messages
-    weights: str = ""  # the dtype of the layer's weights
-    takes: Mapping[str, int] | None = None  # the layer's in_features, in_channels or num_embeddings
-    text: str = ""  # of the samples, if they hold text
-    is_in_data: bool = False  # whether the data set or its function was called
-
-
-class Diagnosis(NamedTuple):
-    """What is wrong and how to correct it, and the function to look at."""
-
-    sentence: str
-    blamed: str  # a key of the config
-
-
 def explained(error: BaseException, config: Any) -> str | None:
     """The sentence for an error of torch with the place in the user's code; None if it is not known."""
-    found = diagnosis_of(f"{type(error).__name__}: {error}", facts_of(error))
+    text = f"{type(error).__name__}: {error}"
+    found = diagnosis_of(text, facts_of(error))
     if found is None:
         return None
     sentence = found.sentence
-    if TEXT.search(str(error)) and (columns := text_columns(config.df)):
+    if TEXT.search(text) and (columns := text_columns(config.df)):
         sentence = f"{sentence}; df has text in {', '.join(columns)}"
+    if code_rules.COLUMN.search(text) and (hint := code_rules.nearest_column(text, columns_of(config.df))):
+        sentence = f"{sentence}; {hint}"
     place = user_location(error) or place_of(getattr(config, found.blamed))
     return f"{sentence} ({place})" if place is not None else sentence
 
@@ -175,15 +141,15 @@ def _sizes(text: str, facts: Facts) -> Diagnosis | None:
     given, target = facts.given, facts.target
     if given is None or target is None or given.shape == target.shape:
         return None
-    advice = "change the last layer of the model or the targets so that they agree"
+    blamed, advice = MODEL, "change the last layer of the model or the targets so that they agree"
     if target.shape == (*given.shape, 1) or (target.shape[1:] == (1,) and facts.function == "cross_entropy"):
-        advice = "return targets without the last dimension: y.squeeze(-1)"
+        blamed, advice = DATA, "return targets without the last dimension: y.squeeze(-1)"
     elif given.shape == (*target.shape, 1):
         advice = "return model(x).squeeze(-1), or targets with a further dimension: y.unsqueeze(-1)"
     return Diagnosis(
         f"{facts.function or 'the loss'} gets an output of shape {given.shape} and targets of shape {target.shape}; "
         f"{advice}",
-        MODEL,
+        blamed,
     )
 
 
@@ -239,66 +205,5 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
     (SIZES, _sizes),
     (SHAPES, _shapes),
     (ASSERT, _device_assert),
+    *code_rules.RULES,
 )
-
-
-# --- the facts in a traceback -------------------------------------------------------------------------------------
-
-
-def facts_of(error: BaseException) -> Facts:
-    """What the traceback of an error knows about the call of torch that failed."""
-    root: torch.nn.Module | None = None
-    facts, trace, is_in_data = Facts(), error.__traceback__, False
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module) and not isinstance(module, DistributedDataParallel):
-            root = root or module
-            if frame.f_globals.get("__name__", "").startswith("torch.nn.modules") and "input" in frame.f_locals:
-                facts = _of_layer(module, root, frame)
-        elif frame.f_globals.get("__name__") == "torch.nn.functional" and "input" in frame.f_locals:
-            facts = _of_function(frame, facts)
-        is_in_data |= frame.f_globals.get("__name__", "").startswith("paceline.data.")
-    return replace(facts, is_in_data=is_in_data or "in DataLoader worker process" in str(error))
-
-
-def _of_layer(layer: torch.nn.Module, root: torch.nn.Module, frame: FrameType) -> Facts:
-    given = frame.f_locals["input"]
-    if "target" in frame.f_locals:  # a loss
-        return Facts(given=_tensor_facts(given), target=_tensor_facts(frame.f_locals["target"]), text=_text_in(given))
-    path = next((path for path, each in root.named_modules() if each is layer), "")
-    label = f"layer {path!r} ({type(layer).__name__})" if path else f"the model ({type(layer).__name__})"
-    weights = next((str(p.dtype).removeprefix("torch.") for p in layer.parameters() if p.is_floating_point()), "")
-    takes = {name: getattr(layer, name, None) for name in ("in_features", "in_channels", "num_embeddings")}
-    known = {name: value for name, value in takes.items() if isinstance(value, int)}
-    return Facts(given=_tensor_facts(given), layer=label, weights=weights, takes=known, text=_text_in(given))
-
-
-def _of_function(frame: FrameType, outer: Facts) -> Facts:
-    """The facts of a function of torch.nn.functional; those of the layer that has called it, if it is one."""
-    given, name = frame.f_locals["input"], frame.f_code.co_name
-    if "target" not in frame.f_locals:
-        return outer if outer.layer else Facts(function=name, given=_tensor_facts(given), text=_text_in(given))
-    target = frame.f_locals["target"]
-    text = _text_in(target) or _text_in(given)
-    return Facts(function=name, given=_tensor_facts(given), target=_tensor_facts(target), text=text)
-
-
-def _tensor_facts(value: Any) -> TensorFacts | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    low = high = None
-    if not value.is_floating_point() and not value.is_complex():
-        with suppress(
-            RuntimeError
-        ):  # a GPU whose kernel has failed can compute nothing more; nor a tensor without size
-            counted = value[value != IGNORED]
-            low, high = int(counted.min()), int(counted.max())
-    return TensorFacts(tuple(value.shape), str(value.dtype).removeprefix("torch."), low, high)
-
-
-def _text_in(value: Any) -> str:
-    """The first text of a batch of texts, for messages."""
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return repr(value) if isinstance(value, str) else ""

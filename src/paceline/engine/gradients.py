@@ -30,6 +30,7 @@ from paceline.engine.reduce import (
     sum_on_one_rank,
 )
 from paceline.engine.replica import PlainModel, Replica
+from paceline.engine.sharding import Sharding
 from paceline.errors import ConfigError, UnusedParameters
 from paceline.world import World
 
@@ -43,7 +44,7 @@ TWO_KINDS = (
 
 
 class Backward:
-    """Runs the lanes of a step; then the parameters hold the gradients of the whole step, on all ranks.
+    """Runs the lanes of a step; then the parameters hold the gradients of the whole step.
 
     Gradients are summed over ranks in DDP's buckets while backward runs (`hook`), or after backward where only some
     lanes may use a parameter. A single process sums nothing.
@@ -61,8 +62,12 @@ class Backward:
         through_ddp: bool,
         objective: Objective | None = None,
         optimized: Collection[torch.Tensor] | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        """Only the gradients of `optimized` are summed and kept, if it is given; all of them otherwise. All ranks."""
+        """Only the gradients of `optimized` are summed and kept, if it is given; all of them otherwise. All ranks.
+
+        With `sharding`, a rank has only the gradients of its own parameters in the end.
+        """
         self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
         self.clock, self.autocast = clock, autocast(settings.precision, world.device)
         self.objective = objective or objectives_of(settings)[""]
@@ -79,7 +84,9 @@ class Backward:
         self._lane_values: dict[str, Any] = {}  # of the lane that has run last
         self._has_own_count: bool | None = None  # whether the loss is a sum with its count
         self._is_kind_agreed = world.size == 1
-        self.reduction = reduction_of(world, settings, exact=settings.exact)
+        self._sharding = sharding
+        owner_of = sharding.owner_of if sharding is not None else None
+        self.reduction = reduction_of(world, settings, exact=settings.exact, owner_of=owner_of)
         self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
@@ -100,6 +107,7 @@ class Backward:
             parameter.grad = None
         self.finished.restart()
         self._is_used = [False] * len(self.parameters)
+        self.used: list[torch.nn.Parameter] = []  # have a gradient in this step, though perhaps on another rank
         zero = number_on(0, self.world.device)
         self._lanes, self._totals = lanes, [(zero, zero)] * self.rank_lanes.most
         self.values.restart()
@@ -151,6 +159,9 @@ class Backward:
             self._sum_after_backward()
         elif self.hook is not None and self.hook.reduced != sum(p.numel() for p in self.parameters):
             raise UnusedParameters([name for name, p in self.named if p.grad is None])
+        self.used = [parameter for parameter in self.parameters if parameter.grad is not None]
+        if self._sharding is not None:
+            self._sharding.drop_others(self.used)
         if self.settings.exact and self.world.size > 1 and self.world.device.type == "cuda":
             self._align_gradients()
         self._agree_on_kind()

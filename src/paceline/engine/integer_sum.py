@@ -48,8 +48,11 @@ class IntegerSum:
         self._format = FLOAT64 if gradients[0].dtype == torch.float64 else FLOAT32
         self._bits = 8 * gradients[0].new_empty(0, dtype=self._format.integer).element_size() - 1 - lanes.bit_length()
         # A block never spans two gradients, whose grouping depends on the number of ranks.
-        starts = starts_of(gradients, BLOCK)
-        self._values, self._integers = scratch.take(starts[-1], self._format, gradients[0].device)
+        self.starts = starts = starts_of(gradients, BLOCK)
+        self._values, self._integers = (
+            scratch.take(purpose, starts[-1], dtype, gradients[0].device)
+            for purpose, dtype in (("values", self._format.dtype), ("integers", self._format.integer))
+        )
         self._blocks = self._values.view(starts[-1] // BLOCK, BLOCK)
         self._slots = slots_in(self._values, gradients, starts)
         # What fills the last block of each gradient.
@@ -92,27 +95,27 @@ class IntegerSum:
                 self._integers.copy_(self._values)
         return self._integers
 
-    def write(self, gradients: Gradients) -> None:
-        """Write the sum over all ranks, as the integers have it by now, to these gradients."""
-        self._values.copy_(self._integers)
-        self._blocks.mul_(self._unit[:, None])
-        torch._foreach_copy_(gradients, self._slots)
+    def write(self, gradients: Gradients, first: int = 0) -> None:
+        """Write the sum over all ranks, as the integers have it by now, to gradients, from the one at `first`."""
+        start, end = self.starts[first], self.starts[first + len(gradients)]
+        blocks = slice(start // BLOCK, end // BLOCK)
+        self._values[start:end].copy_(self._integers[start:end])
+        self._blocks[blocks].mul_(self._unit[blocks, None])
+        torch._foreach_copy_(gradients, self._slots[first : first + len(gradients)])
 
 
 class Scratch:
-    """Memory for one sum at a time: one float and one integer for each element of the largest one so far."""
+    """Memory for one sum at a time: for each purpose and format, as much as was needed at most so far."""
 
     def __init__(self) -> None:
         # Recorded CUDA graphs write to memory that they were recorded with, so none of a GPU is ever released.
-        self._pairs: dict[FloatFormat, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._taken: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
-    def take(self, size: int, kind: FloatFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and integers of this size, with any contents."""
-        pairs = self._pairs.setdefault(kind, [])
-        if not pairs or len(pairs[-1][0]) < size:
+    def take(self, purpose: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of this size, with any contents; the same memory for the same purpose and format."""
+        taken = self._taken.setdefault((purpose, dtype), [])
+        if not taken or len(taken[-1]) < size:
             if device.type == "cpu":
-                pairs.clear()
-            values = torch.empty(size, dtype=kind.dtype, device=device)
-            pairs.append((values, torch.empty(size, dtype=kind.integer, device=device)))
-        values, integers = pairs[-1]
-        return values[:size], integers[:size]
+                taken.clear()
+            taken.append(torch.empty(size, dtype=dtype, device=device))
+        return taken[-1][:size]

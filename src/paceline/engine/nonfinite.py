@@ -1,7 +1,8 @@
 """Steps with numbers that are not finite: all ranks skip the same step, and one warning names lanes and samples.
 
 A good step costs no extra message between ranks. A rank with a bad loss adds NaN to one of its gradients (`nan_flag`).
-NaN stays NaN in any sum, so after the reduction every rank finds it and takes the same decision.
+NaN stays NaN in any sum, so after the reduction every rank finds it and takes the same decision. With a sharded
+optimizer only the gradient's owner finds it, and `Sharding.largest` has it known to all ranks.
 
 Where the optimizer can skip a step on the device, the decision stays there (`is_deferred`): the host reads it later,
 together with the losses.

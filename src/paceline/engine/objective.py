@@ -104,7 +104,8 @@ def run_model(model: Model, batch: Any, *, with_labels: bool = False) -> tuple[A
         return model(**named), batch.get("labels")
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise DataError(
-            f"a batch is a {type(batch).__name__}; the data set must return (*inputs, target), or a dict with labels"
+            f"a batch is a {type(batch).__name__}; each sample of the data set must be (*inputs, target), or a dict "
+            "with labels"
         )
     *inputs, target = batch
     return model(*(batch if with_labels else inputs)), target

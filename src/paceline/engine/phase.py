@@ -15,6 +15,7 @@ from paceline.config.phases import Every
 from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane
 from paceline.data.seeding import seed_generators
+from paceline.engine.clipping import clip_by_norm
 from paceline.engine.clock import OPTIMIZER, PhaseClock
 from paceline.engine.gradients import Backward
 from paceline.engine.losses import number_on
@@ -67,6 +68,7 @@ class Phase:
         self.backward = Backward(
             replica, settings, feed, self.guard, world=world, clock=clock, through_ddp=through_ddp, objective=objective,
             optimized={parameter for group in groups for parameter in group["params"]} if name else None,
+            sharding=sharding,
         )  # fmt: skip
 
     def _make_guard(self, replica: Replica | PlainModel, feed: Feed) -> Guard | None:
@@ -121,24 +123,39 @@ class Phase:
         is_bad: torch.Tensor | None = None
         # Before clipping, whose norm would spread one NaN over all gradients.
         if self.guard is not None and self.guard.is_deferred:
-            is_bad = nonfinite_flag(self.backward.sums())
-        elif self.guard is not None and not self.guard.allows(self.backward.sums()):
+            is_bad = self._anywhere(nonfinite_flag(self.backward.sums()))
+        elif self.guard is not None and not self._is_finite(self.guard):
             self._skip(self.guard, lanes, inputs, torch.stack(tuple(losses)))
             zero = number_on(0, self.world.device)
             return PhaseResult([zero] * len(losses), [zero] * len(values), NO_NORM, None, is_updated=False)
         elif self.guard is not None:
             self.guard.count_good()
-        for parameter in self.frozen:
-            parameter.grad = None
+        used = self._without_frozen()
         norm: Number = NO_NORM  # without clipping it would cost a pass over the gradients
         if self.settings.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.backward.parameters, self.settings.clip_norm)
+            norm = clip_by_norm(used, self.settings.clip_norm, self.sharding)
         if is_bad is not None:
             self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         (self.sharding or self.optimizer).step()
         if self.guard is not None and is_bad is not None:
             self.guard.undo_if(is_bad)
         return PhaseResult(losses, values, norm, is_bad, is_updated=True)
+
+    def _is_finite(self, guard: Guard) -> bool:
+        """Whether the sums are finite on all ranks. All ranks."""
+        is_finite = guard.allows(self.backward.sums())
+        return is_finite if self.sharding is None else not self._anywhere(torch.tensor(float(not is_finite))).item()
+
+    def _anywhere(self, is_bad: torch.Tensor) -> torch.Tensor:
+        """1 if it is 1 on any rank, whose gradients are others with a sharded optimizer. All ranks."""
+        return is_bad if self.sharding is None else self.sharding.largest(is_bad)
+
+    def _without_frozen(self) -> list[torch.nn.Parameter]:
+        """The parameters that are updated; the gradients of the others are removed."""
+        for parameter in self.frozen:
+            parameter.grad = None
+        frozen = set(self.frozen)
+        return [parameter for parameter in self.backward.used if parameter not in frozen]
 
     def _skip(self, guard: Guard, lanes: Sequence[Lane], inputs: Sequence[LaneInputs], losses: torch.Tensor) -> None:
         """Undo the phase and find the lanes whose numbers are not finite. All ranks."""

@@ -1,7 +1,8 @@
 """Sums of gradients over the lanes of a rank and over ranks, with the same bits at any number of ranks.
 
 Two numbers have the same sum in either order, so steps of one or two lanes are summed by torch's all-reduce. The
-gradients of more lanes are rounded to integers first (`integer_sum.py`).
+gradients of more lanes are rounded to integers first (`integer_sum.py`). Where each sum is needed on one rank only,
+`scatter.py` takes the place of the all-reduce.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paceline.config import Settings
 from paceline.engine.flat import slots_in, starts_of
 from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
+from paceline.engine.scatter import OwnerOrder, ReduceScatter
 from paceline.world import COLLECTIVE_TIMEOUT, World
 
 GLOO_QUEUES = 2  # while one bucket is sent, the next one is rounded
@@ -27,6 +29,7 @@ MIN_SPLIT_BYTES = 1 << 18  # smaller tensors are not split
 ALIGNED_ELEMENTS = 64  # kernels that sum may take another order at unaligned addresses
 
 Future = torch.futures.Future[torch.Tensor]
+OwnerOf = Callable[[torch.Tensor], int]  # the rank that needs the sum of a parameter's gradients
 Work = Callable[["RankQueue | None"], None]
 
 
@@ -53,30 +56,41 @@ class Reduction:
     """Sums gradients over lanes and ranks. Every rank must sum those of the same parameters in the same order."""
 
     def __init__(
-        self, world: World, lanes: int, *, exact: bool, compression: str = "none", bucket_bytes: float = 25 * 2**20
-    ) -> None:
-        """`lanes` are those of a step. All ranks. With `powersgd`, the hook of DDP compresses, not this class."""
+        self, world: World, lanes: int, *, exact: bool, compression: str = "none", bucket_bytes: float = 25 * 2**20,
+        owner_of: OwnerOf | None = None,
+    ) -> None:  # fmt: skip
+        """`lanes` are those of a step. All ranks. With `powersgd`, the hook of DDP compresses, not this class.
+
+        With `owner_of`, only the owner of a parameter gets the sum of its gradients.
+        """
         self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.owner_of = bucket_bytes, owner_of if world.size > 1 else None
         self.uses_integers = exact and lanes > 2
         self._scratch = Scratch()
         self._queues: list[RankQueue] = []
         self._started = 0
         # When the future of Gloo's all-reduce is done, sums are still being copied to a GPU, and only its default
         # stream waits for them. The thread of the queue has the stream of the step wait.
-        if world.size > 1 and (self.uses_integers or (world.backend == "gloo" and world.device.type == "cuda")):
+        needs_queue = self.uses_integers or self.owner_of is not None
+        if world.size > 1 and (needs_queue or (world.backend == "gloo" and world.device.type == "cuda")):
             self._queues = [RankQueue(world) for _ in range(GLOO_QUEUES if world.device.type == "cpu" else 1)]
 
-    def start(self, sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> Future:
+    def start(
+        self, sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool,
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> Future:  # fmt: skip
         """Start to sum gradients over the given lanes of this rank and over ranks.
 
         `sums`, which fill `buffer`, hold the gradients of one more lane unless `is_empty`; the sums replace them. They
-        have the strides of the parameters. All ranks.
+        have the strides of the parameters, which are given if they have owners. All ranks.
         """
+        owners = None if self.owner_of is None else [self.owner_of(parameter) for parameter in parameters]
         if self.uses_integers:
             lanes = [*lanes] if is_empty else [*lanes, sums]
-            return self._run(partial(self.sum_integers, sums, lanes, sums), buffer)
+            return self._run(partial(self.sum_integers, sums, lanes, sums, owners), buffer)
         add_lanes(sums, lanes, buffer, is_empty=is_empty)
+        if owners is not None:
+            return self._run(partial(self._scatter_floats, sums, owners), buffer)
         if self.compression in HALF_DTYPES and buffer.dtype == torch.float32:
             half = buffer.to(HALF_DTYPES[self.compression])
             return self._start_sum(half).then(lambda summed: buffer.copy_(summed.value()))
@@ -100,11 +114,16 @@ class Reduction:
 
     def sum_integers(
         self, sums: Gradients, lanes: Sequence[Gradients], like: Sequence[torch.Tensor],
-        queue: RankQueue | None = None,
+        owners: Sequence[int] | None = None, queue: RankQueue | None = None,
     ) -> None:  # fmt: skip
-        """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks."""
+        """Replace `sums` by the sums of lanes; `like` has the strides of the parameters. All ranks.
+
+        With `owners`, a rank gets the sums that it owns.
+        """
         # In parts, for less memory: in the first step of DDP, one bucket has all gradients.
         for part in buckets_of(range(len(like)), like, self.bucket_bytes):
+            order = None if owners is None else OwnerOrder(part, owners, self.world)
+            part = part if order is None else order.indices
             of_lanes = [[lane[index] for index in part] for lane in lanes]
             scratch = self._scratch if queue is None else queue.scratch
             total = IntegerSum([like[index] for index in part], self.lanes, scratch)
@@ -112,8 +131,20 @@ class Reduction:
             if queue is not None:
                 dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=queue.group)
             integers = total.integers(of_lanes, exponents)
-            self._all_reduce(integers, queue)
-            total.write([sums[index] for index in part])
+            if order is not None and queue is not None:
+                ReduceScatter(self.world, queue.group, queue.scratch).integers(total, integers, sums, order)
+            else:
+                self._all_reduce(integers, queue)
+                total.write([sums[index] for index in part])
+
+    def _scatter_floats(self, sums: Gradients, owners: Sequence[int], queue: RankQueue | None) -> None:
+        """Replace those of `sums` that this rank owns by the sums over ranks. All ranks."""
+        assert queue is not None
+        scatter = ReduceScatter(self.world, queue.group, queue.scratch)
+        for part in buckets_of(range(len(sums)), sums, self.bucket_bytes):
+            dtype = sums[part[0]].dtype
+            sent = HALF_DTYPES.get(self.compression, dtype) if dtype == torch.float32 else dtype
+            scatter.floats(sums, OwnerOrder(part, owners, self.world), sent)
 
     def _all_reduce(self, tensor: torch.Tensor, queue: RankQueue | None) -> None:
         """All ranks."""
@@ -125,10 +156,11 @@ class Reduction:
             work.wait()  # type: ignore[union-attr]
 
 
-def reduction_of(world: World, settings: Settings, *, exact: bool) -> Reduction:
+def reduction_of(world: World, settings: Settings, *, exact: bool, owner_of: OwnerOf | None = None) -> Reduction:
     """The reduction of a run with these settings. All ranks."""
+    bucket_bytes, compression = settings.bucket_mb * 2**20, settings.compression
     return Reduction(
-        world, settings.lanes, exact=exact, compression=settings.compression, bucket_bytes=settings.bucket_mb * 2**20
+        world, settings.lanes, exact=exact, compression=compression, bucket_bytes=bucket_bytes, owner_of=owner_of
     )
 
 
@@ -200,7 +232,10 @@ def add_flag(nan_flag: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
 def sum_after_backward(
     lanes: Sequence[Gradients], is_used: Sequence[bool], like: Sequence[torch.Tensor], reduction: Reduction
 ) -> list[torch.Tensor | None]:
-    """The sums of gradients that only some ranks may use: None where no rank does. All ranks."""
+    """The sums of gradients that only some ranks may use: None where no rank does. All ranks.
+
+    Where the parameter has another owner, any numbers take the place of a sum.
+    """
     world = reduction.world
     used = torch.tensor(is_used, dtype=torch.int32, device=world.device)
     if world.size > 1:
@@ -212,7 +247,8 @@ def sum_after_backward(
         starts = starts_of(parameters, ALIGNED_ELEMENTS)
         buffer = torch.zeros(starts[-1], dtype=parameters[0].dtype, device=world.device)
         sums = slots_in(buffer, parameters, starts)
-        reduction.start(sums, [[lane[i] for i in indices] for lane in lanes], buffer, is_empty=True).wait()
+        of_lanes = [[lane[index] for index in indices] for lane in lanes]
+        reduction.start(sums, of_lanes, buffer, is_empty=True, parameters=parameters).wait()
         # Zeros in place of missing gradients may turn a -0.0 into 0.0 at some world sizes; + 0.0 does so at all.
         buffer.add_(0.0)
         for index, slot in zip(indices, sums, strict=True):

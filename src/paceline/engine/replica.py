@@ -222,7 +222,10 @@ def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Repli
 def check_trainable(model: torch.nn.Module, settings: Settings, world: World) -> None:
     """Refuse a model that has nothing to train, or that cannot be kept identical on all ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("model_fn returned a model without trainable parameters; there is nothing to train")
+        raise ConfigError(
+            f"{with_place('model_fn', settings.model_fn)} returned a model without trainable parameters; keep layers "
+            "in attributes or nn.ModuleList, not in a list or a dict, and requires_grad=True for what is trained"
+        )
     if settings.keeps_state and world.size > 1:
         _check_layers(model)
 

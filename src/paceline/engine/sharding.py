@@ -1,8 +1,8 @@
 """ZeRO-1: a rank keeps the optimizer's state of its own parameters only, and sends their new values to the others.
 
 The optimizer knows all parameters, so indices, groups and learning rates are the same as without sharding; only the
-gradients of parameters that other ranks own are removed. Where an update depends on one parameter alone, the bits are
-the same.
+gradients of parameters that other ranks own are removed: their sums are computed on their owners alone (`scatter.py`).
+Where an update depends on one parameter alone, the bits are the same.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class Sharding:
         self.optimizer, self.world = optimizer, world
         self.owners = owners_of(optimizer, world.size)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._others = [p for p, owner in zip(parameters, self.owners, strict=True) if owner != world.rank]
-        for parameter in self._others:  # some optimizers create their state before the first step
-            optimizer.state.pop(parameter, None)
+        self._owner_of: dict[torch.Tensor, int] = dict(zip(parameters, self.owners, strict=True))
+        for parameter in parameters:
+            if self._owner_of[parameter] != world.rank:
+                optimizer.state.pop(parameter, None)  # some optimizers create it before the first step
         self._rounds = rounds_of(parameters, self.owners, bucket_bytes)
         # On the host: a checkpoint or a hash needs no device memory for the state of other ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
@@ -91,12 +92,31 @@ class Sharding:
         """The indices of this rank's parameters in the optimizer's state dict."""
         return {index for index, owner in enumerate(self.owners) if owner == self.world.rank}
 
+    def owner_of(self, parameter: torch.Tensor) -> int:
+        """The rank that owns a parameter; rank 0 if the optimizer does not have it."""
+        return self._owner_of.get(parameter, 0)
+
     # --- a step ------------------------------------------------------------------------------------------------
+
+    def drop_others(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remove the gradients of parameters that other ranks own, which are not summed on this one."""
+        for parameter in parameters:
+            if self.owner_of(parameter) != self.world.rank:
+                parameter.grad = None
+
+    def largest(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of a number over the ranks, which know different gradients. All ranks."""
+        number = number.to(self.world.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return number
+
+    def with_others(self, norms: torch.Tensor) -> torch.Tensor:
+        """The norms of the gradients of all ranks; those of other ranks are 0 in `norms`. All ranks."""
+        dist.all_reduce(norms)  # adding 0 rounds nothing
+        return norms
 
     def step(self) -> None:
         """Update this rank's parameters, and receive those of the other ranks. All ranks."""
-        for parameter in self._others:
-            parameter.grad = None
         self.optimizer.step()
         self._share()
 

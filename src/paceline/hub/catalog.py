@@ -188,12 +188,18 @@ SST2 = KnownDataset(
 )
 
 ALL = {dataset.name: dataset for dataset in (MNIST, FASHION_MNIST, CIFAR10, TINY_SHAKESPEARE, COVTYPE, SST2)}
+OTHER_NAMES = {"covertype": "covtype", "sst-2": "sst2", "cifar-10": "cifar10", "fashionmnist": "fashion-mnist"}
+
+
+def canonical(name: str) -> str:
+    """The name of a data set here, from a name that is also in use, such as Covertype or SST-2."""
+    return OTHER_NAMES.get(name.lower(), name.lower())
 
 
 def find(name: str) -> KnownDataset:
     """Return the data set with this name; raise a ConfigError with the nearest name if there is none."""
-    if name in ALL:
-        return ALL[name]
+    if (known := canonical(name)) in ALL:
+        return ALL[known]
     near = difflib.get_close_matches(name.lower(), ALL, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALL)}"
     raise ConfigError(f"{name} is not a known data set; {hint}")
@@ -201,4 +207,4 @@ def find(name: str) -> KnownDataset:
 
 def folder_of(name: str) -> Path:
     """The default folder of a data set's files."""
-    return in_home("datasets", name)
+    return in_home("datasets", canonical(name))

@@ -41,7 +41,7 @@ def get(name: str, to: Path | None = None, log: Callable[[str], None] = print, s
     """
     dataset = catalog.find(name)
     folder = to or catalog.folder_of(name)
-    places = copies.places_in(source, name) if source is not None else dataset.mirrors
+    places = copies.places_in(source, dataset.name) if source is not None else dataset.mirrors
     missing = []
     for file in dataset.files:
         if is_present(folder, file):

@@ -17,7 +17,7 @@ from paceline.observe.failures import Failure
 from paceline.observe.rank_log import read_end
 from paceline.run.atomic_files import write_text
 from paceline.run.layout import RunFolder
-from paceline.user_code import LIBRARIES
+from paceline.user_code import is_library
 
 REDUCTION = "the gradient reduction"
 WORKERS = "DataLoader workers"  # a wait, but not for another rank
@@ -144,7 +144,7 @@ def location_in(frames: Iterable[StackFrame]) -> tuple[str | None, str | None]:
     """The user's innermost file:line, and the operation it waits in; `frames` starts with the innermost frame."""
     waits_in = None
     for depth, frame in enumerate(frames):
-        if not frame.file.startswith(LIBRARIES):
+        if not is_library(frame.file):
             return f"{frame.file}:{frame.line}", waits_in
         if not depth and frame.file.startswith(PACELINE):
             waits_in = EXCHANGE  # no other part of Paceline's code takes long

@@ -94,6 +94,7 @@ class OwnLoop:
                     yield batch
                 except GeneratorExit:
                     self._is_left = True  # what follows is not part of the batch; the step is closed by all ranks later
+                    self._note_training()
                     seed_generators(self.seed, "left", inputs.step)
                     raise
                 if self._begun != begun:
@@ -105,7 +106,7 @@ class OwnLoop:
                     return
                 self.step.check_lane()
                 self.step.leave()
-                self._has_trained |= self.step.calls.is_begun or self.step.hooks.has_seen_plain
+                self._note_training()
             if self._is_only_read():
                 self._open = None
                 continue
@@ -196,6 +197,10 @@ class OwnLoop:
             self._stopped = agreed
             raise
 
+    def _note_training(self) -> None:
+        """Note whether a gradient was computed in the batch that ends."""
+        self._has_trained |= self.step.calls.is_begun or self.step.hooks.has_seen_plain
+
     def _check_not_wrapped(self) -> None:
         """Refuse a model that the user's code has wrapped in DDP, which would sum the gradients a second time."""
         for wrapper in gc.get_objects():
@@ -258,6 +263,11 @@ class OwnLoop:
                 yield epoch - first
             finally:
                 self._is_in_epochs = False
+            if self._begun != begun and not self._has_trained:
+                self.context.warn_once(
+                    "train_fn has used the batches of an epoch without run.backward(loss) and run.step(optimizer), so "
+                    "the weights are unchanged; call both for each batch"
+                )
             if self._begun == begun:
                 self.context.warn_once(
                     "train_fn does not iterate over train_loader: batches from elsewhere are not divided among the "

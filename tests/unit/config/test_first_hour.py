@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from support.configs import MANAGED, problems
 
@@ -45,6 +46,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a class without its arguments": (
         {"model_fn": Net},
         rf'model_fn={__name__}:Net \({HERE}:\d+\) needs width; give model_args={{"width": …}}',
+    ),
+    "a data set": (
+        {"dataset_fn": TensorDataset(torch.ones(2, 1))},
+        "dataset_fn=<TensorDataset> is a data set; give a function that returns it, such as dataset_fn=lambda: dataset",
+    ),
+    "a loader": (
+        {"dataset_fn": DataLoader(TensorDataset(torch.ones(2, 1)))},
+        "dataset_fn=<DataLoader> makes batches, which Paceline does; give a function that returns its data set",
+    ),
+    "the value of a loss": (
+        {"loss_fn": torch.ones(1)},
+        "loss_fn=<Tensor> is a value; give the function that computes it, without calling it",
     ),
     "an optimizer": (
         {"optimizer": ADAM},

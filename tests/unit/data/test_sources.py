@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,13 +8,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.config import Config, build
 from paceline.data import sources
 from paceline.data.order import indices_at
 from paceline.data.sources import SplitSubset, columns_of, fetch, make_datasets, size_of, table_of
-from paceline.errors import DataError, MissingExtra
+from paceline.errors import ConfigError, DataError, MissingExtra
 
 MakeConfig = Callable[..., Config]
 
@@ -196,48 +198,53 @@ def test_val_dataset_fn_gets_val_df(make_config: MakeConfig) -> None:
     assert items(make_datasets(config)[1]) == [7]
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        (
-            {"dataset_fn": lambda: (letter for letter in "abc")},
-            "dataset_fn returned a generator, which is its own iterator and can be read only once; return",
-        ),
-        (
-            {"dataset_fn": lambda: None},
-            "dataset_fn returned a NoneType, which has no __len__ and __getitem__;",
-        ),
-        ({"dataset_fn": OneReading}, "dataset_fn returned a OneReading, which is its own iterator"),
-        (
-            {"dataset_fn": Letters, "val_dataset_fn": Stream},
-            "val_dataset_fn returned a Stream for validation, which needs a map-style data set",
-        ),
-        (
-            {"dataset_fn": lambda df=None: Letters() if df is None else Stream(), "val_df": pd.DataFrame({"x": [1]})},
-            "dataset_fn returned a Stream for validation, which needs a map-style data set",
-        ),
-        ({"dataset_fn": lambda: []}, "dataset_fn returned an empty data set"),
-        (
-            {"dataset_fn": Letters, "val_dataset_fn": lambda: []},
-            "val_dataset_fn returned an empty data set",
-        ),
-    ],
-    ids=[
-        "generator",
-        "none",
-        "read once",
-        "iterable validation",
-        "iterable validation of a table",
-        "empty",
-        "empty validation",
-    ],
-)
-def test_data_that_cannot_be_trained_on_names_the_function(
-    keys: dict[str, Any], problem: str, make_config: MakeConfig
-) -> None:
-    with pytest.raises(DataError) as caught:
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+HERE = re.escape(__file__)
+UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "generator": (
+        {"dataset_fn": lambda: (letter for letter in "abc")},
+        "dataset_fn PLACE returned a generator, which is its own iterator and can be read only once; return",
+    ),
+    "none": ({"dataset_fn": lambda: None}, "dataset_fn PLACE returned None; it must return a data set"),
+    "no length": (
+        {"dataset_fn": WithoutLength},
+        "dataset_fn PLACE returned a WithoutLength, which has no __len__; defi",
+    ),
+    "a number": ({"dataset_fn": lambda: 3}, "dataset_fn PLACE returned a int, which has no __len__ and __getitem__; "),
+    "tensors": (
+        {"dataset_fn": lambda: (torch.ones(3, 2), torch.ones(3))},
+        "dataset_fn PLACE returned a tuple of tensors; return a data set of them: TensorDataset(x, y)",
+    ),
+    "loader": (
+        {"dataset_fn": lambda: DataLoader(Letters())},
+        "dataset_fn PLACE returned a DataLoader; return its data set: Paceline makes the batches",
+    ),
+    "read once": ({"dataset_fn": OneReading}, "dataset_fn PLACE returned a OneReading, which is its own iterator"),
+    "iterable validation": (
+        {"dataset_fn": Letters, "val_dataset_fn": Stream},
+        "val_dataset_fn PLACE returned a Stream for validation, which needs a map-style data set",
+    ),
+    "iterable validation of a table": (
+        {"dataset_fn": lambda df=None: Letters() if df is None else Stream(), "val_df": pd.DataFrame({"x": [1]})},
+        "dataset_fn PLACE returned a Stream for validation, which needs a map-style data set",
+    ),
+    "empty": ({"dataset_fn": lambda: []}, "dataset_fn PLACE returned an empty data set"),
+    "empty validation": (
+        {"dataset_fn": Letters, "val_dataset_fn": lambda: []},
+        "val_dataset_fn PLACE returned an empty data set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_data_that_cannot_be_trained_on_names_the_function_and_its_place(case: str, make_config: MakeConfig) -> None:
+    keys, problem = UNSUITABLE[case]
+    with pytest.raises(ConfigError, match="^" + re.escape(problem).replace("PLACE", rf"\({HERE}:\d+\)")):
         make_datasets(make_config(**keys))
-    assert str(caught.value).startswith(problem)
 
 
 # --- optional packages --------------------------------------------------------------------------------------

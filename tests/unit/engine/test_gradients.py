@@ -260,7 +260,7 @@ def test_parameters_that_no_loss_reaches_are_named() -> None:
 
 
 def test_a_batch_without_a_target_is_an_error() -> None:
-    with pytest.raises(DataError, match="a batch is a Tensor; the data set must return"):
+    with pytest.raises(DataError, match="a batch is a Tensor; each sample of the data set must be"):
         run_lanes(backward_of(net(), 1), [Lane(0, 0, 4, 4, [0, 1, 2, 3], torch.zeros(4, 3))])
 
 

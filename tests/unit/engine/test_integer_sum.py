@@ -132,7 +132,7 @@ def test_memory_is_used_again_and_holds_nothing_of_the_sum_before() -> None:
         result = [torch.empty_like(like[0])]
         sums.write(result)
         assert torch.equal(result[0], 3 * like[0])
-    assert len(scratch._pairs[sums._format]) == 1
+    assert [len(taken) for taken in scratch._taken.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,13 @@ from paceline.checkpoint import files
 from paceline.checkpoint.files import files_of_rank, load, split_into_files, transfers_to_writers, write_values
 from paceline.checkpoint.host_buffers import HostBuffers
 from paceline.checkpoint.state import CheckpointState, capture, restore_optimizer
-from paceline.engine import sharding
+from paceline.engine import scatter, sharding
+from paceline.engine.clipping import clip_by_norm
 from paceline.engine.digest import sha256_of, sha256_of_each, sha256_of_optimizer
+from paceline.engine.flat import starts_of
+from paceline.engine.integer_sum import BLOCK, IntegerSum, Scratch
 from paceline.engine.muon import Muon
+from paceline.engine.scatter import OwnerOrder, ReduceScatter
 from paceline.engine.sharding import Sharding, balanced_owners, owners_of, rounds_of
 from paceline.errors import ConfigError
 from paceline.run import tensor_files
@@ -135,11 +139,15 @@ class Rank:
         call = self.calls
         return SimpleNamespace(wait=lambda: tensor.copy_(self.post.get("broadcast", call, self.rank)))
 
-    def isend(self, tensor: torch.Tensor, target: int, group: Any, tag: int) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
+        everyone = torch.stack(self.gather_objects(tensor))
+        tensor.copy_(everyone.amax(0) if op == torch.distributed.ReduceOp.MAX else everyone.sum(0))
+
+    def isend(self, tensor: torch.Tensor, target: int, group: Any, tag: int = 0) -> Any:
         self.post.put(tensor, "sent", self.rank, target, tag)
         return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int) -> Any:
+    def irecv(self, tensor: torch.Tensor, source: int, group: Any, tag: int = 0) -> Any:
         return SimpleNamespace(wait=lambda: tensor.copy_(self.post.get("sent", source, self.rank, tag)))
 
 
@@ -154,9 +162,11 @@ def on_ranks(size: int, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPat
         here[threading.get_ident()] = world = Rank(rank, post)
         return run(world)
 
-    names = ("broadcast", "isend", "irecv")
-    fake = SimpleNamespace(new_group=lambda **keys: None, **{name: of_this_thread(name) for name in names})
-    monkeypatch.setattr(sharding, "dist", fake)
+    names = ("all_reduce", "broadcast", "isend", "irecv")
+    calls = {name: of_this_thread(name) for name in names}
+    fake = SimpleNamespace(new_group=lambda **keys: None, ReduceOp=torch.distributed.ReduceOp, **calls)
+    for module in (scatter, sharding):
+        monkeypatch.setattr(module, "dist", fake)
     with ThreadPoolExecutor(size) as threads:
         return [future.result(WAIT_S) for future in [threads.submit(start, rank) for rank in range(size)]]
 
@@ -208,6 +218,14 @@ def train(model: nn.Module, step: Callable[[], Any], numbers: range) -> None:
         step()
 
 
+def step_of(model: nn.Module, sharding: Sharding) -> Callable[[], None]:
+    def step() -> None:
+        sharding.drop_others(model.parameters())
+        sharding.step()
+
+    return step
+
+
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, sharding: Any = None) -> None:
     """One rank's part of a checkpoint."""
     rank, size = (sharding.world.rank, sharding.world.size) if sharding is not None else (0, 1)
@@ -226,6 +244,117 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+# --- sums and norms -----------------------------------------------------------------------------------------------
+
+LIKE = [
+    torch.empty(300), torch.empty(0, 2), torch.empty(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    torch.empty(7), torch.empty(()), torch.empty(513),
+]  # fmt: skip
+
+
+def gradients_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.empty_like(each).copy_(torch.randn(each.shape, generator=generator)) for each in LIKE]
+
+
+@pytest.mark.parametrize("owners", [[0, 1, 2, 1, 0, 2], [1, 1, 1, 1, 1, 1], [2, 0, 2, 0, 2, 0]])
+def test_owners_get_the_bits_of_a_sum_for_all(owners: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank owns nothing, or has gradients that are empty."""
+    size = 3
+    sums = [IntegerSum(LIKE, size, Scratch()) for _ in range(size)]
+    exponents = torch.stack([each.exponents([gradients_of(rank)]) for rank, each in enumerate(sums)]).amax(0)
+    integers = [each.integers([gradients_of(rank)], exponents) for rank, each in enumerate(sums)]
+    expected, added = [torch.empty_like(each) for each in LIKE], integers[0] + integers[1] + integers[2]
+    integers[0].copy_(added)
+    sums[0].write(expected)
+
+    def run(world: Any) -> dict[int, torch.Tensor]:
+        order = OwnerOrder(range(len(LIKE)), owners, world)
+        like = [LIKE[index] for index in order.indices]
+        total, mine = IntegerSum(like, size, Scratch()), gradients_of(world.rank)
+        lanes = [[mine[index] for index in order.indices]]
+        largest = torch.stack(world.gather_objects(total.exponents(lanes))).amax(0)
+        assert order.sizes(starts_of(like, BLOCK)) == [
+            sum(-(-LIKE[index].numel() // BLOCK) * BLOCK for index, owner in enumerate(owners) if owner == rank)
+            for rank in range(size)
+        ]
+        ReduceScatter(world, None, Scratch()).integers(total, total.integers(lanes, largest), mine, order)
+        return {index: mine[index] for index in order.mine}
+
+    found = {index: each for of_rank in on_ranks(size, run, monkeypatch) for index, each in of_rank.items()}
+    assert sorted(found) == list(range(len(LIKE)))
+    for index, each in found.items():
+        assert torch.equal(each, expected[index])
+        assert each.stride() == LIKE[index].stride()
+
+
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+def test_owners_get_sums_of_floats_in_the_format_that_is_sent(
+    sent: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = [1, 0, 1, 0, 0, 1]
+    expected = [(a.to(sent) + b.to(sent)).float() for a, b in zip(gradients_of(0), gradients_of(1), strict=True)]
+
+    def run(world: Any) -> bool:
+        mine, order = gradients_of(world.rank), OwnerOrder(range(len(LIKE)), owners, world)
+        ReduceScatter(world, None, Scratch()).floats(mine, order, sent)
+        return all(torch.equal(mine[index], expected[index]) for index in order.mine)
+
+    assert on_ranks(2, run, monkeypatch) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_gradients_are_clipped_by_the_bits_of_the_norm_of_all(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch clips them on one rank; on seven, some ranks have no gradient."""
+
+    def model_of_many() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        parameters = [nn.Parameter(torch.zeros(number + 1)) for number in range(5 if size == 7 else 50)]
+        train(nn.ParameterList(parameters), lambda: None, range(1))
+        return parameters, torch.optim.SGD(parameters[:-1], lr=0.1)  # one is in no optimizer
+
+    parameters, _ = model_of_many()
+    expected = torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+    alone, _ = model_of_many()
+    assert clip_by_norm(alone, 0.3, None) == expected
+
+    def run(world: Any) -> list[int]:
+        mine, optimizer = model_of_many()
+        sharding = Sharding(optimizer, world, 100)
+        sharding.drop_others(mine)
+        assert clip_by_norm(mine, 0.3, sharding) == expected
+        own = [place for place, parameter in enumerate(mine) if parameter.grad is not None]
+        assert all(torch.equal(mine[place].grad, parameters[place].grad) for place in own)
+        return own
+
+    assert sorted(place for own in on_ranks(size, run, monkeypatch) for place in own) == list(range(len(parameters)))
+
+
+def test_the_norm_of_two_formats_is_the_same_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = make("adamw")
+    train(model, lambda: None, range(1))
+    expected = clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.3, None)
+
+    def run(world: Any) -> Any:
+        mine, optimizer = make("adamw")
+        train(mine, lambda: None, range(1))
+        used, sharding = [p for p in mine.parameters() if p.requires_grad], Sharding(optimizer, world, 100)
+        sharding.drop_others(used)
+        return clip_by_norm(used, 0.3, sharding)
+
+    assert on_ranks(3, run, monkeypatch) == [expected] * 3
+
+
+def test_a_number_that_is_not_finite_on_one_rank_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(world: Any) -> float:
+        sharding = Sharding(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1), world, 100)
+        return sharding.largest(torch.tensor(float(world.rank == 1))).item()
+
+    assert on_ranks(3, run, monkeypatch) == [1.0] * 3
+
+
+# --- steps and checkpoints ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("without_fsync")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -242,11 +371,11 @@ def test_a_sharded_optimizer_gives_the_bits_and_the_checkpoint_of_one_that_is_no
     def run(world: Any) -> dict[str, Any]:
         mine, its_optimizer = make(name)
         sharding = Sharding(its_optimizer, world, bucket_bytes=200)
-        train(mine, sharding.step, range(3))
+        train(mine, step_of(mine, sharding), range(3))
         save(mine, its_optimizer, tmp_path / "sharded", sharding)
         held = {p for p, of_it in its_optimizer.state.items() if of_it}
         digest = sha256_of_each(sharding.gathered_state())
-        train(mine, sharding.step, range(3, 5))
+        train(mine, step_of(mine, sharding), range(3, 5))
         return {"weights": sha256_of(mine.state_dict()), "kept": digest, "held": len(held)}
 
     outcomes = on_ranks(size, run, monkeypatch)
@@ -273,7 +402,7 @@ def test_a_rank_resumes_with_its_part_of_a_whole_checkpoint(
         sharding = Sharding(its_optimizer, world, bucket_bytes=1000)
         restore_optimizer(load(tmp_path / "c"), its_optimizer, tmp_path / "c", sharding.mine)
         held = len(its_optimizer.state)
-        train(mine, sharding.step, range(2, 4))
+        train(mine, step_of(mine, sharding), range(2, 4))
         assert len(its_optimizer.state) == held
         return sha256_of(mine.state_dict()), held
 
@@ -289,6 +418,7 @@ def test_what_a_format_of_files_does_not_know_goes_along_with_the_rest(monkeypat
         sharding = Sharding(optimizer, world, 1000)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2j)
+        sharding.drop_others(parameters)
         sharding.step()
         return capture(nn.Module(), optimizer, None, {}, sharding).values["optimizer"]["state"]
 

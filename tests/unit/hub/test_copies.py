@@ -145,3 +145,10 @@ def test_other_sources_are_refused(source: str, problem: str, tmp_path: Path) ->
 def test_a_mirror_without_the_file_is_reported(source: str, tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match=r"texts\.zip"):
         get("texts", tmp_path / "to", source=source)
+
+
+def test_names_that_are_also_in_use_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    used = {"covertype": "covtype", "Covertype": "covtype", "SST-2": "sst2", "MNIST": "mnist", "cifar-10": "cifar10"}
+    assert {name: catalog.find(name).name for name in used} == used
+    assert {name: catalog.folder_of(name).name for name in used} == used

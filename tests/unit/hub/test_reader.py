@@ -49,7 +49,7 @@ def test_idx_files_are_read_compressed_and_unpacked(name: str, mnist, tmp_path: 
         assert classes.tolist() == mnist[part][1].tolist()
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("mnits", "mnist"), ("SST-2", "sst2"), ("Covertype", "covtype")])
+@pytest.mark.parametrize(("name", "nearest"), [("mnits", "mnist"), ("SST-22", "sst2"), ("Covtypes", "covtype")])
 def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is not a known data set; did you mean {nearest}"):
         paceline.datasets.read(name)

@@ -73,7 +73,8 @@ def test_the_first_page_of_the_readme_installs_trains_and_makes_a_project() -> N
     lines = WHEEL["first_lines"]((ROOT / "README.md").read_text(encoding="utf-8"))
     commands = [line.partition("#")[0].strip() for line in lines]
     assert commands == [
-        "pip install paceline", "paceline train digits", "paceline init lab", "cd lab", "python main.py"
+        "pip install paceline", "paceline train digits --procs 2", "paceline report",
+        "paceline init lab", "cd lab", "python main.py",
     ]  # fmt: skip
 
 
