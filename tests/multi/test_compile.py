@@ -73,14 +73,14 @@ def make_profitable():
 
 def make_data():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(19, 2, generator=generator), torch.randn(19, 1, generator=generator))
+    return TensorDataset(torch.randn(38, 2, generator=generator), torch.randn(38, 1, generator=generator))
 
 def step(model, batch):
     features = nn.functional.dropout(torch.tanh(model.norm(model.encoder(batch[0]))), 0.3)
     return {"loss": (model.head(features) - batch[1]).square().mean(), "size": features.norm()}
 
 def train(procs, step_mode, model_fn=Net, num_epochs=4, **options):
-    result = Trainer(model_fn, make_data, step_fn=step, batch_size=2, lanes=4, num_epochs=num_epochs, procs=procs,
+    result = Trainer(model_fn, make_data, step_fn=step, batch_size=4, lanes=4, num_epochs=num_epochs, procs=procs,
                      val_fraction=0, step_mode=step_mode, **options).start()
     events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     lines = [event["text"] for event in events if event["event"] == "step_mode"]
