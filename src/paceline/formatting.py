@@ -8,6 +8,10 @@ from collections.abc import Mapping
 # Control characters except newline and tab, characters that change the direction of text, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+# In URLs: the user and password, but not the user alone of sftp and ssh; and the query.
+USER = re.compile(r"(\b(?!sftp:|ssh:)[A-Za-z][A-Za-z0-9+.-]+:/+|\b(?:sftp|ssh):/+[^\s'\":@]*:)[^\s'\"]*@")
+QUERY = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/[^\s'\"?]*)\?[^\s'\"]+")
+
 
 def ranks_text(count: int) -> str:
     """A number of ranks, such as "1 rank" or "4 ranks"."""
@@ -23,6 +27,11 @@ def outcome_text(step: int, metrics: Mapping[str, float], weights_sha256: str) -
 def printable(text: str) -> str:
     """The text with control characters escaped as `\\x1b`, which a terminal would otherwise interpret."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def redacted(text: str) -> str:
+    """The text without user names, passwords and queries in URLs."""
+    return QUERY.sub(r"\1?***", USER.sub(r"\1***@", text))
 
 
 def size_text(size: float) -> str:

@@ -142,10 +142,11 @@ CheckpointOptions = TypedDict(  # a class cannot have the key `async`
     "CheckpointOptions",
     {
         "every_steps": int | None,
-        "every_minutes": float | None,
+        "every_minutes": float | Literal["auto"] | None,
         "keep": int,
         "best": BestOptions | None,
         "async": bool,
+        "mirror": str | None,
     },
     total=False,
 )

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from exactness_cases import ODD, Images, Scaled, Teacher, layer_net
+from exactness_cases import ODD, Images, Scaled, Teacher, conv_net, layer_net
 from faults import Disturbed, events, options, outcome, saved_steps, send, send_self, start, stop_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paceline import Trainer
+from paceline.checkpoint import interval, save_clock
 from paceline.errors import CheckpointsDamaged, ConfigError, RankFailed
 
 
@@ -54,6 +55,18 @@ def test_a_resized_run_ends_with_the_same_bits(
         (step, pytest.approx(loss)) for step, loss in undisturbed["losses"]
     ]
     assert [scalar.step for scalar in board.Scalars("accuracy")] == [row["step"] for row in undisturbed["history"]]
+
+
+def test_saves_at_times_that_are_measured_do_not_change_the_weights(undisturbed: dict) -> None:
+    def hurried() -> torch.nn.Module:
+        """In the ranks: `auto` saves at once, then as often as its measured cost allows."""
+        save_clock.FIRST_S = interval.SHORTEST_S = interval.LONGEST_S = 0.0
+        interval.MOST_COST = 1.0
+        return conv_net()
+
+    result = start(procs=2, model_fn=hurried, checkpoint={"every_minutes": "auto"})
+    assert min(event["step"] for event in events("checkpoint")) < result.step
+    assert outcome(result) == undisturbed
 
 
 def test_no_sample_is_read_to_be_thrown_away() -> None:

@@ -22,8 +22,9 @@ PACKAGE = Path(paceline.__file__).parent
 # Rooms, top to bottom: a module imports modules of its own room and of lower ones. A module at the package's root is a
 # room of its own; the package itself is called "paceline".
 ROOMS = [
-    "__main__", "cli", "tools", "trainer", "keywords", "results", "launch", "worker", "checkpoint", "engine", "data",
-    "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "user_code", "paceline",
+    "__main__", "cli", "tools", "trainer", "keywords", "results", "launch", "worker", "mirror", "checkpoint", "engine",
+    "data", "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "user_code",
+    "paceline",
 ]  # fmt: skip
 
 # Imports that go up, each inside a function and for a reason.

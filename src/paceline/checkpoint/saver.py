@@ -25,13 +25,15 @@ from typing import Any
 
 from paceline.checkpoint.files import TensorFile, files_of_rank, split_into_files, write_values
 from paceline.checkpoint.host_buffers import HostBuffers
+from paceline.checkpoint.interval import Failures
+from paceline.checkpoint.save_clock import SaveClock
 from paceline.checkpoint.state import CheckpointState, Tensors
 from paceline.checkpoint.store import Store
 from paceline.config import Checkpoint
 from paceline.engine.sharding import Sharding
 from paceline.observe.events import Events
 from paceline.run import tensor_files
-from paceline.run.tensor_files import FileRecord
+from paceline.run.checked_files import FileRecord
 from paceline.world import World
 
 
@@ -58,14 +60,16 @@ class Saver:
         world: World,
         events: Events,
         sharding: Sharding | None = None,
+        failures: Failures | None = None,
     ) -> None:
+        """`failures`: of this run so far, for `every_minutes: auto`; only rank 0's are used."""
         self._store, self._options, self._identity = store, options, identity
         self._world, self._events, self._is_main = world, events, world.is_main
         self._buffers = HostBuffers(sharding)
         self._writer = ThreadPoolExecutor(1, "paceline-save")
         self._pending: PendingSave | None = None
         self._reserved: Future[None] | None = None
-        self._last_time = time.monotonic()
+        self._clock = SaveClock(options.every_minutes, failures or Failures(world.size))
         self._is_requested = False
         self._has_warned = False
         self.saved_step = -1  # the last published step, as far as this rank was informed
@@ -80,8 +84,12 @@ class Saver:
     @property
     def is_time(self) -> bool:
         """Whether a checkpoint is due by `every_minutes`. Only rank 0's clock counts."""
-        minutes = self._options.every_minutes
-        return self._is_main and minutes is not None and time.monotonic() - self._last_time >= 60 * minutes
+        return self._is_main and self._clock.is_time
+
+    def end_step(self, step: int) -> None:
+        """Measure the time of a step, and report a new interval of `every_minutes: auto`; the others follow rank 0."""
+        if report := self._clock.end_step():
+            self._events.write("save_interval", step=step, **report)
 
     @property
     def is_busy(self) -> bool:
@@ -106,14 +114,15 @@ class Saver:
         All ranks, with the same state.
         """
         assert self._pending is None
-        started_at = time.perf_counter()
+        started_at = time.monotonic()
         if self._reserved is not None:
             self._reserved.result()
         wait_for_copy = self._buffers.copy(state, self._own_files(state))
         work = self._writer.submit(self._write_files, step, state, wait_for_copy)
         self._pending = PendingSave(step, work, state.nbytes, metrics, started_at)
-        self._last_time, self._is_requested = time.monotonic(), False
-        self._events.write("saving", step=step, held_s=round(time.perf_counter() - started_at, 4))
+        self._clock.start_save()
+        self._is_requested = False
+        self._events.write("saving", step=step, held_s=round(time.monotonic() - started_at, 4))
         if not self._options.is_async:
             self.finish()
 
@@ -166,11 +175,14 @@ class Saver:
 
     def _report(self, pending: PendingSave, error: BaseException | None) -> None:
         """Write the `checkpoint` event, or one warning for a series of failures."""
-        if error is None:
+        cost_s = self._clock.end_save(started_at=pending.started_at, is_saved=error is None)
+        if cost_s is not None:
             self.saved_step, self._has_warned = pending.step, False
             self._published.append(self.saved_step)
-            seconds = round(time.perf_counter() - pending.started_at, 3)
-            self._events.write("checkpoint", step=pending.step, bytes=pending.nbytes, seconds=seconds)
+            seconds = round(time.monotonic() - pending.started_at, 3)
+            self._events.write(
+                "checkpoint", step=pending.step, bytes=pending.nbytes, seconds=seconds, cost_s=round(cost_s, 4)
+            )
         elif not self._has_warned:
             self._has_warned = True
             text = f"the checkpoint of step {pending.step} could not be saved: {error}; training continues without it"

@@ -18,7 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.values import Mode, Otherwise, false_as, listed, with_mode
+from paceline.config.values import (
+    Mode,
+    Otherwise,
+    PositiveNumber,
+    false_as,
+    listed,
+    minutes_or_auto,
+    mirror_place,
+    path_as_text,
+    with_mode,
+)
 
 DEFAULT_LRS = {"muon": 0.02}  # for optimizers whose usual learning rate is not near 1e-3
 
@@ -243,8 +253,15 @@ class Checkpoint(Section):
     every_steps: int | None = Field(None, ge=1)
     """Saves each time after this number of steps."""
 
-    every_minutes: float | None = Field(10, gt=0)
-    """Saves each time after this number of minutes; null never does."""
+    every_minutes: Annotated[
+        float | Literal["auto"] | None,
+        BeforeValidator(minutes_or_auto, json_schema_input_type=PositiveNumber | Literal["auto"] | None),
+    ] = "auto"
+    """Saves each time after this number of minutes; null never does.
+
+    `auto` saves every 10 minutes; more often, up to every minute, where that loses less time because there are many
+    ranks or failures; less often where saves would cost more than 1 % of the time ([how often](goodput.md)).
+    """
 
     keep: int = Field(3, ge=1)
     """The number of recent checkpoints to keep."""
@@ -254,3 +271,10 @@ class Checkpoint(Section):
 
     is_async: bool = Field(True, alias="async")
     """False pauses training until a checkpoint is on the disk."""
+
+    mirror: Annotated[str | None, BeforeValidator(path_as_text), BeforeValidator(mirror_place)] = None
+    """A folder on another disk, or a URL such as `s3://bucket/runs`, to which the run is copied while it trains.
+
+    Checkpoints, events and results are copied to `MIRROR/NAME/RUN FOLDER`, from which `--resume` restores the run on
+    an empty machine ([mirror](mirror.md)). `s3`, `gs` and `sftp` need the extra of that name: `paceline[s3]`.
+    """

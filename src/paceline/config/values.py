@@ -6,6 +6,7 @@ follows the key and the value in a message.
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from paceline.system.paths import problem_with
+from paceline.system.paths import as_url, is_url, problem_with, problem_with_place
 
 FunctionName = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[^:]+:.+$"})]  # "module:name"
 Function = Callable[..., Any] | FunctionName
+PositiveNumber = Annotated[float, Field(gt=0)]
 Mode = Literal["min", "max"]  # whether lower or higher values of a metric are better
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d)")
@@ -113,6 +115,21 @@ def ends(value: int | str | None) -> tuple[int, int] | None:
     return int(least), int(most or least)
 
 
+def minutes_or_auto(value: Any) -> Any:
+    """A positive number of minutes, or "auto"."""
+    if value is None or value == "auto":
+        return value
+    try:
+        minutes = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        minutes = math.nan
+    if math.isnan(minutes):
+        raise ValueError("must be a number of minutes, auto, or null for never")
+    if minutes <= 0:
+        raise ValueError("must be greater than 0")
+    return minutes
+
+
 def address(value: Any) -> Any:
     """Rejects values other than HOST:PORT."""
     match = re.fullmatch(r"[^:\s]+:(\d{1,5})", str(value).strip())
@@ -136,6 +153,20 @@ def local(value: Any) -> Any:
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
         raise ValueError(problem)
     return value
+
+
+def mirror_place(value: Any) -> Any:
+    """Rejects values at which runs cannot be mirrored, and URLs with credentials."""
+    if not isinstance(value, (str, Path)):
+        return value
+    if problem := problem_with_place(value):
+        raise ValueError(problem)
+    return as_url(value)
+
+
+def run_or_mirror(value: Any) -> Any:
+    """Rejects values that are neither a path on this machine nor the URL of a mirrored run."""
+    return mirror_place(value) if isinstance(value, (str, Path)) and is_url(value) else local(value)
 
 
 def path_as_text(value: Any) -> Any:

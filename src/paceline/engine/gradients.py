@@ -86,7 +86,7 @@ class Backward:
         self._is_kind_agreed = world.size == 1
         self._sharding = sharding
         owner_of = sharding.owner_of if sharding is not None else None
-        self.reduction = reduction_of(world, settings, exact=settings.exact, owner_of=owner_of)
+        self.reduction = reduction_of(world, settings, exact=settings.exact, clock=clock, owner_of=owner_of)
         self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()

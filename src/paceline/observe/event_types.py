@@ -194,6 +194,41 @@ class CheckpointEvent(TypedDict):
     step: Count
     bytes: NotRequired[Count]
     seconds: NotRequired[Measured]
+    cost_s: NotRequired[Measured]
+
+
+@with_config(STRICT)
+class SaveIntervalEvent(TypedDict):
+    """`checkpoint.every_minutes: auto` has chosen the time between two checkpoints."""
+
+    event: Literal["save_interval"]
+    time: UnixTime
+    text: str
+    step: NotRequired[Count]
+    interval_s: NotRequired[Measured]
+    cost_s: NotRequired[Measured]
+
+
+@with_config(STRICT)
+class MirrorEvent(TypedDict):
+    """The state of the mirror has changed: its place is known, or it has caught up."""
+
+    event: Literal["mirror"]
+    time: UnixTime
+    place: str
+    text: str
+
+
+@with_config(STRICT)
+class MirroredEvent(TypedDict):
+    """A checkpoint is complete in the mirror."""
+
+    event: Literal["mirrored"]
+    time: UnixTime
+    step: Count
+    place: NotRequired[str]
+    bytes: NotRequired[Count]
+    seconds: NotRequired[Measured]
 
 
 @with_config(STRICT)
@@ -269,6 +304,9 @@ KnownEvent = Annotated[
     | ProgressEvent
     | SavingEvent
     | CheckpointEvent
+    | MirrorEvent
+    | MirroredEvent
+    | SaveIntervalEvent
     | DigestsEvent
     | RunStoppedEvent
     | RunFinishedEvent,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from paceline.observe.event_types import Event, Parser, parse
 VERSION = 2  # of the events and their fields, which docs/events.md lists
 UNWRITTEN_LIMIT = 1 << 20  # bytes of events that are kept in memory while the disk is full; later ones are lost
 LINES_LISTED = 10  # numbers of damaged lines in a message
+STARTED = b'{"event": "run_started"'
 # Removed where a run resumes from an earlier step.
 REPEATED = ("step", "pace", "logged", "image", "histogram", "evaluation", "epoch", "digests")
 
@@ -132,6 +135,26 @@ def damage_text(lines: Sequence[int]) -> str:
     listed = ", ".join(map(str, lines[:LINES_LISTED])) + (", …" if len(lines) > LINES_LISTED else "")
     words = "damaged line of events.jsonl was" if len(lines) == 1 else "damaged lines of events.jsonl were"
     return f"{len(lines)} {words} skipped: {listed}"
+
+
+def failed_attempts(path: Path) -> tuple[int, float]:
+    """The attempts in a file of earlier attempts that ended neither finished nor on request; seconds of all attempts.
+
+    Parses only the first and the last lines of each attempt, because the others may be many.
+    """
+    failed, seconds, began = 0, 0.0, None
+    newest: deque[bytes] = deque(maxlen=3)  # the last line may be incomplete
+    with path.open("rb") as file:
+        for line in chain(file, [STARTED]):
+            if line.startswith(STARTED):
+                last = next(filter(None, map(parse, reversed(newest))), None)
+                if began is not None and last is not None:
+                    failed += last["event"] not in ("run_stopped", "run_finished")
+                    seconds += max(last["time"] - began, 0.0)
+                first = parse(line)
+                began = first["time"] if first is not None else None
+            newest.append(line)
+    return failed, seconds
 
 
 def rewind(path: Path, step: int) -> None:

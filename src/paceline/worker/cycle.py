@@ -144,6 +144,7 @@ class StepCycle:
 
         `is_requested`: a checkpoint of exactly this step was requested.
         """
+        self.saver.end_step(self.state.step)
         if is_requested:
             self.saver.finish()  # these weights must be saved, not those of a later step
         elif not answers.is_busy:

@@ -61,7 +61,7 @@ from paceline.worker.mistakes import explaining_mistakes
 from paceline.worker.own_run import OwnRun
 from paceline.worker.plain_loop import compare_ranks, run_plain_loop
 from paceline.worker.prepare import prepare_run
-from paceline.worker.restore import begin_attempt, continue_if_new, restore
+from paceline.worker.restore import begin_attempt, continue_if_new, failures_before, restore
 from paceline.worker.result import write_patiently, write_result
 from paceline.worker.state import TrainState
 from paceline.world import World, join, world_size
@@ -157,7 +157,10 @@ def train_managed(config: Config, folder: RunFolder, world: World, progress: Pro
         progress.phase = "restoring the checkpoint"
         state = restore(context, checkpoint, stepper, callbacks)
         continue_if_new(state, checkpoint, folder)
-    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding)
+    saver = Saver(
+        Store(folder.checkpoints), config.checkpoint, identity, world, context.events, stepper.sharding,
+        failures_before(context),
+    )  # fmt: skip
     loss = stepper.replica.forward_state.of_loss()
     present = capture(stepper.replica.module, stepper.optimizer, stepper.ema, {}, stepper.sharding, loss)
     check_space(context, present, stepper.parameters)
@@ -195,7 +198,10 @@ def train_in_own_loop(config: Config, folder: RunFolder, world: World, progress:
     restored = restore_own(context, checkpoint, step, callbacks)
     if checkpoint is not None:
         continue_if_new(restored[0], checkpoint, folder)
-    saver = Saver(Store(folder.checkpoints), config.checkpoint, identity, world, context.events)
+    saver = Saver(
+        Store(folder.checkpoints), config.checkpoint, identity, world, context.events,
+        failures=failures_before(context),
+    )  # fmt: skip
     present = checkpoint.state if checkpoint is not None else capture_own(step.replica.module, {}, step.ema, {})
     check_space(context, present, step.replica.module.parameters())
     run = build_own_loop(context, step, feed, saver, stop, callbacks, restored)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.callbacks import Callback
 from paceline.checkpoint.files import load
+from paceline.checkpoint.interval import Failures
 from paceline.checkpoint.resume import check_compatible, named_checkpoint
 from paceline.checkpoint.state import CheckpointState, restore_loss, restore_optimizer
 from paceline.checkpoint.store import Manifest, Store, verify
@@ -16,7 +17,7 @@ from paceline.config import Config
 from paceline.engine.ema import Ema
 from paceline.engine.outer_state import outer_state
 from paceline.engine.step import Stepper
-from paceline.observe.events import rewind
+from paceline.observe.events import failed_attempts, rewind
 from paceline.observe.progress import Progress
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import reopen
@@ -92,6 +93,14 @@ def continue_if_new(state: TrainState, checkpoint: LoadedCheckpoint, folder: Run
     """Let a new run that starts from the checkpoint of another run continue where that run finished early."""
     if checkpoint.path.parent != folder.checkpoints:
         state.is_finished, state.finish_requested = False, None
+
+
+def failures_before(context: Context) -> Failures:
+    """The failures of this run in earlier attempts, on rank 0, which decides when to save."""
+    ranks, events = context.world.size, context.folder.events
+    if not context.events.is_held or context.config.checkpoint.every_minutes != "auto":
+        return Failures(ranks)
+    return Failures(ranks, *failed_attempts(events))
 
 
 def begin_attempt(context: Context, checkpoint: LoadedCheckpoint | None) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.checkpoint import saver as saver_module
 from paceline.checkpoint.files import load
 from paceline.checkpoint.host_buffers import HostBuffers
+from paceline.checkpoint.interval import Failures
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.state import CheckpointState, capture
 from paceline.checkpoint.store import Store, step_of, verify
@@ -34,11 +35,15 @@ WAIT_S = 20
 class Run:
     """A model, and a saver with its events."""
 
-    def __init__(self, path: Path, *, world: World | None = None, **options: Any) -> None:
+    def __init__(
+        self, path: Path, *, world: World | None = None, failures: Failures | None = None, **options: Any
+    ) -> None:
         self.store, self._events = Store(path / "checkpoints"), path / "events.jsonl"
         options = {"every_minutes": None, **options}
         self.writer = Events(self._events)
-        self.saver = Saver(self.store, Checkpoint(**options), {"lanes": 1}, world or fake_world(), self.writer)
+        self.saver = Saver(
+            self.store, Checkpoint(**options), {"lanes": 1}, world or fake_world(), self.writer, failures=failures
+        )
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -195,6 +200,82 @@ def test_a_checkpoint_is_due_every_given_minutes_after_the_last_one(make_run: Ma
 def test_without_every_minutes_no_checkpoint_is_due_by_time(run: Run, clock: FakeClock) -> None:
     clock.advance(1e12)
     assert not run.saver.is_time
+
+
+def steps(run: Run, clock: FakeClock, count: int, step_s: float, first: int = 1) -> None:
+    """Steps without a save."""
+    for step in range(first, first + count):
+        clock.advance(step_s)
+        run.saver.end_step(step)
+
+
+def save_by_time(run: Run, clock: FakeClock, *, held_s: float, steps_s: list[float]) -> None:
+    """A save that blocks the loop, then steps until it is published."""
+    assert run.saver.is_time
+    start = run.saver._buffers.copy
+    run.saver._buffers.copy = lambda *given: (clock.advance(held_s), start(*given))[1]  # type: ignore[method-assign]
+    run.saver.start(1, run.state(), {})
+    run.saver._buffers.copy = start  # type: ignore[method-assign]
+    for step_s in steps_s:
+        clock.advance(step_s)
+        run.saver.end_step(2)
+    run.saver.finish()
+
+
+def test_auto_saves_after_a_minute_then_by_the_measured_cost_of_saves(make_run: MakeRun, clock: FakeClock) -> None:
+    run = make_run(every_minutes="auto")
+    steps(run, clock, 59, 1.0)
+    assert not run.saver.is_time
+    steps(run, clock, 1, 1.0)
+    save_by_time(run, clock, held_s=0.5, steps_s=[1.25, 1.0])  # the first step is slowed down
+    [event] = run.events("checkpoint")
+    assert event["cost_s"] == 0.75
+    assert run.events("save_interval") == []
+    steps(run, clock, 597, 1.0)
+    assert not run.saver.is_time
+    steps(run, clock, 1, 1.0)
+    assert run.saver.is_time
+    [event] = run.events("save_interval")
+    assert (event["interval_s"], event["cost_s"]) == (600, 0.75)
+    assert event["text"] == (
+        "a checkpoint is saved every 10 min: a save costs 0.75 s, and 1 rank is expected to fail once in 50,000 h"
+    )
+
+
+def test_auto_saves_more_often_in_a_run_that_has_failed_often(make_run: MakeRun, clock: FakeClock) -> None:
+    run = make_run(every_minutes="auto", failures=Failures(2, count=3, observed_s=3 * 7200.0 - 60))
+    steps(run, clock, 60, 1.0)
+    save_by_time(run, clock, held_s=2.0, steps_s=[1.0])
+    steps(run, clock, 1, 1.0)
+    [event] = run.events("save_interval")
+    assert event["interval_s"] == pytest.approx(168, abs=1)  # Young: sqrt(2 * 2 * 7200) = 170, less 2
+    assert event["text"].endswith("a save costs 2 s, and this run has failed 3 times in 6 h")
+
+
+def test_auto_reports_only_large_changes_of_the_interval(make_run: MakeRun, clock: FakeClock) -> None:
+    run = make_run(every_minutes="auto")
+    for held_s in (1.0, 1.0, 30.0, 30.0, 30.0, 32.0):
+        steps(run, clock, 60, 60.0)
+        save_by_time(run, clock, held_s=held_s, steps_s=[60.0])
+        steps(run, clock, 1, 60.0)
+    assert [event["interval_s"] for event in run.events("save_interval")] == [600, 1550, 3000]
+
+
+def test_the_steps_of_an_evaluation_do_not_hide_the_cost_of_a_save(make_run: MakeRun, clock: FakeClock) -> None:
+    run = make_run(every_minutes="auto")
+    steps(run, clock, 30, 1.0)
+    steps(run, clock, 1, 300.0)
+    save_by_time(run, clock, held_s=0.5, steps_s=[1.0, 1.0])
+    [event] = run.events("checkpoint")
+    assert event["cost_s"] == 0.5
+
+
+def test_a_run_of_less_than_a_minute_reports_no_interval(make_run: MakeRun, clock: FakeClock) -> None:
+    run = make_run(every_minutes="auto", every_steps=10)
+    steps(run, clock, 30, 1.0)
+    run.save(30)
+    steps(run, clock, 20, 1.0, first=31)
+    assert run.events("save_interval") == []
 
 
 def test_a_synchronous_save_is_published_when_start_returns(make_run: MakeRun) -> None:

@@ -81,6 +81,10 @@ def test_long_values_are_shortened_in_the_message() -> None:
         ({"keep": 0}, "checkpoint.keep=0 must be greater than or equal to 1"),
         ({"every_steps": 0}, "checkpoint.every_steps=0 must be greater than or equal to 1"),
         ({"every_minutes": 0}, "checkpoint.every_minutes=0 must be greater than 0"),
+        (
+            {"every_minutes": "often"},
+            "checkpoint.every_minutes='often' must be a number of minutes, auto, or null for never",
+        ),
     ],
 )
 def test_mistakes_in_the_checkpoint_section_are_named(checkpoint: dict[str, Any], problem: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.observe import events as events_module
 from paceline.observe.event_types import parse, values_in
-from paceline.observe.events import Events, damage_text, read, rewind
+from paceline.observe.events import Events, damage_text, failed_attempts, read, rewind
 from support.clocks import FakeClock
 from support.disks import file_size_limit
 
@@ -123,7 +123,7 @@ def test_text_that_is_not_utf_8_is_written_as_valid_json(path: Path, open_events
 
 def test_the_examples_in_the_documentation_are_valid_events() -> None:
     examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
-    assert len(examples) == 21
+    assert len(examples) == 24
     assert [parse(line) for line in examples] == [json.loads(line) for line in examples]
 
 
@@ -247,6 +247,20 @@ def test_held_events_are_not_written_until_release(path: Path, open_events: Open
     held.close()
     assert not held.is_held
     assert [event["event"] for event in read(path)] == ["before", "run_started", "progress", "after"]
+
+
+def test_attempts_that_were_neither_stopped_nor_finished_have_failed(path: Path, open_events: Open) -> None:
+    events = open_events()
+    for kind, at in [
+        ("run_started", 100), ("pace", 110), ("restarted", 111),  # a rank was killed
+        ("run_started", 1000), ("saving", 1020), ("run_stopped", 1030),  # later, on request
+        ("run_started", 2000), ("checkpoint", 2050),  # the launcher was killed
+    ]:  # fmt: skip
+        fields = {"restarted": {"text": "rank 1 was killed"}}.get(kind, {"step": 1})
+        events.write(kind, time=at, **fields)
+    with path.open("ab") as file:
+        file.write(b'{"event": "pace", "ti\n')
+    assert failed_attempts(path) == (2, 11 + 30 + 50)
 
 
 # --- rewinding --------------------------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ class Screen:
     def _on_step_mode(self, event: dict[str, Any]) -> None:
         self.note(event["text"])
 
+    def _on_mirror(self, event: dict[str, Any]) -> None:
+        self.note(f"mirror: {event['text']}")
+
+    def _on_save_interval(self, event: dict[str, Any]) -> None:
+        self.note(event["text"])
+
     def _on_straggler(self, event: dict[str, Any]) -> None:
         self.note(event["text"], style="yellow")
 

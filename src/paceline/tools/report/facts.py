@@ -124,7 +124,10 @@ def _state_without_ending(folder: RunFolder, history: RunHistory) -> str:
 def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:
     """The rows of the table "Run details"."""
     started = history.started
-    yield "run folder", str(folder.path)
+    if folder.fetched.exists():
+        yield "mirror", folder.fetched.read_text(encoding="utf-8").strip()
+    else:
+        yield "run folder", str(folder.path)
     yield "state", f"{state}, step {history.step:,}"
     if history.began is not None:
         yield "began", datetime.fromtimestamp(history.began).isoformat(" ", "seconds")
