@@ -40,10 +40,14 @@ def size_text(size: float) -> str:
     return f"{size / unit:,.1f} {name}"
 
 
-def duration_text(seconds: float) -> str:
-    """A time, such as "45 s", "12 min" or "3.5 h"."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    if seconds < 6_000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.1f} h" if seconds < 360_000 else f"{seconds / 86_400:,.1f} days"
+def duration(seconds: float) -> str:
+    """A time in one or two units, such as "50 s", "12 min" or "3 h 05 min"."""
+    whole = max(round(seconds), 0)
+    minutes = round(seconds / 60)
+    if whole < 90:
+        return f"{whole} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    if minutes < 36 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"

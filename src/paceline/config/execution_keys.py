@@ -73,8 +73,10 @@ class SizeAndSpeed(Section):
 
     `eager`: kernel by kernel. `graph`: steps of full lanes are recorded once as CUDA graphs and replayed, with
     identical results, including NCCL's sums over ranks; a single rank records each combination of shapes that occurs
-    often. `compile`: also uses `torch.compile`. `auto`: `graph` on a GPU. A step that cannot be recorded runs eagerly,
-    and one line gives the reason.
+    often. A step that cannot be recorded runs eagerly, and one line gives the reason. `compile`: `torch.compile` makes
+    kernels for the model and its loss together, for full batches of one shape; on a GPU the step is also recorded.
+    `auto`: `graph` on a GPU, and also `compile` where the run is long enough to earn the time back
+    ([compiled steps](exactness.md#compiled-steps)).
     """
 
     data_on_device: float = Field(0.5, ge=0, le=1)

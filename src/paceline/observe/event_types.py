@@ -66,7 +66,7 @@ class ResumedEvent(TypedDict):
 class TextEvent(TypedDict):
     """An event that is described by a text."""
 
-    event: Literal["restarted", "warning", "run_failed"]
+    event: Literal["restarted", "warning", "step_mode", "run_failed"]
     time: UnixTime
     text: str
     step: NotRequired[Count]

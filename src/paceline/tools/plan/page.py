@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from paceline.formatting import duration_text, size_text
+from paceline.formatting import duration, size_text
 from paceline.tools.plan.forecast import Forecast
 from paceline.tools.plan.model import LIMITS
 from paceline.tools.plan.plan import Plan
@@ -65,7 +65,7 @@ def row_of(plan: Plan, row: Forecast) -> list[str]:
     return [
         f"{row.ranks:,}", f"{row.hosts:,}", f"{row.lanes_per_rank:,}", f"{row.step_ms:,.4g} ms",
         f"{row.samples_per_s:,.0f}", f"{row.efficiency:.0%}",
-        "–" if row.seconds is None else duration_text(row.seconds), *price, *deadline, size_text(row.memory_bytes),
+        "–" if row.seconds is None else duration(row.seconds), *price, *deadline, size_text(row.memory_bytes),
         "yes" if row.fits else "no", f"{row.limit} {row.shares[row.limit]:.0%}",
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.formatting import duration_text
+from paceline.formatting import duration
 
 PLAN = "plan.json"  # beside the run folders of a config
 # Keys on which the plan of a step does not depend.
@@ -53,7 +53,7 @@ def planned_of(
     if alone:
         rows.append(("efficiency", f"{row['efficiency']:.0%}", f"{samples_per_s / ranks / alone:.0%}"))
     if row["seconds"] is not None:
-        rows.append(("time to the end", duration_text(row["seconds"]), duration_text(seconds) if seconds else "–"))
+        rows.append(("time to the end", duration(row["seconds"]), duration(seconds) if seconds else "–"))
     return Planned(rows, _remark(_differing(plan["settings"], settings)))
 
 
