@@ -10,11 +10,25 @@ from pathlib import Path
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LAB = """import torch
+LAB = """import os, pathlib, torch
+
+class Owner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rank", torch.tensor(-1))
+
+    def forward(self, inputs):
+        own = int(os.environ["RANK"])
+        if self.rank not in (-1, own):
+            pathlib.Path(__file__).with_name("buffers-were-sent").touch()
+        self.rank.fill_(own)
+        return inputs
 
 def data(): return torch.utils.data.TensorDataset(torch.randn(200, 4), torch.arange(200) % 2)
 
-def model(): return torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 2))
+def model():
+    layers = torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 2)
+    return torch.nn.Sequential(Owner(), *layers)
 """
 CONFIG = (
     "name: lab\nmodel_fn: 'lab:model'\ndataset_fn: 'lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\nnum_epochs: 2\n"
@@ -50,7 +64,9 @@ def test_a_plan_of_two_ranks_per_host_is_compared_with_the_run(run, lab: Path) -
     ]
     assert "→ the deadline is met with 1 rank" in ended.stdout
     assert (lab / "runs" / "lab" / "plan.json").exists()
+    assert not (lab / "buffers-were-sent").exists()  # a rank is measured without waiting for the others
     assert run("paceline", "train", "config.yaml", "--procs", "2").returncode == 0
+    assert (lab / "buffers-were-sent").exists()
     assert run("paceline", "report").returncode == 0
     assert '"planned":{"rows":[["step",' in (lab / "report.html").read_text()
     if CHROMIUM is not None:
@@ -82,7 +98,7 @@ def test_a_plan_as_json_has_the_wanted_ranks_and_what_it_was_computed_from(run, 
     measured = plan["measured"]
     assert sum(gradient["size"] for gradient in measured["gradients"]) == 4 * (4 * 64 + 64 + 64 + 64 + 64 * 2 + 2)
     assert measured["concurrent"] == 1
-    assert measured["buffer_bytes"] == 4 * 128 + 8
+    assert measured["buffer_bytes"] == 4 * 128 + 2 * 8
     assert (plan["keys"]["samples"], plan["rows"][0]["steps"]) == (180, 46)
 
 

@@ -165,16 +165,20 @@ INSIDE_TOOLS = {
     "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.registry", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
-    # The plan measures the parts of a step in ranks of its own, and draws its page as the report does.
     "tools.plan": {
-        "checkpoint",
+        # Measures the parts of a step in ranks of its own, whose loop has a saver.
+        "checkpoint.saver",
+        "checkpoint.store",
         "data",
         "engine",
         "launch",
         "observe",
-        "tools.report",
         "worker",
         "world",
+        # Computes the time that failures cost with the interval that a run would choose.
+        "checkpoint.interval",
+        # Draws its page as the report does.
+        "tools.report",
     },
     # An export writes and fingerprints weights as a run does, and normalises images as an evaluation does.
     "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},

@@ -1,7 +1,6 @@
 """What to change so that a run on many ranks is faster or fits: each sentence is computed by the model (pure).
 
-A check is a generator of sentences, and `CHECKS` has their order. Advice on failures, such as the interval of
-checkpoints for a mean time between failures, belongs there as one more check.
+A check is a generator of sentences, and `CHECKS` has their order.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.formatting import ranks_text, size_text
+from paceline.checkpoint.interval import Failures, auto_interval_s, goodput
+from paceline.formatting import duration, ranks_text, size_text
 from paceline.tools.plan.facts import Measured, RunKeys
 from paceline.tools.plan.forecast import Forecast, Terms, forecast
 
@@ -17,6 +17,10 @@ BUCKETS_MB = (1, 5, 10, 25, 50, 100)
 GAIN = 1.05  # smaller gains of speed are not worth a sentence
 SAVED = 0.1  # of a rank's memory; smaller shares are not worth one either
 EFFICIENT = 0.9
+# A save of 3.1 GB blocked training for 0.39 s, and was published after 8.4 s (docs/goodput.md).
+COPIED_BYTES_PER_S, WRITTEN_BYTES_PER_S = 8e9, 0.37e9
+RESTART_S = 120.0  # assumed: finding the failure, starting the processes, reading the checkpoint
+LOST = 0.001  # of the time; smaller losses are not worth a sentence
 
 
 class Case(NamedTuple):
@@ -114,4 +118,35 @@ def _memory(case: Case) -> Iterator[str]:
         yield f"{size_text(row.memory_bytes)} per rank do not fit; use a smaller batch_size with more lanes"
 
 
-CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (_limit, _lanes, _buckets, _compression, _memory)
+def _failures(case: Case) -> Iterator[str]:
+    """The goodput with `every_minutes: auto`, and whether the config's own interval loses more."""
+    ranks, size = case.row.ranks, case.measured.state_bytes
+    publish_s, mtbf_s = size / WRITTEN_BYTES_PER_S, Failures(ranks).mtbf_s
+    cost_s = size / COPIED_BYTES_PER_S if case.keys.saves_in_background else publish_s
+    auto_s, own_s = auto_interval_s(cost_s, mtbf_s), _own_interval_s(case)
+    if ranks == 1 or (case.row.seconds is not None and case.row.seconds < auto_s):
+        return
+
+    def kept(interval_s: float) -> float:
+        return goodput(interval_s, cost_s, RESTART_S, mtbf_s, publish_s)
+
+    yield (
+        f"{ranks_text(ranks)} are expected to fail once in {mtbf_s / 3600:,.3g} h: the goodput is "
+        f"{kept(auto_s):.1%} with checkpoint.every_minutes=auto, which saves {size_text(size)} every "
+        f"{duration(auto_s)} (assumed: a restart takes {RESTART_S:.0f} s, the disk writes {size_text(WRITTEN_BYTES_PER_S)}/s)"
+    )
+    if own_s is not None and kept(own_s) < kept(auto_s) - LOST:
+        yield f"saving every {duration(own_s)} has a goodput of {kept(own_s):.1%}; use checkpoint.every_minutes=auto"
+
+
+def _own_interval_s(case: Case) -> float | None:
+    """The seconds between two checkpoints of the config, the whole run if there are none; None for `auto`."""
+    keys, row = case.keys, case.row
+    if keys.save_every_minutes == "auto":
+        return None
+    minutes = [] if keys.save_every_minutes is None else [60 * keys.save_every_minutes]
+    steps = [] if keys.save_every_steps is None else [keys.save_every_steps * row.step_ms / 1e3]
+    return min([*minutes, *steps], default=row.seconds)
+
+
+CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (_limit, _lanes, _buckets, _compression, _memory, _failures)

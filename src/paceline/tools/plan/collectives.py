@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.tools.plan.links import Link
 
@@ -20,6 +20,13 @@ class Network:
     link: Link  # between hosts
     local: Link  # between two ranks of one host, with the cost of the library
     backend: str = "gloo"
+    shared: Link | None = None  # the memory of the only host, if gradients are summed through it
+
+    def without_latency(self) -> Network:
+        """The same network, whose messages arrive at once."""
+        link, local = replace(self.link, latency_s=0.0), replace(self.local, latency_s=0.0)
+        shared = replace(self.shared, latency_s=0.0) if self.shared is not None else None
+        return replace(self, link=link, local=local, shared=shared)
 
     @property
     def hosts(self) -> int:
@@ -61,6 +68,8 @@ def all_reduce(size: float, network: Network, *, parts: int = 1) -> Cost:
     """The cost of summing `size` bytes over all ranks, sent in this number of equal parts at once."""
     if network.ranks == 1 or not size:
         return NOTHING
+    if network.shared is not None:
+        return _through_memory(size, network.ranks, network.shared)
     if network.backend == "nccl":
         return _nccl(size, network)
     return gloo_ring(size, network, parts=parts)
@@ -80,6 +89,12 @@ def gloo_ring(size: float, network: Network, *, parts: int = 1) -> Cost:
     segment_s, notice_s = size / segments / network.bytes_per_s, 2 * network.latency_s
     half = max(notice_s + count * segment_s, count / 2 * notice_s + (count / 2 + 1) * segment_s)
     return Cost(2 * half, 2 * count * segment_s)
+
+
+def _through_memory(size: float, ranks: int, memory: Link) -> Cost:
+    """Each rank writes its tensor to memory, waits for the others, and adds theirs."""
+    copied_s = ranks * size / memory.bytes_per_s
+    return Cost(memory.latency_s + copied_s, copied_s)
 
 
 def _nccl(size: float, network: Network) -> Cost:

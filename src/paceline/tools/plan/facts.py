@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,19 @@ class Measured:
     capacity_bytes: int  # of the GPU, or of this host for all of its ranks
     loopback_bytes_per_s: float  # between two ranks of this host; 0 if not measured
     loopback_latency_s: float
+    shared_ranks: int  # of a host, at most, that sum gradients through its memory; 0 if they do not
+    shared_bytes_per_s: float  # of the tensors of all ranks
+    shared_latency_s: float
 
     @property
     def gradient_bytes(self) -> int:
         """The size of all gradients."""
         return sum(gradient.size for gradient in self.gradients)
+
+    @property
+    def state_bytes(self) -> int:
+        """About the size of a checkpoint: trained weights, buffers and the optimizer's state."""
+        return self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes
 
     @property
     def has_spare_cores(self) -> bool:
@@ -73,6 +81,9 @@ class RunKeys:
     compression: str
     bucket_mb: float
     shards_optimizer: bool
+    save_every_minutes: float | Literal["auto"] | None = "auto"
+    save_every_steps: int | None = None
+    saves_in_background: bool = True
 
     def with_(self, **changes: Any) -> RunKeys:
         """The same keys with changes."""

@@ -45,20 +45,25 @@ class Forecast:
     shares: dict[str, float]  # of a step
 
 
-def network_of(measured: Measured, terms: Terms, ranks: int) -> Network:
+def network_of(measured: Measured, keys: RunKeys, terms: Terms, ranks: int) -> Network:
     """The network of this number of ranks."""
     local = Link(measured.loopback_bytes_per_s, measured.loopback_latency_s)
+    is_shared = ranks <= min(terms.per_host, measured.shared_ranks) and not keys.shards_optimizer
     return Network(
-        ranks, terms.per_host, terms.link, local if local.bytes_per_s else ASSUMED_LOOPBACK, measured.backend
-    )
+        ranks, terms.per_host, terms.link, local if local.bytes_per_s else ASSUMED_LOOPBACK, measured.backend,
+        # PowerSGD sums by itself, not through our hook.
+        Link(measured.shared_bytes_per_s, measured.shared_latency_s)
+        if is_shared and keys.compression != "powersgd"
+        else None,
+    )  # fmt: skip
 
 
 def forecast(measured: Measured, keys: RunKeys, terms: Terms, ranks: int) -> Forecast:
     """The forecast for one number of ranks."""
-    time = step_time(measured, keys, network_of(measured, terms, ranks))
+    time = step_time(measured, keys, network_of(measured, keys, terms, ranks))
     lanes = keys.lanes_on(ranks)
     rate = lanes * keys.batch_size / time.seconds
-    alone = step_time(measured, keys, network_of(measured, terms, 1)).seconds
+    alone = step_time(measured, keys, network_of(measured, keys, terms, 1)).seconds
     steps = steps_of(keys, lanes)
     seconds = None if steps is None else steps * time.seconds + evaluation_s(measured, keys, ranks, steps)
     memory = memory_of(measured, keys, ranks)

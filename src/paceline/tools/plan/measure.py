@@ -11,7 +11,7 @@ from paceline.config import Checkpoint, Config, to_plain
 from paceline.errors import ConfigError
 from paceline.run.job import Task
 from paceline.run.lifecycle import new_folder
-from paceline.tools.plan.collectives import Network, all_reduce
+from paceline.tools.plan.collectives import Cost, Network, all_reduce
 from paceline.tools.plan.facts import Measured, RunKeys
 from paceline.tools.plan.links import Link
 
@@ -37,32 +37,35 @@ def measure(config: Config, ranks: int, steps: int, parent: Path, folder: Path) 
     task = Task("paceline.tools.plan.task:measure", {"warm_up": WARM_UP, "steps": steps})
     found: dict[str, Any] = start(short, task, parent, folder)
     sizes = {name: found.pop(name) for name in ("samples", "val_samples")}
-    loopback = (
-        measure_loopback(short, max(2, ranks), found["backend"], parent, folder)
-        if found["device"] == "cpu" or ranks > 1
-        else None
-    )
+    local, shared, shared_ranks = Link(0.0, 0.0), Link(0.0, 0.0), 0
+    if found["device"] == "cpu" or ranks > 1:
+        local, shared, shared_ranks = measure_sums(short, max(2, ranks), found["backend"], parent, folder)
     figures = {
-        "loopback_bytes_per_s": loopback.bytes_per_s if loopback else 0.0,
-        "loopback_latency_s": loopback.latency_s if loopback else 0.0,
-    }
+        "loopback_bytes_per_s": local.bytes_per_s, "loopback_latency_s": local.latency_s, "shared_ranks": shared_ranks,
+        "shared_bytes_per_s": shared.bytes_per_s, "shared_latency_s": shared.latency_s,
+    }  # fmt: skip
     return Measured.from_dict({**found, **figures}), keys_of(config, **sizes)
 
 
-def measure_loopback(config: Config, ranks: int, backend: str, parent: Path, folder: Path) -> Link:
-    """The speed and the latency of sums between ranks of this machine."""
+def measure_sums(config: Config, ranks: int, backend: str, parent: Path, folder: Path) -> tuple[Link, Link, int]:
+    """The links for sums between ranks of this machine, by its library and through memory, and the ranks of these."""
     quick = config.model_copy(update={"procs": ranks})
-    small, large = start(quick, Task("paceline.tools.plan.task:measure_sums"), parent, folder)
-    return loopback_of(small, large, ranks, backend)
+    found = start(quick, Task("paceline.tools.plan.task:measure_sums"), parent, folder)
+    local = loopback_of(*found["library"], ranks, backend)
+    if found["memory"] is None:
+        return local, Link(0.0, 0.0), 0
+    return local, loopback_of(*found["memory"], ranks, is_shared=True), found["most_ranks"]
 
 
-def loopback_of(small_s: float, large_s: float, ranks: int, backend: str = "gloo") -> Link:
+def loopback_of(small_s: float, large_s: float, ranks: int, backend: str = "gloo", *, is_shared: bool = False) -> Link:
     """The link for which the model takes these times for a small and a large sum (pure)."""
     from paceline.tools.plan.task import LARGE
 
-    none = Link(math.inf, 0.0)
-    latencies = all_reduce(1, Network(ranks, ranks, none, Link(math.inf, 1.0), backend)).seconds
-    sent = all_reduce(LARGE, Network(ranks, ranks, none, Link(1.0, 0.0), backend)).link_s
+    def cost(size: float, link: Link) -> Cost:
+        none = Link(math.inf, 0.0)
+        return all_reduce(size, Network(ranks, ranks, none, link, backend, link if is_shared else None))
+
+    latencies, sent = cost(1, Link(math.inf, 1.0)).seconds, cost(LARGE, Link(1.0, 0.0)).link_s
     return Link(sent / max(large_s - small_s, large_s / 2), small_s / latencies)
 
 
@@ -110,4 +113,7 @@ def keys_of(config: Config, samples: int | None, val_samples: int) -> RunKeys:
         compression=config.compression,
         bucket_mb=config.bucket_mb,
         shards_optimizer=config.shard_optimizer,
+        save_every_minutes=config.checkpoint.every_minutes,
+        save_every_steps=config.checkpoint.every_steps,
+        saves_in_background=config.checkpoint.is_async,
     )

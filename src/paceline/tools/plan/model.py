@@ -6,7 +6,7 @@ docs/plan.md explains the model and compares it with measured runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.tools.plan.collectives import NOTHING, Cost, Network, all_reduce, broadcast, exchange_s
 from paceline.tools.plan.facts import Gradient, Measured, RunKeys
@@ -49,12 +49,12 @@ def step_time(measured: Measured, keys: RunKeys, network: Network) -> StepTime:
     work = _work_s(measured, keys, network)
     fetching = here * measured.loader_ms / 1e3
     loader = max(0.0, fetching - work) if measured.is_loader_ahead else fetching
-    rounding = _rounding_s(measured, keys, network) if not measured.has_spare_cores else 0.0
+    is_in_backward = network.shared is not None or not measured.has_spare_cores
+    rounding = _rounding_s(measured, keys, network) if is_in_backward else 0.0
     update = measured.update_ms / (network.ranks if keys.shards_optimizer else 1)
     compute = (here * (measured.forward_ms + measured.backward_ms) + update + measured.other_ms) / 1e3 + rounding
     waiting = max(0.0, work - compute)
-    link, local = replace(network.link, latency_s=0.0), replace(network.local, latency_s=0.0)
-    latency = min(waiting, work - _work_s(measured, keys, replace(network, link=link, local=local)))
+    latency = min(waiting, work - _work_s(measured, keys, network.without_latency()))
     return StepTime(work + loader, work - waiting, loader, waiting - latency, latency)
 
 
@@ -107,9 +107,12 @@ def _backward_s(measured: Measured, keys: RunKeys, network: Network, begin: floa
     backward, rounding = measured.backward_ms / 1e3, _rounding_s(measured, keys, network)
     if network.ranks == 1:
         return backward + rounding
+    buckets = buckets_of(measured.gradients, keys.bucket_mb * 2**20)
+    if network.shared is not None:  # the hook returns when a bucket is summed, so backward waits for it
+        return backward + rounding + sum(sum_cost(bucket, keys, network).seconds for bucket in buckets)
     queues = [0.0] * (QUEUES if network.backend == "gloo" else 1)
     stolen = link_free = 0.0
-    for index, bucket in enumerate(buckets_of(measured.gradients, keys.bucket_mb * 2**20)):
+    for index, bucket in enumerate(buckets):
         ready = stolen + (bucket.ready_s if measured.has_overlap else backward)
         share = rounding * bucket.size / measured.gradient_bytes
         start = max(ready, queues[index % len(queues)]) + share

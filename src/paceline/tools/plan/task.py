@@ -25,6 +25,7 @@ from paceline.data.scaler import fit_scalers
 from paceline.data.sources import size_of
 from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES, REDUCTION
 from paceline.engine.reduce import Reduction
+from paceline.engine.replica import Replica
 from paceline.engine.step import Stepper
 from paceline.observe.events import Events
 from paceline.observe.progress import Progress
@@ -32,6 +33,7 @@ from paceline.run.layout import RunFolder
 from paceline.run.outcome import write_value
 from paceline.system.cores import usable_cores
 from paceline.system.memory import used_on
+from paceline.system.shared_sum import MOST_PROCESSES
 from paceline.system.signals import Stop
 from paceline.tools.plan.facts import Gradient
 from paceline.worker.build import build_data, build_inputs, build_loop, build_model, build_step, use_own_stream
@@ -93,6 +95,8 @@ def build_alone(
 ) -> tuple[Stepper, LoopPlan]:
     """The step of a rank that sums over no others, but calls the hook for each bucket of DDP. All ranks."""
     built, plan, _ = build_step(context, model, training, validation)
+    if isinstance(built.replica, Replica):  # or each step would wait for rank 0, and the model adds these messages
+        built.replica.broadcast_buffers = False
     stepper = Stepper(
         built.replica, built.optimizer, built.settings, built.feed, rates=built.rates, world=context.world,
         warn=context.warn, through_ddp=True,
@@ -249,22 +253,29 @@ def round_times_ms(stepper: Stepper, config: Config) -> tuple[float, float]:
 
 
 def measure_sums(config: Config, folder: RunFolder, world: World, progress: Progress) -> None:
-    """Write the seconds of a small and of a large sum over the ranks here as the value of the job. All ranks."""
+    """Write the seconds of a small and of a large sum over the ranks here as the value of the job. All ranks.
+
+    `library` has those of Gloo or NCCL; `memory` those by which up to `most_ranks` ranks sum gradients through the
+    memory of their host, or None.
+    """
     context = open_context(config, folder, world, progress)
-    times = [time_sum(size, world) for size in (SMALL, LARGE)]
+    library = [time_sum(size, world, dist.all_reduce) for size in (SMALL, LARGE)]
+    memory, shared = None, world.shared_sum()
+    if shared is not None:
+        memory = [time_sum(size, world, lambda tensor: shared.all_reduce(tensor, torch.add)) for size in (SMALL, LARGE)]
     if world.is_main:
-        write_value(folder, times)
+        write_value(folder, {"library": library, "memory": memory, "most_ranks": MOST_PROCESSES})
     context.events.write("run_finished")
     context.events.close()
 
 
-def time_sum(size: int, world: World) -> float:
+def time_sum(size: int, world: World, all_reduce: Callable[[torch.Tensor], Any]) -> float:
     """The seconds of a sum over all ranks, without those that other programs have delayed. All ranks."""
     tensor = torch.zeros(size // 4, device=world.device)
     times = []
     for _ in range(2 + 3 * ROUNDS):
         began = time.perf_counter()
-        dist.all_reduce(tensor)
+        all_reduce(tensor)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         times.append(time.perf_counter() - began)
