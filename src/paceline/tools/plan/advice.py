@@ -133,7 +133,8 @@ def _failures(case: Case) -> Iterator[str]:
     yield (
         f"{ranks_text(ranks)} are expected to fail once in {mtbf_s / 3600:,.3g} h: the goodput is "
         f"{kept(auto_s):.1%} with checkpoint.every_minutes=auto, which saves {size_text(size)} every "
-        f"{duration(auto_s)} (assumed: a restart takes {RESTART_S:.0f} s, the disk writes {size_text(WRITTEN_BYTES_PER_S)}/s)"
+        f"{duration(auto_s)} (assumed: a restart takes {RESTART_S:.0f} s, the disk writes "
+        f"{size_text(WRITTEN_BYTES_PER_S)}/s)"
     )
     if own_s is not None and kept(own_s) < kept(auto_s) - LOST:
         yield f"saving every {duration(own_s)} has a goodput of {kept(own_s):.1%}; use checkpoint.every_minutes=auto"

@@ -51,10 +51,12 @@ def measure_sums(config: Config, ranks: int, backend: str, parent: Path, folder:
     """The links for sums between ranks of this machine, by its library and through memory, and the ranks of these."""
     quick = config.model_copy(update={"procs": ranks})
     found = start(quick, Task("paceline.tools.plan.task:measure_sums"), parent, folder)
-    local = loopback_of(*found["library"], ranks, backend)
+    small_s, large_s = found["library"]
+    local = loopback_of(small_s, large_s, ranks, backend)
     if found["memory"] is None:
         return local, Link(0.0, 0.0), 0
-    return local, loopback_of(*found["memory"], ranks, is_shared=True), found["most_ranks"]
+    small_s, large_s = found["memory"]
+    return local, loopback_of(small_s, large_s, ranks, is_shared=True), found["most_ranks"]
 
 
 def loopback_of(small_s: float, large_s: float, ranks: int, backend: str = "gloo", *, is_shared: bool = False) -> Link:
