@@ -48,14 +48,17 @@ class Forecast:
 def network_of(measured: Measured, keys: RunKeys, terms: Terms, ranks: int) -> Network:
     """The network of this number of ranks."""
     local = Link(measured.loopback_bytes_per_s, measured.loopback_latency_s)
-    is_shared = ranks <= min(terms.per_host, measured.shared_ranks) and not keys.shards_optimizer
+    shared = Link(measured.shared_bytes_per_s, measured.shared_latency_s)
     return Network(
         ranks, terms.per_host, terms.link, local if local.bytes_per_s else ASSUMED_LOOPBACK, measured.backend,
-        # PowerSGD sums by itself, not through our hook.
-        Link(measured.shared_bytes_per_s, measured.shared_latency_s)
-        if is_shared and keys.compression != "powersgd"
-        else None,
+        shared if sums_through_memory(measured, keys, terms, ranks) else None,
     )  # fmt: skip
+
+
+def sums_through_memory(measured: Measured, keys: RunKeys, terms: Terms, ranks: int) -> bool:
+    """Whether all ranks are on one host, and sum gradients through its memory as in a run (engine/reduce.py)."""
+    is_possible = 1 < ranks <= min(terms.per_host, measured.shared_ranks)
+    return is_possible and not keys.shards_optimizer and keys.compression != "powersgd"
 
 
 def forecast(measured: Measured, keys: RunKeys, terms: Terms, ranks: int) -> Forecast:

@@ -49,7 +49,7 @@ def step_time(measured: Measured, keys: RunKeys, network: Network) -> StepTime:
     work = _work_s(measured, keys, network)
     fetching = here * measured.loader_ms / 1e3
     loader = max(0.0, fetching - work) if measured.is_loader_ahead else fetching
-    is_in_backward = network.shared is not None or not measured.has_spare_cores
+    is_in_backward = network.ranks == 1 or network.shared is not None or not measured.has_spare_cores
     rounding = _rounding_s(measured, keys, network) if is_in_backward else 0.0
     update = measured.update_ms / (network.ranks if keys.shards_optimizer else 1)
     compute = (here * (measured.forward_ms + measured.backward_ms) + update + measured.other_ms) / 1e3 + rounding
