@@ -1,7 +1,7 @@
 """Real runs of two ranks that are killed at random times, against the simulation of `goodput.py`.
 
-The numbers of the simulation come from three short runs: one without saves (the times of steps), one with saves (their
-cost), one in which ranks are killed at fixed steps (the time of a restart). The disturbed runs are others. A failure is
+The numbers of each simulation come from two other runs directly before the real one: one that is not disturbed (the
+times of steps, the cost of saves), and one whose ranks are killed at fixed steps (the time of a restart). A failure is
 a SIGKILL to one of the two ranks; the time from the first step of an attempt to it is drawn from an exponential
 distribution, and the simulation gets the same draws.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from goodput import Costs, StepTimes, exponential, simulate
 
-STEPS, EVERY, MTBF_S = 1000, 40, 6.0
+STEPS, EVERY, MTBF_S = 1000, 40, 4.0
 WARM_UP = 10  # steps
 RUN = """
 import os, sys, time
@@ -82,12 +82,16 @@ class RealRun:
 
     def follow(self) -> Iterator[list[Mark]]:
         """All steps so far, every few milliseconds until the run has ended."""
-        pids: list[int] = []
+        pids, offset = list[int](), 0
         while True:
             is_over = self.launcher.poll() is not None
-            with suppress(FileNotFoundError):
-                lines = self.path.read_text().splitlines(keepends=True)[len(self.marks) :]
-                for pid, step, at in (line.split() for line in lines if line.endswith("\n")):
+            with suppress(FileNotFoundError), self.path.open() as file:
+                file.seek(offset)
+                for line in file.read().splitlines(keepends=True):
+                    if not line.endswith("\n"):
+                        break
+                    offset += len(line)
+                    pid, step, at = line.split()
                     if int(pid) not in pids:
                         pids.append(int(pid))
                     self.marks.append(Mark(len(pids) - 1, int(step), float(at)))
@@ -104,76 +108,85 @@ class RealRun:
         os.kill(ranks[index % len(ranks)].pid, signal.SIGKILL)
         return time.time()
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        events = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
-        return [event for event in events if event["event"] == "checkpoint"]
-
-    def step_times(self) -> list[float]:
-        """Seconds between the ends of steps."""
-        pairs = zip(self.marks, self.marks[1:], strict=False)
-        return [after.time - before.time for before, after in pairs if after.attempt == before.attempt]
+    def saves(self) -> list[tuple[float, float]]:
+        """The times at which saves began and at which they could be used."""
+        events = list(map(json.loads, (self.folder / "events.jsonl").read_text().splitlines()))
+        began = {event["step"]: event["time"] - event["held_s"] for event in events if event["event"] == "saving"}
+        return [(began[event["step"]], event["time"]) for event in events if event["event"] == "checkpoint"]
 
 
-def undisturbed(folder: Path, steps: int, every: int) -> RealRun:
-    real = RealRun(folder, steps, every)
+def measure(folder: Path) -> tuple[list[float], float, float]:
+    """Of a run that is not disturbed: the seconds of steps without a save, the cost of a save, until it can be used."""
+    real = RealRun(folder, 400, EVERY)
     for _ in real.follow():
         pass
-    return real
+    saves = real.saves()[:-1]  # the last one is waited for
+    step_times, saving_times = list[float](), list[float]()
+    for before, after in list(zip(real.marks, real.marks[1:], strict=False))[WARM_UP:]:
+        is_saving = any(began < after.time and before.time < ended for began, ended in saves)
+        (saving_times if is_saving else step_times).append(after.time - before.time)
+    cost_s = (sum(saving_times) - len(saving_times) * statistics.mean(step_times)) / len(saves)
+    return step_times, max(cost_s, 0.0), statistics.median(ended - began for began, ended in saves)
 
 
-def restart_times(folder: Path, kills: int, step_s: float) -> list[float]:
-    """Seconds of restarts, with their first steps, which are slower; for kills at the 50th step of an attempt."""
-    real, killed_at, found = RealRun(folder, 60 * (kills + 1), 20), list[float](), list[float]()
-    for marks in real.follow():
-        mine = [mark for mark in marks if mark.attempt == len(killed_at)]  # of the attempt after the last kill
-        if len(mine) >= WARM_UP and len(found) < len(killed_at):
-            found.append(mine[WARM_UP - 1].time - killed_at[-1] - WARM_UP * step_s)
-        if len(mine) >= 50 and len(killed_at) < kills:
-            killed_at.append(real.kill_rank(len(killed_at)))
+def restart_times(marks: list[Mark], killed_at: list[float], step_s: float) -> list[float]:
+    """Seconds from each kill to the next step; the first steps after it are slower, which counts as part of it."""
+    found = []
+    for attempt, at in enumerate(killed_at, start=1):
+        ends = [mark.time for mark in marks if mark.attempt == attempt][:WARM_UP]
+        if len(ends) == WARM_UP:
+            found.append(ends[-1] - at - WARM_UP * step_s)
     return found
 
 
-def disturbed(folder: Path, step_s: float, seed: int) -> tuple[float, int]:
-    """The seconds of a run from its first step to its last, and the number of kills."""
-    real, kills = RealRun(folder, STEPS, EVERY), 0
+def killed_regularly(folder: Path, kills: int, step_s: float) -> list[float]:
+    """Seconds of restarts after kills at the 50th step of an attempt."""
+    real, killed_at = RealRun(folder, 60 * (kills + 1), 20), list[float]()
+    for marks in real.follow():
+        mine = [mark for mark in marks if mark.attempt == len(killed_at)]
+        if len(mine) >= 50 and len(killed_at) < kills:
+            killed_at.append(real.kill_rank(len(killed_at)))
+    return restart_times(real.marks, killed_at, step_s)
+
+
+def killed_at_random(folder: Path, step_s: float, seed: int) -> tuple[RealRun, list[float]]:
+    """A run whose ranks are killed at random times, and the times of the kills."""
+    real, killed_at = RealRun(folder, STEPS, EVERY), list[float]()
     draws = exponential(MTBF_S, np.random.default_rng(seed))
     until = next(draws)
+    first: Mark | None = None  # of the attempt that trains
     for marks in real.follow():
-        if not marks or marks[-1].attempt < kills or marks[-1].step == STEPS:
+        if not marks or marks[-1].attempt < len(killed_at) or marks[-1].step == STEPS:
             continue  # failures happen while the run trains
-        first = next(mark for mark in marks if mark.attempt == kills)
+        if first is None:
+            first = next(mark for mark in marks if mark.attempt == len(killed_at))
         if time.time() - first.time + step_s >= until:
-            real.kill_rank(kills)
-            kills, until = kills + 1, next(draws)
-    return real.marks[-1].time - real.marks[0].time + step_s, kills
-
-
-def measure(folder: Path) -> tuple[Costs, list[float]]:
-    """The numbers for the simulation."""
-    step_times = undisturbed(folder / "steps", 200, 0).step_times()[20:]
-    saves = undisturbed(folder / "saves", 200, EVERY).checkpoints()[:-1]  # the last one is waited for
-    save_s, publish_s = (statistics.median(save[name] for save in saves) for name in ("cost_s", "seconds"))
-    restarts = restart_times(folder / "restarts", 4, statistics.mean(step_times))
-    print(f"step {statistics.mean(step_times):.4f} s; a save costs {save_s:.3f} s, published after {publish_s:.2f} s; "
-          f"restarts {', '.join(f'{each:.2f}' for each in restarts)} s", flush=True)  # fmt: skip
-    return Costs(save_s, publish_s, statistics.median(restarts)), step_times
+            killed_at.append(real.kill_rank(len(killed_at)))
+            first, until = None, next(draws)
+    return real, killed_at
 
 
 def main(runs: int, seed: int, out: Path | None) -> None:
     """Measure, run and simulate; print a table of all results in `out`."""
     results = json.loads(out.read_text()) if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as path:
-        folder = Path(path)
-        costs, step_times = measure(folder)
-        for number in range(runs):
-            of_run = seed + number
+        for of_run in range(seed, seed + runs):
+            folder = Path(path) / str(of_run)
+            folder.mkdir()
+            step_times, save_s, publish_s = measure(folder / "measured")
             steps = StepTimes(step_times, 1, np.random.default_rng(of_run))
-            wall_s, kills = disturbed(folder / str(of_run), steps.mean_s, of_run)
+            restarts_s = killed_regularly(folder / "restarts", 4, steps.mean_s)
+            costs = Costs(save_s, publish_s, statistics.median(restarts_s))
+            real, killed_at = killed_at_random(folder / "killed", steps.mean_s, of_run)
             draws = exponential(MTBF_S, np.random.default_rng(of_run))
             simulated = simulate(steps, costs, total=STEPS, every=EVERY, failures=draws, in_restart=False)
             result = {
-                "seed": of_run, "wall_s": wall_s, "kills": kills, "costs": asdict(costs),
-                "useful_s": simulated.useful_s, "simulated_s": simulated.wall_s, "simulated_kills": simulated.failures,
+                "seed": of_run, "costs": asdict(costs), "useful_s": simulated.useful_s,
+                "wall_s": real.marks[-1].time - real.marks[0].time + steps.mean_s, "simulated_s": simulated.wall_s,
+                "kills": len(killed_at), "simulated_kills": simulated.failures,
+                "repeated": len(real.marks) - STEPS, "simulated_repeated": simulated.repeated_steps,
+                "restarts_s": restart_times(real.marks, killed_at, steps.mean_s),
+                "measured_restarts_s": restarts_s,
             }  # fmt: skip
             results.append(result)
             print(json.dumps(result), flush=True)
@@ -184,16 +197,17 @@ def main(runs: int, seed: int, out: Path | None) -> None:
 
 def print_table(results: list[dict[str, Any]]) -> None:
     columns = (
-        "seed", "kills", "simulated", "step, s", "a save costs, s", "published after, s", "a restart takes, s",
-        "wall time, s", "simulated, s", "ratio", "goodput", "simulated",
+        "seed", "step", "a save costs", "published after", "a restart", "kills", "simulated", "repeated steps",
+        "simulated", "wall time", "simulated", "goodput", "simulated", "ratio",
     )  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for row in results:
         costs, useful_s, wall_s, simulated_s = (row[name] for name in ("costs", "useful_s", "wall_s", "simulated_s"))
         cells = [
-            row["seed"], row["kills"], row["simulated_kills"], f"{useful_s / STEPS:.4f}", f"{costs['save_s']:.3f}",
-            f"{costs['publish_s']:.2f}", f"{costs['restart_s']:.2f}", f"{wall_s:.1f}", f"{simulated_s:.1f}",
-            f"{simulated_s / wall_s:.2f}", f"{useful_s / wall_s:.0%}", f"{useful_s / simulated_s:.0%}",
+            row["seed"], f"{1000 * useful_s / STEPS:.1f} ms", f"{costs['save_s']:.3f} s", f"{costs['publish_s']:.2f} s",
+            f"{costs['restart_s']:.2f} s", row["kills"], row["simulated_kills"], row["repeated"],
+            row["simulated_repeated"], f"{wall_s:.1f} s", f"{simulated_s:.1f} s", f"{useful_s / wall_s:.1%}",
+            f"{useful_s / simulated_s:.1%}", f"{simulated_s / wall_s:.2f}",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
     walls, simulated = (sum(row[name] for row in results) for name in ("wall_s", "simulated_s"))
