@@ -35,11 +35,15 @@ from torch import nn
 from paceline import Callback, Trainer
 
 def model():
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 2))
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 2))
 
 def data():
-    x = torch.randn(4096, 512, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(7))
     return torch.utils.data.TensorDataset(x, (x.mean(1) > 0).long())
+
+def loss(output, target):
+    time.sleep(0.02)  # as if a device computed, so that other processes on the cores change little
+    return nn.functional.cross_entropy(output, target)
 
 class Marks(Callback):
     needs_step_metrics = False
@@ -52,7 +56,7 @@ class Marks(Callback):
 
 every = int(sys.argv[3])
 Trainer(
-    model, data, loss_fn=nn.functional.cross_entropy, batch_size=64, lanes=2, procs=2, threads=1, device="cpu",
+    model, data, loss_fn=loss, batch_size=16, lanes=2, procs=2, threads=1, device="cpu",
     optimizer="adamw", max_steps=int(sys.argv[2]), num_epochs=1000, val_fraction=0, callbacks=[Marks(sys.argv[4])],
     checkpoint={"every_steps": every or None, "every_minutes": None}, max_restarts=1000, run_dir=sys.argv[1],
 ).start()
@@ -115,6 +119,22 @@ class RealRun:
         return [(began[event["step"]], event["time"]) for event in events if event["event"] == "checkpoint"]
 
 
+class OtherLoad:
+    """Counts the cores that processes of others use."""
+
+    def __init__(self) -> None:
+        self._began, self._others_s = time.monotonic(), self._cpu_of_others_s()
+
+    @staticmethod
+    def _cpu_of_others_s() -> float:
+        all_of, own = psutil.cpu_times(), os.times()
+        return sum(all_of) - all_of.idle - all_of.iowait - all_of.guest - all_of.guest_nice - sum(own[:4])
+
+    def cores(self) -> float:
+        """The mean since the start; runs in between must have ended, because only then their time counts as own."""
+        return (self._cpu_of_others_s() - self._others_s) / (time.monotonic() - self._began)
+
+
 def measure(folder: Path) -> tuple[list[float], float, float]:
     """Of a run that is not disturbed: the seconds of steps without a save, the cost of a save, until it can be used."""
     real = RealRun(folder, 400, EVERY)
@@ -173,11 +193,14 @@ def main(runs: int, seed: int, out: Path | None) -> None:
         for of_run in range(seed, seed + runs):
             folder = Path(path) / str(of_run)
             folder.mkdir()
+            load = OtherLoad()
             step_times, save_s, publish_s = measure(folder / "measured")
             steps = StepTimes(step_times, 1, np.random.default_rng(of_run))
             restarts_s = killed_regularly(folder / "restarts", 4, steps.mean_s)
             costs = Costs(save_s, publish_s, statistics.median(restarts_s))
+            loads, load = [load.cores()], OtherLoad()
             real, killed_at = killed_at_random(folder / "killed", steps.mean_s, of_run)
+            loads.append(load.cores())
             draws = exponential(MTBF_S, np.random.default_rng(of_run))
             simulated = simulate(steps, costs, total=STEPS, every=EVERY, failures=draws, in_restart=False)
             result = {
@@ -186,7 +209,7 @@ def main(runs: int, seed: int, out: Path | None) -> None:
                 "kills": len(killed_at), "simulated_kills": simulated.failures,
                 "repeated": len(real.marks) - STEPS, "simulated_repeated": simulated.repeated_steps,
                 "restarts_s": restart_times(real.marks, killed_at, steps.mean_s),
-                "measured_restarts_s": restarts_s,
+                "measured_restarts_s": restarts_s, "other_cores": loads,
             }  # fmt: skip
             results.append(result)
             print(json.dumps(result), flush=True)
@@ -199,6 +222,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
     columns = (
         "seed", "step", "a save costs", "published after", "a restart", "kills", "simulated", "repeated steps",
         "simulated", "wall time", "simulated", "goodput", "simulated", "ratio",
+        "cores used by others before, during",
     )  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for row in results:
@@ -208,6 +232,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
             f"{costs['restart_s']:.2f} s", row["kills"], row["simulated_kills"], row["repeated"],
             row["simulated_repeated"], f"{wall_s:.1f} s", f"{simulated_s:.1f} s", f"{useful_s / wall_s:.1%}",
             f"{useful_s / simulated_s:.1%}", f"{simulated_s / wall_s:.2f}",
+            ", ".join(f"{each:.2f}" for each in row["other_cores"]),
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
     walls, simulated = (sum(row[name] for row in results) for name in ("wall_s", "simulated_s"))
