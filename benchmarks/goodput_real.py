@@ -1,8 +1,8 @@
 """Real runs of two ranks that are killed at random times, against the simulation of `goodput.py`.
 
-The numbers of each simulation come from two other runs directly before the real one: one that is not disturbed (the
-times of steps, the cost of saves), and one whose ranks are killed at fixed steps (the time of a restart). A failure is
-a SIGKILL to one of the two ranks; the time from the first step of an attempt to it is drawn from an exponential
+The numbers of each simulation come from another run directly before the real one. It is not disturbed at first (the
+times of steps, the cost of saves), then its ranks are killed at fixed steps (the time of a restart). In the real run,
+the time from the first step of an attempt to a SIGKILL to one of the two ranks is drawn from an exponential
 distribution, and the simulation gets the same draws.
 """
 
@@ -26,8 +26,9 @@ import numpy as np
 import psutil
 from goodput import Costs, StepTimes, exponential, simulate
 
-STEPS, EVERY, MTBF_S = 1000, 40, 4.0
-WARM_UP = 10  # steps
+STEPS, EVERY, MTBF_S = 300, 10, 8.0
+UNDISTURBED, KILLS = 105, 4  # steps and kills of the run that is measured
+WARM_UP = 5  # steps
 RUN = """
 import os, sys, time
 import torch
@@ -42,7 +43,7 @@ def data():
     return torch.utils.data.TensorDataset(x, (x.mean(1) > 0).long())
 
 def loss(output, target):
-    time.sleep(0.02)  # as if a device computed, so that other processes on the cores change little
+    time.sleep(0.1)  # as if a device computed, so that other processes on the cores change little
     return nn.functional.cross_entropy(output, target)
 
 class Marks(Callback):
@@ -135,20 +136,6 @@ class OtherLoad:
         return (self._cpu_of_others_s() - self._others_s) / (time.monotonic() - self._began)
 
 
-def measure(folder: Path) -> tuple[list[float], float, float]:
-    """Of a run that is not disturbed: the seconds of steps without a save, the cost of a save, until it can be used."""
-    real = RealRun(folder, 400, EVERY)
-    for _ in real.follow():
-        pass
-    saves = real.saves()[:-1]  # the last one is waited for
-    step_times, saving_times = list[float](), list[float]()
-    for before, after in list(zip(real.marks, real.marks[1:], strict=False))[WARM_UP:]:
-        is_saving = any(began < after.time and before.time < ended for began, ended in saves)
-        (saving_times if is_saving else step_times).append(after.time - before.time)
-    cost_s = (sum(saving_times) - len(saving_times) * statistics.mean(step_times)) / len(saves)
-    return step_times, max(cost_s, 0.0), statistics.median(ended - began for began, ended in saves)
-
-
 def restart_times(marks: list[Mark], killed_at: list[float], step_s: float) -> list[float]:
     """Seconds from each kill to the next step; the first steps after it are slower, which counts as part of it."""
     found = []
@@ -159,14 +146,26 @@ def restart_times(marks: list[Mark], killed_at: list[float], step_s: float) -> l
     return found
 
 
-def killed_regularly(folder: Path, kills: int, step_s: float) -> list[float]:
-    """Seconds of restarts after kills at the 50th step of an attempt."""
-    real, killed_at = RealRun(folder, 60 * (kills + 1), 20), list[float]()
+def measure(folder: Path) -> tuple[list[float], Costs, list[float]]:
+    """The seconds of steps without a save, the costs, and the seconds of restarts.
+
+    Of a run that is not disturbed for some time; then a rank is killed at each 15th step of an attempt.
+    """
+    real, killed_at = RealRun(folder, UNDISTURBED + (KILLS + 1) * EVERY, EVERY), list[float]()
     for marks in real.follow():
-        mine = [mark for mark in marks if mark.attempt == len(killed_at)]
-        if len(mine) >= 50 and len(killed_at) < kills:
+        done = sum(mark.attempt == len(killed_at) for mark in marks)
+        if done >= (15 if killed_at else UNDISTURBED) and len(killed_at) < KILLS:
             killed_at.append(real.kill_rank(len(killed_at)))
-    return restart_times(real.marks, killed_at, step_s)
+    saves = [(began, ended) for began, ended in real.saves() if ended < killed_at[0]]
+    step_times, saving_times = list[float](), list[float]()
+    for before, after in list(zip(real.marks, real.marks[1:], strict=False))[WARM_UP : UNDISTURBED - 1]:
+        is_saving = any(began < after.time and before.time < ended for began, ended in saves)
+        (saving_times if is_saving else step_times).append(after.time - before.time)
+    step_s = statistics.mean(step_times)
+    cost_s = max((sum(saving_times) - len(saving_times) * step_s) / len(saves), 0.0)
+    restarts_s = restart_times(real.marks, killed_at, step_s)
+    published_s = statistics.median(ended - began for began, ended in saves)
+    return step_times, Costs(cost_s, published_s, statistics.mean(restarts_s)), restarts_s
 
 
 def killed_at_random(folder: Path, step_s: float, seed: int) -> tuple[RealRun, list[float]]:
@@ -194,10 +193,8 @@ def main(runs: int, seed: int, out: Path | None) -> None:
             folder = Path(path) / str(of_run)
             folder.mkdir()
             load = OtherLoad()
-            step_times, save_s, publish_s = measure(folder / "measured")
+            step_times, costs, restarts_s = measure(folder / "measured")
             steps = StepTimes(step_times, 1, np.random.default_rng(of_run))
-            restarts_s = killed_regularly(folder / "restarts", 4, steps.mean_s)
-            costs = Costs(save_s, publish_s, statistics.median(restarts_s))
             loads, load = [load.cores()], OtherLoad()
             real, killed_at = killed_at_random(folder / "killed", steps.mean_s, of_run)
             loads.append(load.cores())
