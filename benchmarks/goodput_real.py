@@ -55,12 +55,14 @@ class Marks(Callback):
             with open(self.path, "a") as file:
                 print(os.getpid(), run.step_number, time.time(), file=file)
 
-every = int(sys.argv[3])
-Trainer(
-    model, data, loss_fn=loss, batch_size=16, lanes=2, procs=2, threads=1, device="cpu",
-    optimizer="adamw", max_steps=int(sys.argv[2]), num_epochs=1000, val_fraction=0, callbacks=[Marks(sys.argv[4])],
-    checkpoint={"every_steps": every or None, "every_minutes": None}, max_restarts=1000, run_dir=sys.argv[1],
-).start()
+for line in sys.stdin:  # one process for all runs: only the first one waits for imports
+    folder, steps, every = line.split()
+    Trainer(
+        model, data, loss_fn=loss, batch_size=16, lanes=2, procs=2, threads=1, device="cpu", optimizer="adamw",
+        max_steps=int(steps), num_epochs=1000, val_fraction=0, callbacks=[Marks(folder + ".marks")],
+        checkpoint={"every_steps": int(every), "every_minutes": None}, max_restarts=1000, run_dir=folder,
+    ).start()
+    open(folder + ".ended", "w").close()
 """
 
 
@@ -73,24 +75,40 @@ class Mark:
     time: float
 
 
+class Launcher:
+    """A process that starts one run after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        script, self.output = folder / "run.py", folder / "output.txt"
+        script.write_text(RUN)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, script], stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment, text=True
+            )
+
+    def start(self, folder: Path, steps: int) -> RealRun:
+        assert self.process.stdin is not None
+        print(folder, steps, EVERY, file=self.process.stdin, flush=True)
+        return RealRun(self, folder)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate(timeout=60)
+
+
 class RealRun:
     """A run whose steps are followed while it trains."""
 
-    def __init__(self, folder: Path, steps: int, every: int) -> None:
-        self.folder, self.path, self.marks = folder, folder.with_suffix(".marks"), list[Mark]()
-        script, self.output = folder.with_suffix(".py"), folder.with_suffix(".txt")
-        script.write_text(RUN)
-        command = [sys.executable, script, folder, steps, every, self.path]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-        with self.output.open("w") as file:
-            self.launcher = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, env=environment)
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self._launcher, self._folder, self.marks = launcher, folder, list[Mark]()
 
     def follow(self) -> Iterator[list[Mark]]:
         """All steps so far, every few milliseconds until the run has ended."""
         pids, offset = list[int](), 0
         while True:
-            is_over = self.launcher.poll() is not None
-            with suppress(FileNotFoundError), self.path.open() as file:
+            is_over = self._folder.with_suffix(".ended").exists()
+            with suppress(FileNotFoundError), self._folder.with_suffix(".marks").open() as file:
                 file.seek(offset)
                 for line in file.read().splitlines(keepends=True):
                     if not line.endswith("\n"):
@@ -102,20 +120,20 @@ class RealRun:
                     self.marks.append(Mark(len(pids) - 1, int(step), float(at)))
             yield self.marks
             if is_over:
-                assert self.launcher.returncode == 0, self.output.read_text()[-3000:]
                 return
+            assert self._launcher.process.poll() is None, self._launcher.output.read_text()[-3000:]
             time.sleep(0.005)
 
     def kill_rank(self, index: int) -> float:
         """SIGKILL to a rank; returns the time."""
-        ranks = [rank for server in psutil.Process(self.launcher.pid).children() for rank in server.children()]
+        ranks = [rank for server in psutil.Process(self._launcher.process.pid).children() for rank in server.children()]
         ranks = sorted((rank for rank in ranks if rank.status() != psutil.STATUS_ZOMBIE), key=lambda rank: rank.pid)
         os.kill(ranks[index % len(ranks)].pid, signal.SIGKILL)
         return time.time()
 
     def saves(self) -> list[tuple[float, float]]:
         """The times at which saves began and at which they could be used."""
-        events = list(map(json.loads, (self.folder / "events.jsonl").read_text().splitlines()))
+        events = list(map(json.loads, (self._folder / "events.jsonl").read_text().splitlines()))
         began = {event["step"]: event["time"] - event["held_s"] for event in events if event["event"] == "saving"}
         return [(began[event["step"]], event["time"]) for event in events if event["event"] == "checkpoint"]
 
@@ -128,11 +146,12 @@ class OtherLoad:
 
     @staticmethod
     def _cpu_of_others_s() -> float:
-        all_of, own = psutil.cpu_times(), os.times()
-        return sum(all_of) - all_of.idle - all_of.iowait - all_of.guest - all_of.guest_nice - sum(own[:4])
+        me, cpu = psutil.Process(), psutil.cpu_times()
+        own_s = sum(sum(each.cpu_times()[:4]) for each in [me, *me.children(recursive=True)])
+        return sum(cpu) - cpu.idle - cpu.iowait - cpu.guest - cpu.guest_nice - own_s
 
     def cores(self) -> float:
-        """The mean since the start; runs in between must have ended, because only then their time counts as own."""
+        """The mean since the start; call this while no rank runs."""
         return (self._cpu_of_others_s() - self._others_s) / (time.monotonic() - self._began)
 
 
@@ -146,12 +165,12 @@ def restart_times(marks: list[Mark], killed_at: list[float], step_s: float) -> l
     return found
 
 
-def measure(folder: Path) -> tuple[list[float], Costs, list[float]]:
+def measure(launcher: Launcher, folder: Path) -> tuple[list[float], Costs, list[float]]:
     """The seconds of steps without a save, the costs, and the seconds of restarts.
 
     Of a run that is not disturbed for some time; then a rank is killed at each 15th step of an attempt.
     """
-    real, killed_at = RealRun(folder, UNDISTURBED + (KILLS + 1) * EVERY, EVERY), list[float]()
+    real, killed_at = launcher.start(folder, UNDISTURBED + (KILLS + 1) * EVERY), list[float]()
     for marks in real.follow():
         done = sum(mark.attempt == len(killed_at) for mark in marks)
         if done >= (15 if killed_at else UNDISTURBED) and len(killed_at) < KILLS:
@@ -168,9 +187,9 @@ def measure(folder: Path) -> tuple[list[float], Costs, list[float]]:
     return step_times, Costs(cost_s, published_s, statistics.mean(restarts_s)), restarts_s
 
 
-def killed_at_random(folder: Path, step_s: float, seed: int) -> tuple[RealRun, list[float]]:
+def killed_at_random(launcher: Launcher, folder: Path, step_s: float, seed: int) -> tuple[RealRun, list[float]]:
     """A run whose ranks are killed at random times, and the times of the kills."""
-    real, killed_at = RealRun(folder, STEPS, EVERY), list[float]()
+    real, killed_at = launcher.start(folder, STEPS), list[float]()
     draws = exponential(MTBF_S, np.random.default_rng(seed))
     until = next(draws)
     first: Mark | None = None  # of the attempt that trains
@@ -189,14 +208,15 @@ def main(runs: int, seed: int, out: Path | None) -> None:
     """Measure, run and simulate; print a table of all results in `out`."""
     results = json.loads(out.read_text()) if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as path:
+        launcher = Launcher(Path(path))
         for of_run in range(seed, seed + runs):
             folder = Path(path) / str(of_run)
             folder.mkdir()
             load = OtherLoad()
-            step_times, costs, restarts_s = measure(folder / "measured")
+            step_times, costs, restarts_s = measure(launcher, folder / "measured")
             steps = StepTimes(step_times, 1, np.random.default_rng(of_run))
             loads, load = [load.cores()], OtherLoad()
-            real, killed_at = killed_at_random(folder / "killed", steps.mean_s, of_run)
+            real, killed_at = killed_at_random(launcher, folder / "killed", steps.mean_s, of_run)
             loads.append(load.cores())
             draws = exponential(MTBF_S, np.random.default_rng(of_run))
             simulated = simulate(steps, costs, total=STEPS, every=EVERY, failures=draws, in_restart=False)
@@ -212,6 +232,7 @@ def main(runs: int, seed: int, out: Path | None) -> None:
             print(json.dumps(result), flush=True)
             if out is not None:
                 out.write_text(json.dumps(results))
+        launcher.close()
     print_table(results)
 
 
