@@ -8,8 +8,9 @@ With `--one-gpu` each rank claims to be a host of its own, which NCCL accepts, s
 times of the sums are real, those of the network are not.
 
 Each number of ranks is one local run, with one lane per rank; it measures the variants in turn, so that noise affects
-all of them equally. "all-reduce" is torch's, "exact" sums integers. The first table has medians in milliseconds and
-their ratio. A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
+all of them equally: "all-reduce" is torch's, in DDP without a hook; "not exact" sums numbers as they are, which is how
+steps of two lanes are summed; "exact" sums integers. The first table has medians in milliseconds, and the ratios to
+"all-reduce". A step is DDP on stacked square layers whose gradients have the given size, forward and backward included.
 
 The second table is what the second step of "exact" has kept beside the parameters and the buckets of DDP: memory for
 the largest parts of buckets so far (`Scratch`) and the gradients of finished lanes (`LaneGradients`). A rank with
@@ -37,6 +38,7 @@ from torch import nn
 
 from paceline import Trainer
 
+VARIANTS = ("all-reduce", "not exact", "exact")
 LEAST_LANES = 3  # steps of one or two lanes are summed by torch's all-reduce
 LANES_PER_RANK = (1, 2, 4)  # of which memory is measured
 ELEMENTS_PER_EXPONENT = 256
@@ -74,7 +76,8 @@ def measure(
     times, memory = [], []
     for mb in model.module.sizes:
         flat = torch.randn(mb * 250_000, device=device)
-        reductions = {name: Reduction(world, lanes, exact=name == "exact") for name in ("all-reduce", "exact")}
+        reductions = {name: Reduction(world, lanes, exact=name == "exact") for name in VARIANTS[1:]}
+        reductions = {VARIANTS[0]: None, **reductions}
         bare = {name: partial(_sum, reduction, flat) for name, reduction in reductions.items()}
         steps = {name: _training_step(mb, reduction, device) for name, reduction in reductions.items()}
         rounds = 20 if mb < 100 else 10
@@ -87,24 +90,31 @@ def measure(
 
 def _sum(reduction: Any, flat: torch.Tensor) -> None:
     buffer = flat.clone()
+    if reduction is None:
+        dist.all_reduce(buffer)
+        return
     reduction.start([buffer], [], buffer, is_empty=False).wait()
 
 
 def _training_step(mb: int, reduction: Any, device: torch.device, lanes: int = 1) -> Any:
-    """A function that runs a step, and returns the gradients that it has kept of finished lanes."""
+    """A function that runs a step, and returns the gradients that it has kept of finished lanes.
+
+    Without a reduction, DDP sums the gradients by itself.
+    """
     from paceline.engine.bucket_hook import BucketHook
     from paceline.engine.reduce import LaneGradients
 
     stack = nn.parallel.DistributedDataParallel(Stack(mb).to(device), gradient_as_bucket_view=True)
     parameters = list(stack.module.parameters())
-    hook = BucketHook(parameters, reduction)
-    stack.register_comm_hook(hook, BucketHook.reduce)
+    hook = BucketHook(parameters, reduction) if reduction is not None else None
+    if hook is not None:
+        stack.register_comm_hook(hook, BucketHook.reduce)
     batch, finished = torch.randn(64, stack.module.width, device=device), LaneGradients(keeps_each=True)
 
     def step() -> list[list[torch.Tensor]]:
         finished.restart()
         for lane in range(lanes):
-            if is_last := lane == lanes - 1:
+            if (is_last := lane == lanes - 1) and hook is not None:
                 hook.begin(finished.lanes, is_empty=False)
             stack.zero_grad()
             with stack.no_sync() if not is_last else torch.enable_grad():
@@ -124,7 +134,8 @@ def _memory(mb: int, lanes: int, world: Any) -> dict[str, int]:
     step = _training_step(mb, reduction, world.device, lanes)
     step()  # DDP divides the parameters into other buckets after it
     kept = step()
-    scratch = [pair for queue in reduction._queues for pairs in queue.scratch._pairs.values() for pair in pairs]
+    scratches = [queue.scratch for queue in reduction._queues] or [reduction._scratch]
+    scratch = [pair for each in scratches for pairs in each._pairs.values() for pair in pairs]
     return {
         "gradients": sum(parameter.nbytes for parameter in Stack(mb).parameters()),
         "scratch": sum(tensor.nbytes for pair in scratch for tensor in pair),
@@ -192,10 +203,11 @@ class Sizes(nn.Linear):
 
 
 def print_times(rows: list[dict[str, Any]]) -> None:
-    print("\n| ranks | gradients | measured | all-reduce, ms | exact, ms | ratio |\n|---|---|---|---|---|---|")
+    titles = " | ".join(f"{name}, ms" for name in VARIANTS)
+    print(f"\n| ranks | gradients | measured | {titles} | ratios |\n|{'---|' * 7}")
     for row in rows:
-        ratio = row["exact"] / row["all-reduce"]
-        times = f"{row['all-reduce']:.1f} | {row['exact']:.1f} | {ratio:.2f}"
+        ratios = ", ".join(f"{row[name] / row[VARIANTS[0]]:.2f}" for name in VARIANTS[1:])
+        times = " | ".join([*(f"{row[name]:.1f}" for name in VARIANTS), ratios])
         print(f"| {row['ranks']} | {row['mb']} MB | {row['kind']} | {times} |", flush=True)
 
 

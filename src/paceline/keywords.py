@@ -146,6 +146,7 @@ CheckpointOptions = TypedDict(  # a class cannot have the key `async`
         "keep": int,
         "best": BestOptions | None,
         "async": bool,
+        "mirror": str | None,
     },
     total=False,
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -21,8 +22,9 @@ import torch.distributed as dist
 
 from paceline.config import Config
 from paceline.errors import ConfigError
-from paceline.system import shared_numbers
+from paceline.system import shared_numbers, shared_sum
 from paceline.system.shared_numbers import SharedNumbers
+from paceline.system.shared_sum import SharedSum
 
 T = TypeVar("T")
 # Of every process group: our watchdog reports more than a timeout of Gloo or NCCL. The most that 31 bits of ms hold.
@@ -94,6 +96,12 @@ class World:
         dist.all_gather_object(gathered, thing)
         return gathered
 
+    def shared_sum(self) -> SharedSum | None:
+        """Sums through the memory of the host; None unless all ranks are on one host, with tensors on the CPU."""
+        if self.size == 1 or self.device.type != "cpu":
+            return None
+        return _shared(self, partial(shared_sum.create, self.size), lambda path: SharedSum(path, self.rank, self.size))
+
     def exchange(self, width: int | None = None) -> Exchange:
         """A new exchange of up to `width` whole numbers between the ranks."""
         return Exchange(self, width or EXCHANGED)
@@ -155,20 +163,29 @@ class Exchange:
 
 def _shared_numbers(world: World, width: int) -> SharedNumbers | None:
     """Memory for the numbers of all ranks, if they are on one host and can share it. All ranks."""
+    return _shared(
+        world,
+        partial(shared_numbers.create, world.size, width),
+        lambda path: SharedNumbers(path, world.rank, world.size, width),
+    )
+
+
+def _shared(world: World, create: Callable[[], Path | None], use: Callable[[Path], T]) -> T | None:
+    """What each rank makes of a file that rank 0 has created; None unless all ranks can open it. All ranks."""
     path: Path | None = None
     if world.is_main:
         with suppress(OSError):
-            path = shared_numbers.create(world.size, width)
+            path = create()
     hosts, paths = zip(*world.gather_objects((socket.gethostname(), path)), strict=True)
     if len(set(hosts)) > 1 or paths[0] is None:
         _remove(path)
         return None
-    opened: SharedNumbers | None = None
+    used: T | None = None
     with suppress(OSError):  # in another container of that host, for example
-        opened = SharedNumbers(paths[0], world.rank, world.size, width)
-    is_shared = all(world.gather_objects(opened is not None))
+        used = use(paths[0])
+    is_shared = all(world.gather_objects(used is not None))
     _remove(path)
-    return opened if is_shared else None
+    return used if is_shared else None
 
 
 def _remove(path: Path | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 from paceline.checkpoint.store import Store
 from paceline.cli.trained import checkpoints
 from paceline.observe.events import Events
-from paceline.run import tensor_files
+from paceline.run import checked_files
 from paceline.run.layout import RunFolder
 from support.runs import events_of
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_saved_at_a_stop_shows_what_was_measured_later_or_that_noth
     store = Store(folder.checkpoints)
     for step in (10, 15):
         store.partial(step).mkdir(parents=True)
-        store.publish(step, [tensor_files.write(store.partial(step) / "state.pt", [bytes(2_900)])], {}, {})
+        store.publish(step, [checked_files.write(store.partial(step) / "state.pt", [bytes(2_900)])], {}, {})
     with closing(Events(folder.events)) as events:  # stopped after an epoch's last step, evaluated by the next attempt
         events.write("epoch", epoch=1, step=10, train_loss=0.5, val_loss=0.25)
     checkpoints(tmp_path)

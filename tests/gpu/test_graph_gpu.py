@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import GradualUnfreeze, Trainer
-from paceline.engine import phase, reduce
+from paceline.engine import compile_gain, phase, reduce
 from paceline.engine.cuda_graph import Recording, StepGraph
 from support.datasets import MapDataset, signed
 from support.models import RunningLoss
@@ -389,8 +389,14 @@ def test_fp16_and_optimizers_of_the_host_say_why_there_is_no_graph(start: Start)
 def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
     compiled = start(step_mode="compile")
     assert all_of(compiled) == all_of(start(step_mode="compile"))
-    [warning] = warnings_of(compiled)
-    assert warning.startswith("step_mode=compile: the compiler rounds differently")
+    assert warnings_of(compiled) == []
+
+
+@pytest.mark.filterwarnings("default")
+def test_auto_compiles_where_it_is_worth_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, recorded = start(step_mode="compile"), start()
+    monkeypatch.setattr(compile_gain, "SAVED_S_PER_BYTE", 1.0)
+    assert all_of(start()) == all_of(compiled) != all_of(recorded)
 
 
 # --- schedules and callbacks ----------------------------------------------------------------------------------------

@@ -644,6 +644,10 @@ CASES: dict[str, dict[str, Any]] = {
         **GAN, "step_fn": {"both": generator_step, "critic": weighted_gan}, "optimizer_fn": shared_optimizers,
         "dataset_fn": Uneven, "find_unused_parameters": True, "bucket_mb": 0.001,
     },
+    "a compiled step": {  # its lanes of less than a full batch run eagerly
+        "model_fn": Views, "step_fn": two_views, "dataset_fn": lambda: Images(ODD), "optimizer": ADAMW,
+        "step_mode": "compile", "val_dataset_fn": None, "num_epochs": 2,
+    },
     "the model's own loss": {
         "model_fn": OwnLoss, "loss_fn": "model", "dataset_fn": lambda: Named(ODD), "val_dataset_fn": lambda: Named(61),
     },

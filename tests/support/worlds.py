@@ -59,6 +59,9 @@ class FakeWorld(World):
     def gather_objects(self, thing: T) -> list[T]:
         return self.gathered(thing)
 
+    def shared_sum(self) -> None:
+        return None
+
     def exchange(self, width: int | None = None) -> Exchange:
         return FakeExchange(self.exchanged)
 

@@ -22,8 +22,9 @@ PACKAGE = Path(paceline.__file__).parent
 # Rooms, top to bottom: a module imports modules of its own room and of lower ones. A module at the package's root is a
 # room of its own; the package itself is called "paceline".
 ROOMS = [
-    "__main__", "cli", "tools", "trainer", "keywords", "results", "launch", "worker", "checkpoint", "engine", "data",
-    "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "user_code", "paceline",
+    "__main__", "cli", "tools", "trainer", "keywords", "results", "launch", "worker", "mirror", "checkpoint", "engine",
+    "data", "observe", "hub", "run", "world", "config", "system", "callbacks", "formatting", "errors", "user_code",
+    "paceline",
 ]  # fmt: skip
 
 # Imports that go up, each inside a function and for a reason.
@@ -164,6 +165,17 @@ INSIDE_TOOLS = {
     "tools.doctor": {"data.batches", "launch.machines", "observe.sinks.registry", "world"},
     # The profiler measures the parts of a step in ranks of its own.
     "tools.profile": {"checkpoint", "data", "engine", "launch", "observe", "worker", "world"},
+    # The plan measures the parts of a step in ranks of its own, and draws its page as the report does.
+    "tools.plan": {
+        "checkpoint",
+        "data",
+        "engine",
+        "launch",
+        "observe",
+        "tools.report",
+        "worker",
+        "world",
+    },
     # An export writes and fingerprints weights as a run does, and normalises images as an evaluation does.
     "tools.export": {"checkpoint.weights", "data.augment", "data.feed", "engine.digest"},
 }

@@ -16,8 +16,8 @@ import torch
 
 from paceline.checkpoint.state import CheckpointState, Tensors
 from paceline.engine.sharding import Transfer, balanced_owners
-from paceline.run import tensor_files
-from paceline.run.tensor_files import FileRecord
+from paceline.run import checked_files
+from paceline.run.checked_files import FileRecord
 
 MAX_FILE_BYTES = 128 << 20  # small enough to divide the work among ranks, large enough for sequential writes
 VALUES_FILE = "state.pt"
@@ -78,7 +78,7 @@ def write_values(folder: Path, state: CheckpointState) -> FileRecord:
     torch.save(state.values, buffer)
     buffer.seek(0)
     torch.load(buffer, weights_only=True)
-    return tensor_files.write(folder / VALUES_FILE, [buffer.getbuffer()])
+    return checked_files.write(folder / VALUES_FILE, [buffer.getbuffer()])
 
 
 def load(path: Path, only: Collection[str] | None = None) -> CheckpointState:

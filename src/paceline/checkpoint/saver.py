@@ -33,7 +33,7 @@ from paceline.config import Checkpoint
 from paceline.engine.sharding import Sharding
 from paceline.observe.events import Events
 from paceline.run import tensor_files
-from paceline.run.tensor_files import FileRecord
+from paceline.run.checked_files import FileRecord
 from paceline.world import World
 
 

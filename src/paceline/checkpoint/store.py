@@ -24,8 +24,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from paceline.errors import CheckpointsDamaged
-from paceline.run import tensor_files
-from paceline.run.tensor_files import FileRecord
+from paceline.run import checked_files
+from paceline.run.atomic_files import sync_folder
+from paceline.run.checked_files import FileRecord
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -82,11 +83,19 @@ class Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder; raise DamagedCheckpoint if it cannot be used."""
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        sha256 = content.pop("sha256")
+        return parse_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """The manifest in the text of a manifest.json; raise DamagedCheckpoint if it cannot be used."""
+    try:
+        content = json.loads(text.decode())
+        sha256 = content.pop("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {type(error).__name__}") from None
     if sha256 != content_sha256(content):
         raise DamagedCheckpoint(f"{MANIFEST} has changed since it was written")
@@ -112,7 +121,7 @@ def verify(path: Path) -> Manifest:
             size = (path / file.name).stat().st_size
             if size != file.size:
                 raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
-            if tensor_files.sha256_of_file(path / file.name) != file.sha256:
+            if checked_files.sha256_of_file(path / file.name) != file.sha256:
                 raise DamagedCheckpoint(f"{file.name} has a wrong checksum")
         except OSError as error:
             raise DamagedCheckpoint(f"{file.name} cannot be read: {error.strerror}") from None
@@ -196,18 +205,18 @@ class Store:
             metrics=measured,
             time=round(time.time(), 3),
         )
-        tensor_files.write(partial / MANIFEST, [manifest.to_json().encode()])
-        tensor_files.sync_folder(partial)
+        checked_files.write(partial / MANIFEST, [manifest.to_json().encode()])
+        sync_folder(partial)
         partial.rename(path)
-        tensor_files.sync_folder(self.folder)
+        sync_folder(self.folder)
         return path
 
     def _replace_manifest(self, path: Path, manifest: Manifest) -> None:
         """Replace a manifest atomically."""
         new = path / f".{MANIFEST}"
-        tensor_files.write(new, [manifest.to_json().encode()])
+        checked_files.write(new, [manifest.to_json().encode()])
         new.rename(path / MANIFEST)
-        tensor_files.sync_folder(path)
+        sync_folder(path)
 
     def discard(self, step: int) -> None:
         """Remove the partial folder of a checkpoint that could not be written."""

@@ -19,6 +19,7 @@ from paceline.checkpoint.files import load
 from paceline.checkpoint.state import load_fitting, restore_weights, split_aliases
 from paceline.engine.digest import sha256_of
 from paceline.run import tensor_files
+from paceline.run.atomic_files import sync_folder
 
 PICKLED = "paceline.rest"  # the metadata key of pickled values, in base64: extra states, tensors of other dtypes
 ADVICE = "use the model that was trained"
@@ -33,7 +34,7 @@ def save_weights(model: torch.nn.Module, path: Path) -> str:
     partial = path.with_name(f".{path.name}")
     tensor_files.write_tensors(partial, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
     partial.replace(path)
-    tensor_files.sync_folder(path.parent)
+    sync_folder(path.parent)
     return sha256_of(model.state_dict())
 
 

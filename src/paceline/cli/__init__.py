@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, compare, doctor, profile, project, slurm, train, trained, tune, views
+from paceline.cli import bench, compare, doctor, plan, profile, project, slurm, train, trained, tune, views
 from paceline.cli.extensions import ExtensibleGroup
 from paceline.cli.options import ConfigCommand
 from paceline.cli.output import print_error
@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "tune": tune.tune,
     "bench": bench.bench,
     "profile": profile.profile,
+    "plan": plan.plan,
     "evaluate": trained.evaluate,
     "predict": trained.predict,
     "export": trained.export,

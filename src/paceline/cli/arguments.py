@@ -77,6 +77,13 @@ def newest_run() -> Path:
     return found
 
 
+def folder_of(run: str) -> Path:
+    """The folder of a run that is given as a path, or as the URL of a mirror: then a copy without the weights."""
+    from paceline.mirror.reading import folder_of_run
+
+    return folder_of_run(run)
+
+
 def find_run(path: Path) -> RunFolder:
     """The folder of a run that was started or submitted."""
     from paceline.run.layout import RunFolder

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from paceline.formatting import printable
+from paceline.formatting import printable, redacted
 
 
 def is_main() -> bool:
@@ -25,5 +25,5 @@ def show_table(table: Table) -> None:
 def print_error(text: str) -> None:
     """Print an error to stderr, in red on a terminal."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(
-        f"paceline: {printable(text)}", style="red", markup=False
+        f"paceline: {printable(redacted(text))}", style="red", markup=False
     )

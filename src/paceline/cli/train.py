@@ -40,7 +40,10 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="The run folder; by default runs/NAME/DATE-TIME.")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="auto (resume an unfinished run, if there is one), never, a run folder or a checkpoint."),
+        typer.Option(
+            help="auto (resume an unfinished run, if there is one), never, a run folder, a checkpoint, or the URL of a "
+            "mirrored run."
+        ),
     ] = None,
 ) -> None:
     """Train the model that a config describes.

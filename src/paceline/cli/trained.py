@@ -15,14 +15,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.arguments import folder_of
 from paceline.cli.output import is_main, show_table
 from paceline.errors import ConfigError
 from paceline.formatting import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.checkpoint.store import Manifest
     from paceline.run.layout import RunFolder
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or the URL of a mirrored run.")]
 Weights = Annotated[
     str | None,
     typer.Option("--checkpoint", help="best, last or a step; by default the best if the run has one, else the last."),
@@ -55,7 +59,7 @@ def evaluate(
     The values are the same for any number of processes. Example: paceline evaluate runs/NAME/DATE-TIME --procs 4
     """
     with redirect_stdout(sys.stderr):  # the user's functions may print
-        run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
+        run = _load(folder_of(run_dir), checkpoint, data, procs, config, trust=trust)
         metrics = run.evaluate(data, procs)
     origin = {"weights": run.origin, "data": str(data or "held out by the run"), "run": str(run.run_dir)}
     if not is_main():
@@ -84,7 +88,7 @@ def predict(
     from paceline.results import tables
 
     tables.check_file(out)
-    run = _load(run_dir, checkpoint, data, procs, config, trust=trust)
+    run = _load(folder_of(run_dir), checkpoint, data, procs, config, trust=trust)
     predicted = run.predictions(data, procs)
     if is_main():
         classes = run.config.dataset_args.get("classes")
@@ -115,8 +119,9 @@ def export(
 
     _check_data(data)
     with redirect_stdout(sys.stderr):  # the user's functions and torch may print
-        _check_trust(run_dir, config, trust=trust)
-        run = load(run_dir, checkpoint, config, trust=True)
+        path = folder_of(run_dir)
+        _check_trust(path, config, trust=trust)
+        run = load(path, checkpoint, config, trust=True)
         write_export(run, format, to, data, on_progress=lambda text: typer.echo(f"{text} …", err=True))
     typer.echo(f"{to}: {format}, weights: {run.origin}; {to / 'README.md'} describes how it was verified")
 
@@ -124,17 +129,18 @@ def export(
 def checkpoints(run_dir: Run) -> None:
     """List the checkpoints of a run.
 
-    Shows the step, size and metrics of each checkpoint, and whether it can be used.
+    Shows the step, size and metrics of each checkpoint, and whether it can be used: files are compared with their
+    checksums, those of a mirror with their sizes.
     """
-    from paceline.checkpoint.store import DamagedCheckpoint, Store, verify
+    from paceline.checkpoint.store import DamagedCheckpoint, Store
     from paceline.formatting import size_text
     from paceline.run.layout import RunFolder
 
-    folder = RunFolder(run_dir)
+    folder = RunFolder(folder_of(run_dir))
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not a run folder; give one, such as runs/NAME/DATE-TIME")
     table = Table("checkpoint", "size", "saved", "metrics", "state", box=None)
-    store, measured = Store(folder.checkpoints), _measured_in(folder)
+    store, measured, verify, valid = Store(folder.checkpoints), _measured_in(folder), *_verification(folder)
     for path in (*store.paths(), *store.damaged_paths()):
         try:
             manifest = verify(path)
@@ -145,11 +151,30 @@ def checkpoints(run_dir: Run) -> None:
         metrics = manifest.metrics or measured.get(manifest.step, {})
         facts = printable("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None))
         measured_text = Text(facts or "not evaluated at this step")
-        table.add_row(Text(printable(path.name)), size_text(manifest.size), saved, measured_text, "valid")
+        table.add_row(Text(printable(path.name)), size_text(manifest.size), saved, measured_text, valid)
     if not table.row_count:
         typer.echo(printable(f"{run_dir} has no checkpoints"))
         return
     show_table(table)
+
+
+def _verification(folder: RunFolder) -> tuple[Callable[[Path], Manifest], str]:
+    """The function that reads the manifest of a checkpoint and checks its files, and a word for those that pass."""
+    from paceline.checkpoint.store import read_manifest, verify
+
+    if not folder.fetched.exists():
+        return verify, "valid"
+    from paceline.mirror.reading import sizes_in
+    from paceline.mirror.transfer import check_sizes
+
+    sizes = sizes_in(folder)
+
+    def compare(path: Path) -> Manifest:
+        manifest = read_manifest(path)
+        check_sizes(manifest, sizes)
+        return manifest
+
+    return compare, "complete"
 
 
 def _measured_in(folder: RunFolder) -> dict[int, dict[str, float]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.arguments import find_run, newest_run
+from paceline.cli.arguments import find_run, folder_of, newest_run
 from paceline.errors import ConfigError
 from paceline.formatting import printable
 
@@ -33,9 +33,10 @@ def board(
 
 def report(
     runs: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Run folders; several are compared; by default the newest one in runs."
+            metavar="[RUN]...",
+            help="Run folders or URLs of mirrors; several are compared; by default the newest one in runs.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
@@ -50,7 +51,7 @@ def report(
 
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; give a file, such as {out / 'report.html'}")
-    page = page_of(facts_of_all(_runs_among(runs or [newest_run()])))
+    page = page_of(facts_of_all(_runs_among([folder_of(run) for run in runs] if runs else [newest_run()])))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, page)

@@ -12,6 +12,7 @@ from paceline.config.keys import NAMED_SECTIONS
 from paceline.config.other_names import REMOVE, TABLE, VALUES, Row
 from paceline.config.written import COMMAND_LINE, OPEN, Origin, leaves, written
 from paceline.config.yaml import parse
+from paceline.formatting import redacted
 
 VALUE = "VALUE"  # placeholder of the user's value in the table
 LONGEST = 60  # maximum number of characters of a value that is repeated in an answer
@@ -211,7 +212,7 @@ def _tree(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 def shortened(value: Any) -> str:
     """A value in one line of limited length."""
-    text = " ".join(repr(value).split())
+    text = redacted(" ".join(repr(value).split()))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 

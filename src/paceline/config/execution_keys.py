@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from paceline.config.sections import Checkpoint, Log, Section
-from paceline.config.values import Otherwise, address, false_as, local, number_or_range, path_as_text, seconds
+from paceline.config.values import Otherwise, address, false_as, number_or_range, path_as_text, run_or_mirror, seconds
 
 NumberOrRange = (
     Annotated[int, Field(ge=1)] | Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^\s*\d+(:\d+)?\s*$"})]
@@ -73,8 +73,10 @@ class SizeAndSpeed(Section):
 
     `eager`: kernel by kernel. `graph`: steps of full lanes are recorded once as CUDA graphs and replayed, with
     identical results, including NCCL's sums over ranks; a single rank records each combination of shapes that occurs
-    often. `compile`: also uses `torch.compile`. `auto`: `graph` on a GPU. A step that cannot be recorded runs eagerly,
-    and one line gives the reason.
+    often. A step that cannot be recorded runs eagerly, and one line gives the reason. `compile`: `torch.compile` makes
+    kernels for the model and its loss together, for full batches of one shape; on a GPU the step is also recorded.
+    `auto`: `graph` on a GPU, and also `compile` where the run is long enough to earn the time back
+    ([compiled steps](exactness.md#compiled-steps)).
     """
 
     data_on_device: float = Field(0.5, ge=0, le=1)
@@ -133,10 +135,11 @@ class NeverLoseARun(Section):
     It also saves at the end and when it is stopped ([reliability](reliability.md)).
     """
 
-    resume: Annotated[str, BeforeValidator(path_as_text), BeforeValidator(local)] = "never"
+    resume: Annotated[str, BeforeValidator(path_as_text), BeforeValidator(run_or_mirror)] = "never"
     """`auto` resumes the run in `run_dir`, or the newest unfinished run of that name.
 
-    A path is the run folder to resume, or a checkpoint to start a new run from.
+    A path is the run folder to resume, or a checkpoint to start a new run from. A URL is that of a mirrored run, which
+    is downloaded into a new run folder ([mirror](mirror.md)).
     """
 
     time_limit: Annotated[float | None, BeforeValidator(seconds, json_schema_input_type=float | str | None)] = Field(

@@ -25,6 +25,8 @@ from paceline.config.values import (
     false_as,
     listed,
     minutes_or_auto,
+    mirror_place,
+    path_as_text,
     with_mode,
 )
 
@@ -269,3 +271,10 @@ class Checkpoint(Section):
 
     is_async: bool = Field(True, alias="async")
     """False pauses training until a checkpoint is on the disk."""
+
+    mirror: Annotated[str | None, BeforeValidator(path_as_text), BeforeValidator(mirror_place)] = None
+    """A folder on another disk, or a URL such as `s3://bucket/runs`, to which the run is copied while it trains.
+
+    Checkpoints, events and results are copied to `MIRROR/NAME/RUN FOLDER`, from which `--resume` restores the run on
+    an empty machine ([mirror](mirror.md)). `s3`, `gs` and `sftp` need the extra of that name: `paceline[s3]`.
+    """

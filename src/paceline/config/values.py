@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from paceline.system.paths import problem_with
+from paceline.system.paths import as_url, is_url, problem_with, problem_with_place
 
 FunctionName = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[^:]+:.+$"})]  # "module:name"
 Function = Callable[..., Any] | FunctionName
@@ -153,6 +153,20 @@ def local(value: Any) -> Any:
     if isinstance(value, (str, Path)) and (problem := problem_with(value)):
         raise ValueError(problem)
     return value
+
+
+def mirror_place(value: Any) -> Any:
+    """Rejects values at which runs cannot be mirrored, and URLs with credentials."""
+    if not isinstance(value, (str, Path)):
+        return value
+    if problem := problem_with_place(value):
+        raise ValueError(problem)
+    return as_url(value)
+
+
+def run_or_mirror(value: Any) -> Any:
+    """Rejects values that are neither a path on this machine nor the URL of a mirrored run."""
+    return mirror_place(value) if isinstance(value, (str, Path)) and is_url(value) else local(value)
 
 
 def path_as_text(value: Any) -> Any:

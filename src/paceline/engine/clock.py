@@ -28,6 +28,14 @@ class PhaseClock:
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
+    @contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """A context in which this phase replaces the current one."""
+        outer = self._phase
+        self.enter(phase)
+        yield
+        self.enter(outer)
+
     def restart(self) -> None:
         """Set all times to zero; the current phase continues."""
         self._spent = [0.0] * len(PHASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from paceline.data.feed import Feed, LaneInputs
 from paceline.data.lanes import Lane, RankLanes
 from paceline.engine.bucket_hook import BucketHook
 from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
+from paceline.engine.compiled_lanes import CompiledObjective, explaining_compiler
 from paceline.engine.forward_state import LOSS_PREFIX, ParameterKey, Snapshot
 from paceline.engine.integer_sum import Gradients
 from paceline.engine.lane_values import LaneValues
@@ -68,7 +69,7 @@ class Backward:
         With `sharding`, a rank has only the gradients of its own parameters in the end.
         """
         self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
-        self.clock, self._autocast = clock, autocast(settings.precision, world.device)
+        self.clock, self.autocast = clock, autocast(settings.precision, world.device)
         self.objective = objective or objectives_of(settings)[""]
         trainable = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.named = [(name, p) for name, p in trainable if optimized is None or p in optimized]
@@ -85,7 +86,7 @@ class Backward:
         self._is_kind_agreed = world.size == 1
         self._sharding = sharding
         owner_of = sharding.owner_of if sharding is not None else None
-        self.reduction = reduction_of(world, settings, exact=settings.exact, owner_of=owner_of)
+        self.reduction = reduction_of(world, settings, exact=settings.exact, clock=clock, owner_of=owner_of)
         self.finished = LaneGradients(keeps_each=self.reduction.uses_integers)
         self._buffers, self._before, self._after_first = replica.forward_state, Snapshot(), Snapshot()
         self._watched = self._buffers.parameters()
@@ -98,10 +99,7 @@ class Backward:
             replica.on_buffers = self._on_buffers
             replica.register_comm_hook(self.hook, BucketHook.reduce)
         self.model: Callable[..., Any] = replica if self.hook is not None else replica.module
-        if settings.step_mode == "compile":
-            self.objective = self.objective.compiled(is_in_ddp=self.hook is not None)
-            if self.hook is not None and not self.objective.takes_model:
-                replica.module.compile(dynamic=False)
+        self.compiled: CompiledObjective | None = None  # the objective, if lanes are compiled
 
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Prepare for the lanes of a step."""
@@ -193,9 +191,9 @@ class Backward:
         """Run one lane and return the sum and the count of its loss; the gradients are left in the parameters."""
         self.clock.enter(FORWARD)
         batch, source = self.feed.batch(inputs), self.objective.key
-        with self._compiler_stance(lane), explaining_errors(self.settings.precision):
-            with self._autocast:
-                value, self._lane_values = parts_of(self._value_of(model, batch), source)
+        with explaining_compiler(), explaining_errors(self.settings.precision):
+            with self.autocast:
+                value, self._lane_values = parts_of(self._value_of(model, lane, batch), source)
             if self._has_own_count is None:
                 self._has_own_count = isinstance(value, (tuple, list))
             elif self._has_own_count != isinstance(value, (tuple, list)):
@@ -225,16 +223,12 @@ class Backward:
             if len(set(self.world.gather_objects(self._has_own_count))) > 1:
                 raise ConfigError(TWO_KINDS.format(key=self.objective.key))
 
-    def _value_of(self, model: Callable[..., Any], batch: Any) -> Any:
+    def _value_of(self, model: Callable[..., Any], lane: Lane, batch: Any) -> Any:
         """The value of the objective; all ranks, if the model is in DDP."""
-        if isinstance(model, Replica) and self.objective.takes_model:
-            return model.run_step(self.objective, batch)
-        return self.objective(model, batch)
-
-    def _compiler_stance(self, lane: Lane) -> AbstractContextManager[Any]:
-        """A context that turns torch.compile off for a lane that is not full: compiling again is not worth the time."""
-        is_whole = self.settings.step_mode != "compile" or len(lane.indices) == self.settings.batch_size
-        return nullcontext() if is_whole else torch.compiler.set_stance("force_eager")
+        objective = self.objective if self.compiled is None else self.compiled.for_lane(lane, batch)
+        if isinstance(model, Replica) and objective.takes_model:
+            return model.run_step(objective, batch)
+        return objective(model, batch)
 
     def _versions(self) -> list[tuple[ParameterKey, torch.Tensor, int]]:
         """The version counter of each frozen parameter that is not copied for each lane."""

@@ -45,11 +45,15 @@ class Objective(NamedTuple):
         output, target = run_model(model, batch, with_labels=self.is_models_own)
         return loss_in(output) if self.is_models_own else self.function(output, target)
 
-    def compiled(self, *, is_in_ddp: bool) -> Objective:
-        """The objective with its function compiled: with the model, unless DDP runs between a model and a `loss_fn`."""
-        if self.takes_model or not is_in_ddp:
-            return self._replace(function=torch.compile(_with_model(self), dynamic=False), takes_model=True)
-        return self if self.is_models_own else self._replace(function=torch.compile(self.function, dynamic=False))
+    def compiled(self, *, pads_products: bool = False) -> Objective:
+        """The objective with its function and the model compiled together.
+
+        On a GPU, `pads_products` pads the matrices of all products whose sizes are odd, such as a vocabulary of 50,257
+        words. The compiler would otherwise measure whether that is faster, which exact runs do not allow.
+        """
+        options: dict[str, Any] = {"force_shape_pad": True} if pads_products else {}
+        function = torch.compile(_with_model(self), dynamic=False, options=options)
+        return self._replace(function=function, takes_model=True)
 
 
 def _with_model(objective: Objective) -> Callable[[Model, Any], Any]:

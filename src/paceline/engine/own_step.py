@@ -41,7 +41,7 @@ class OwnStep:
         """All ranks."""
         self.replica, self.settings, self.guard, self.clock, self.world = replica, settings, guard, clock, world
         self.rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
-        self.reduction = reduction_of(world, settings, exact=settings.exact)
+        self.reduction = reduction_of(world, settings, exact=settings.exact, clock=clock)
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
         self._is_first = True  # whether no update was completed
         self.lr = 0.0  # of the first group of the optimizer that has stepped last

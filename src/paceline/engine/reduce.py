@@ -1,8 +1,9 @@
 """Sums of gradients over the lanes of a rank and over ranks, with the same bits at any number of ranks.
 
 Two numbers have the same sum in either order, so steps of one or two lanes are summed by torch's all-reduce. The
-gradients of more lanes are rounded to integers first (`integer_sum.py`). Where each sum is needed on one rank only,
-`scatter.py` takes the place of the all-reduce.
+gradients of more lanes are rounded to integers first (`integer_sum.py`). Ranks of one host sum on the CPU through its
+memory, which takes a fraction of the time of Gloo's messages. Where each sum is needed on one rank only, `scatter.py`
+takes the place of the all-reduce.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.config import Settings
+from paceline.engine.clock import REDUCTION, PhaseClock
 from paceline.engine.flat import slots_in, starts_of
 from paceline.engine.integer_sum import Gradients, IntegerSum, Scratch
 from paceline.engine.precision import HALF_DTYPES
@@ -57,7 +60,7 @@ class Reduction:
 
     def __init__(
         self, world: World, lanes: int, *, exact: bool, compression: str = "none", bucket_bytes: float = 25 * 2**20,
-        owner_of: OwnerOf | None = None,
+        clock: PhaseClock | None = None, owner_of: OwnerOf | None = None,
     ) -> None:  # fmt: skip
         """`lanes` are those of a step. All ranks. With `powersgd`, the hook of DDP compresses, not this class.
 
@@ -66,13 +69,15 @@ class Reduction:
         self.world, self.lanes, self.compression = world, lanes, compression if world.size > 1 else "none"
         self.bucket_bytes, self.owner_of = bucket_bytes, owner_of if world.size > 1 else None
         self.uses_integers = exact and lanes > 2
-        self._scratch = Scratch()
+        self._scratch, self._clock = Scratch(), clock or PhaseClock()
+        self._shared = world.shared_sum() if self.owner_of is None else None
         self._queues: list[RankQueue] = []
         self._started = 0
         # When the future of Gloo's all-reduce is done, sums are still being copied to a GPU, and only its default
         # stream waits for them. The thread of the queue has the stream of the step wait.
         needs_queue = self.uses_integers or self.owner_of is not None
-        if world.size > 1 and (needs_queue or (world.backend == "gloo" and world.device.type == "cuda")):
+        needs_queue |= world.backend == "gloo" and world.device.type == "cuda"
+        if world.size > 1 and needs_queue and self._shared is None:
             self._queues = [RankQueue(world) for _ in range(GLOO_QUEUES if world.device.type == "cpu" else 1)]
 
     def start(
@@ -98,7 +103,7 @@ class Reduction:
 
     def _start_sum(self, tensor: torch.Tensor) -> Future:
         """Start to sum a tensor over ranks in place, by torch's all-reduce. All ranks."""
-        if self.world.size == 1 or self._queues:
+        if self.world.size == 1 or self._shared is not None or self._queues:
             return self._run(lambda queue: self._all_reduce(tensor, queue), tensor)
         return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
 
@@ -107,7 +112,8 @@ class Reduction:
         if self._queues:
             self._started += 1
             return self._queues[self._started % len(self._queues)].start(work, result)
-        work(None)
+        with torch.no_grad():
+            work(None)
         future: Future = torch.futures.Future()
         future.set_result(result)
         return future
@@ -128,8 +134,7 @@ class Reduction:
             scratch = self._scratch if queue is None else queue.scratch
             total = IntegerSum([like[index] for index in part], self.lanes, scratch)
             exponents = total.exponents(of_lanes)
-            if queue is not None:
-                dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=queue.group)
+            self._all_reduce(exponents, queue, dist.ReduceOp.MAX)
             integers = total.integers(of_lanes, exponents)
             if order is not None and queue is not None:
                 ReduceScatter(self.world, queue.group, queue.scratch).integers(total, integers, sums, order)
@@ -146,22 +151,27 @@ class Reduction:
             sent = HALF_DTYPES.get(self.compression, dtype) if dtype == torch.float32 else dtype
             scatter.floats(sums, OwnerOrder(part, owners, self.world), sent)
 
-    def _all_reduce(self, tensor: torch.Tensor, queue: RankQueue | None) -> None:
+    def _all_reduce(self, tensor: torch.Tensor, queue: RankQueue | None, op: Any = dist.ReduceOp.SUM) -> None:
         """All ranks."""
-        if queue is None:  # a single rank
+        if self._shared is not None:
+            with self._clock.within(REDUCTION):
+                self._shared.all_reduce(tensor, torch.add if op == dist.ReduceOp.SUM else torch.maximum)
+        if queue is None:
             return
         is_split = self.world.backend == "gloo" and tensor.nbytes >= MIN_SPLIT_BYTES
         parts = tensor.view(-1).tensor_split(GLOO_PARTS) if is_split else [tensor]
-        for work in [dist.all_reduce(part, group=queue.group, async_op=True) for part in parts]:
+        for work in [dist.all_reduce(part, op, group=queue.group, async_op=True) for part in parts]:
             work.wait()  # type: ignore[union-attr]
 
 
-def reduction_of(world: World, settings: Settings, *, exact: bool, owner_of: OwnerOf | None = None) -> Reduction:
-    """The reduction of a run with these settings. All ranks."""
-    bucket_bytes, compression = settings.bucket_mb * 2**20, settings.compression
+def reduction_of(
+    world: World, settings: Settings, *, exact: bool, clock: PhaseClock | None = None, owner_of: OwnerOf | None = None
+) -> Reduction:
+    """The reduction of a run with these settings, whose waiting time is counted by `clock`. All ranks."""
     return Reduction(
-        world, settings.lanes, exact=exact, compression=compression, bucket_bytes=bucket_bytes, owner_of=owner_of
-    )
+        world, settings.lanes, exact=exact, compression=settings.compression, bucket_bytes=settings.bucket_mb * 2**20,
+        clock=clock, owner_of=owner_of,
+    )  # fmt: skip
 
 
 def add_lanes(sums: Gradients, lanes: Sequence[Gradients], buffer: torch.Tensor, *, is_empty: bool) -> None:

@@ -69,8 +69,9 @@ class Replica(DistributedDataParallel):
         """Overrides DDP's method, which `forward` calls between the preparations for a forward and a backward."""
         if not (inputs and isinstance(inputs[0], _StepCall)):
             return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        with self._inside_ddp_forward():  # type: ignore[no-untyped-call]
-            return inputs[0].objective(self.module, inputs[0].batch)
+        # Without DDP's `_inside_ddp_forward`, which would let the compiler split the graph by DDP's buckets: compiled
+        # code would then round in another way than on a single rank.
+        return inputs[0].objective(self.module, inputs[0].batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the model without DDP: a process group cannot be pickled."""

@@ -18,6 +18,7 @@ from paceline.data.lanes import Lane, StepInputs
 from paceline.data.seeding import seed_generators
 from paceline.data.sources import size_of
 from paceline.engine.clock import FORWARD, OTHER, DeviceClock, PhaseClock
+from paceline.engine.compilation import Compilation
 from paceline.engine.cuda_graph import StepGraph
 from paceline.engine.digest import sha256_of_each, sha256_of_optimizer
 from paceline.engine.ema import Ema
@@ -93,9 +94,14 @@ class Stepper:
         rates: LearningRates | None = None,
         world: World,
         warn: Callable[[str], None],
+        report: Callable[[str], None] = lambda text: None,
+        total_steps: int | None = None,
         through_ddp: bool | None = None,
     ) -> None:
-        """A single rank has nothing to reduce and does not use DDP, unless `through_ddp` is true. All ranks."""
+        """A single rank has nothing to reduce and does not use DDP, unless `through_ddp` is true. All ranks.
+
+        `report` writes a line about `step_mode` for the user; `total_steps` is the length of the run, if it is known.
+        """
         self.replica, self.optimizer, self.settings, self.feed, self.world = replica, optimizer, settings, feed, world
         self.rates, self.warn = rates or LearningRates(optimizer), warn
         if settings.step_mode == "graph" and world.device.type != "cuda":
@@ -108,6 +114,8 @@ class Stepper:
             self.sharding = Sharding(optimizer, world, bucket_bytes=settings.bucket_mb * 2**20)
         self.clock = DeviceClock(is_alone=world.size == 1) if world.device.type == "cuda" else PhaseClock()
         self.phases = self._make_phases(world.size > 1 if through_ddp is None else through_ddp)
+        backwards = [phase.backward for phase in self.phases]
+        self.compilation = Compilation(backwards, settings, world, steps=total_steps, report=report)
         self.guard = self.phases[0].guard
         self.parameters = list(dict.fromkeys(p for phase in self.phases for p in phase.backward.parameters))
         self.names: tuple[str, ...] = ()  # of the further values in the last row
@@ -149,6 +157,7 @@ class Stepper:
         of_lanes = [self.feed.inputs(lane, inputs.epoch) for lane in inputs.lanes]
         if not self._is_probed:
             self._probe(of_lanes[0])
+        self.compilation.begin_step(inputs.lanes, of_lanes)
         self.clock.enter(FORWARD)
         row = self.graph.take(inputs.lanes, of_lanes) if self.graph is not None else None
         if row is None:
@@ -222,6 +231,8 @@ class Stepper:
         seed_generators(self.settings.seed, "probe")
         found = probe_forward(self.replica.module, self.settings, self.feed.batch(inputs), lanes, self.world)
         self.replica.add_moving(found.moving)
+        if found.collective is not None:
+            self.compilation.refuse()
         if found.collective is not None and lanes > 1 and not self.settings.sync_batchnorm:
             warning = uneven_warning(found.collective, size_of(self.feed.dataset), self.settings, lanes)
             if warning is not None:
@@ -260,11 +271,12 @@ class Stepper:
         if self.phases[0].name:
             counters = {"phases": {phase.name: phase.counters() for phase in self.phases}}
         rates = self.rates.state_dict()
-        return {**counters, "rates": rates} if rates else counters
+        return {**counters, **self.compilation.counters(), **({"rates": rates} if rates else {})}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Set what `counters` returned."""
         self.rates.load_state_dict(counters.get("rates", {}))
+        self.compilation.set_counters(counters.get("compiled"))
         of_phases = counters.get("phases", {})
         for phase in self.phases:
             phase.set_counters(of_phases.get(phase.name, {}) if phase.name else counters)

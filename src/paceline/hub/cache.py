@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import DataError
-from paceline.run.tensor_files import sha256_of_file, write_tensors
+from paceline.run.checked_files import sha256_of_file
+from paceline.run.tensor_files import write_tensors
 from paceline.system.home import in_home
 
 PARTIAL_SUFFIX = ".partial"

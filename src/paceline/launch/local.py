@@ -20,7 +20,7 @@ from paceline.launch.environment import report_shared_cores
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
-from paceline.launch.setup import TRAIN, can_save, staged, with_lanes_and_threads
+from paceline.launch.setup import TRAIN, can_save, staged, with_lanes_and_threads, with_mirror
 from paceline.observe import hangs
 from paceline.run import job
 from paceline.run.job import Task
@@ -48,6 +48,7 @@ def start(config: Config, task: Task) -> Outcome:
 
 def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
     """Start the ranks, show their progress, return when all have ended. Raises RankFailed with the first failure."""
+    config = with_mirror(config, task)
     request = StopRequest()
     with listening(request, NOTHING_RAN):
         began = time.time()

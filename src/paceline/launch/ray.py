@@ -33,7 +33,7 @@ from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.launch.ray_worker import WorkerOptions
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import final_error, limit_of
-from paceline.launch.setup import can_save, staged, with_lanes_and_threads
+from paceline.launch.setup import can_save, staged, with_lanes_and_threads, with_mirror
 from paceline.observe import hangs
 from paceline.observe.screen.follower import Follower
 from paceline.run import job
@@ -66,6 +66,7 @@ class RayRun:
 
 def start(config: Config, task: Task) -> Outcome:
     """Start the ranks with Ray, show their progress, and return when all have ended."""
+    config = with_mirror(config, task)
     request = StopRequest()
     with listening(request, "nothing was running"):
         began = time.time()

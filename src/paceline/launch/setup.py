@@ -9,6 +9,8 @@ from paceline.checkpoint.resume import RestorePoint
 from paceline.config import Config
 from paceline.data import batches
 from paceline.errors import ConfigError, RankFailed
+from paceline.mirror.place import is_mirrored
+from paceline.mirror.supervisor import mirroring
 from paceline.observe.events import Events
 from paceline.observe.sinks.supervisor import running_sinks
 from paceline.observe.tail import NO_FILE, file_identity
@@ -19,6 +21,25 @@ from paceline.run.lifecycle import clear_last_attempt
 from paceline.system.cores import chosen_threads
 
 TRAIN = Task("paceline.worker.main:train")
+
+
+def with_mirror(config: Config, task: Task) -> Config:
+    """Check the mirror of a run, and download the run that `resume` names from one: the config with its new folder.
+
+    For one process, before it handles signals: Ctrl-C ends a download.
+    """
+    if task != TRAIN:
+        return config
+    if config.checkpoint.mirror is not None:
+        from paceline.mirror.check import check_mirror
+
+        check_mirror(config)
+    if config.resume in ("auto", "never") or not is_mirrored(config.resume):
+        return config
+    from paceline.mirror.download import fetch_to_resume
+
+    folder = fetch_to_resume(config)
+    return config.model_copy(update={"resume": str(folder), "run_dir": folder})
 
 
 def can_save(config: Config, task: Task) -> bool:
@@ -42,8 +63,9 @@ def with_lanes_and_threads(
 
 @contextmanager
 def staged(packed: Job, folder: RunFolder, config: Config) -> Iterator[None]:
-    """Keep the job in the run folder and run the trackers inside; write an event if the run fails there."""
-    with _stored(packed, folder), running_sinks(config.log.trackers, folder), failure_reported(folder):
+    """Keep the job in the run folder, and run the trackers and the mirror inside; write an event if the run fails."""
+    trackers = running_sinks(config.log.trackers, folder)
+    with _stored(packed, folder), mirroring(config, folder), trackers, failure_reported(folder):
         yield
 
 

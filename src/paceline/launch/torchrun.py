@@ -15,6 +15,8 @@ from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed, handle_uncaught
 from paceline.launch.environment import is_restarted, join_step, ranks_here
 from paceline.launch.relocation import FolderWatcher
+from paceline.launch.setup import with_mirror
+from paceline.mirror.supervisor import mirroring
 from paceline.observe import failures
 from paceline.observe.progress import Progress
 from paceline.observe.screen.follower import Follower
@@ -44,7 +46,7 @@ def start(config: Config, task: Task) -> Outcome:
         # The agent of each host counts its own restarts: an agent that joined late has a lower count.
         if any(world.gather_objects(is_restarted())):
             config = config.model_copy(update={"resume": "auto"})
-        path, settled = world.decide(lambda: _open(config, world.size, held))
+        path, settled = world.decide(lambda: _open(with_mirror(config, task), world.size, held))
         config = config.model_copy(update=settled)
         use_threads(config)
         folder = RunFolder(path)
@@ -53,7 +55,8 @@ def start(config: Config, task: Task) -> Outcome:
             follower = Follower(folder, ranks=0, from_now=True, tensorboard=config.log.tensorboard)
             watch = watching(config, folder, world.rank, world.size, progress, has_launcher=False)
             tracked = running_sinks(config.log.trackers if world.is_main else (), folder)
-            with tracked, follower if world.is_main else nullcontext(), watch:
+            mirrored = mirroring(config, folder, is_active=world.is_main)
+            with mirrored, tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
         except Exception as error:
             captured = failures.capture(error, rank=world.rank, progress=progress, folder=folder)
@@ -82,7 +85,8 @@ def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[
     restore_point = resume.find_restore_point(config)
     lanes = restore_point.lanes(config)
     threads = restore_point.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
-    settled = {"threads": threads, "lanes": lanes or world_size if config.keeps_state else None}
+    settled: dict[str, Any] = {"threads": threads, "lanes": lanes or world_size if config.keeps_state else None}
+    settled |= {"resume": config.resume, "run_dir": config.run_dir}  # a run from a mirror has a folder here
     config = config.model_copy(update=settled)
     folder = held.enter_context(open_run(config, restore_point.run_dir))
     held.enter_context(FolderWatcher(folder, config))

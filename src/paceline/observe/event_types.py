@@ -66,7 +66,7 @@ class ResumedEvent(TypedDict):
 class TextEvent(TypedDict):
     """An event that is described by a text."""
 
-    event: Literal["restarted", "warning", "run_failed"]
+    event: Literal["restarted", "warning", "step_mode", "run_failed"]
     time: UnixTime
     text: str
     step: NotRequired[Count]
@@ -210,6 +210,28 @@ class SaveIntervalEvent(TypedDict):
 
 
 @with_config(STRICT)
+class MirrorEvent(TypedDict):
+    """The state of the mirror has changed: its place is known, or it has caught up."""
+
+    event: Literal["mirror"]
+    time: UnixTime
+    place: str
+    text: str
+
+
+@with_config(STRICT)
+class MirroredEvent(TypedDict):
+    """A checkpoint is complete in the mirror."""
+
+    event: Literal["mirrored"]
+    time: UnixTime
+    step: Count
+    place: NotRequired[str]
+    bytes: NotRequired[Count]
+    seconds: NotRequired[Measured]
+
+
+@with_config(STRICT)
 class DigestsEvent(TypedDict):
     """A digest of each parameter."""
 
@@ -282,6 +304,8 @@ KnownEvent = Annotated[
     | ProgressEvent
     | SavingEvent
     | CheckpointEvent
+    | MirrorEvent
+    | MirroredEvent
     | SaveIntervalEvent
     | DigestsEvent
     | RunStoppedEvent

@@ -52,7 +52,7 @@ def _inference_config(config: Config, lanes: int, df: Any, procs: int | None) ->
     threads = config.threads or chosen_threads(lanes)
     changes: dict[str, Any] = {"lanes": None, "ddp": True, "threads": threads, "procs": procs or config.procs}
     changes |= {"resume": "never", "max_restarts": 0, "log": config.log.model_copy(update={"trackers": []})}
-    changes |= {"nodes": None, "rendezvous": None}
+    changes |= {"nodes": None, "rendezvous": None, "checkpoint": config.checkpoint.model_copy(update={"mirror": None})}
     if config.launcher == "ray":
         changes["launcher"] = "local"
     if df is not None:

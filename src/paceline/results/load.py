@@ -20,6 +20,7 @@ from paceline.config.messages import problems_of
 from paceline.config.phases import map_functions, with_every
 from paceline.engine.config_checks import unknown_names
 from paceline.errors import ConfigError
+from paceline.mirror.reading import fetch_weights, folder_of_run
 from paceline.results.result import TrainedModel
 from paceline.results.trust import check
 from paceline.run.layout import RunFolder
@@ -66,13 +67,13 @@ def load(
     *,
     trust: bool = False,
 ) -> TrainedRun:
-    """Load the run in a folder, to evaluate it, to predict with it, or to get its model.
+    """Load the run in a folder or at the URL of a mirror, to evaluate it, to predict with it, or to get its model.
 
     `checkpoint` is "best", "last" or a step; by default the best checkpoint if the run kept one, else the last weights.
     The average of the weights (ema) is used if the run has one. The keys in the file `config` replace those of the run.
     The functions that the run names are imported; for a run of another user, or one that was moved, only with `trust`.
     """
-    folder = open_folder(Path(run_dir))
+    folder = open_folder(folder_of_run(run_dir))
     own, extra = read_yaml(folder.config), Path(config) if config is not None else None
     given = read_yaml(extra) if extra is not None else {}
     if not trust:
@@ -85,6 +86,7 @@ def load(
         hint = f"choose from {', '.join(choices)}" if choices else "the run has no result and no checkpoint"
         raise ConfigError(f"checkpoint={name} is not in {folder.path}; {hint}")
     source = choices[name]
+    fetch_weights(folder, source)
     if facts is not None and not source.is_dir():
         _check_final_weights(source, facts, [name for name in choices if name != "last"])
         step, metrics, is_average = facts.step, facts.metrics, facts.ema_sha256 is not None

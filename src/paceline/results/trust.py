@@ -38,6 +38,8 @@ def why_untrusted(folder: RunFolder, raw: Mapping[str, Any]) -> str | None:
     for path in (folder.path, folder.config):
         if (owner := path.stat().st_uid) != os.geteuid():
             return f"belongs to the user {_name_of(owner)}"
+    if folder.fetched.exists():  # before the events, which come from the mirror, too
+        return f"was downloaded from {folder.fetched.read_text(encoding='utf-8').strip()}"
     trained_in = _recorded_place(folder, raw)
     if trained_in is None:
         return "does not record where it was trained"

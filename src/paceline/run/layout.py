@@ -19,9 +19,12 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.stopped = self.logs / "stopped.json"
+        self.mirror_state = self.logs / "mirror.json"  # what is still to be copied to the mirror
         self.request = self.logs / "request"  # a signal for ranks that the launcher has not started itself
         self.ray = path / ".ray"  # files of Ray Train
         self.lock = path / ".lock"
+        self.mirror = path / "mirror.json"  # where the run is mirrored
+        self.fetched = path / ".fetched"  # the mirror it was downloaded from, until the run is trained here
         self.weights = path / "weights.safetensors"
         self.rank_0_weights = path / "weights-rank-0.safetensors"  # if the ranks differ at the end of train_fn
         self.ema = path / "ema.safetensors"

@@ -48,7 +48,7 @@ def new_folder(wanted: Path | None, parent: Path) -> Path:
 def reopen(folder: RunFolder, config: Config) -> None:
     """Write the config of a resumed run and remove its old result; call it after the checkpoint has been checked."""
     write_text(folder.config, config.to_yaml())
-    for path in (folder.result, folder.value):  # written again at the end
+    for path in (folder.result, folder.value, folder.fetched):  # written again at the end
         path.unlink(missing_ok=True)
 
 

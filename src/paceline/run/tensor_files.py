@@ -1,21 +1,16 @@
-"""Writes one file of a checkpoint: flushes it to the disk, reads it back and records its checksum."""
+"""Writes tensors as a safetensors file, with its checksum."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from paceline.run.atomic_files import sync_folder as sync_folder
+from paceline.run.checked_files import CHUNK, FileRecord, write
 
-CHUNK = 1 << 22
 # The names of dtypes in the safetensors format.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -23,30 +18,6 @@ DTYPES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The name, size and checksum of a file that has been written."""
-
-    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]  # in the folder of its manifest, never outside
-    size: Annotated[int, Field(ge=0)]
-    sha256: str
-
-
-def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a file, flush it to the disk and read it back; raises OSError if the content differs."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    if sha256_of_file(path) != digest.hexdigest():
-        raise OSError(f"{path} differs from the data written to it; check the disk")
-    return FileRecord(path.name, size, digest.hexdigest())
 
 
 def can_hold(value: object) -> bool:
@@ -73,16 +44,6 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return write(path, _chunks([len(text).to_bytes(8, "little") + text, *(_bytes_of(tensors[name]) for name in names)]))
-
-
-def sha256_of_file(path: Path) -> str:
-    """The checksum of a file's content."""
-    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while length := file.readinto(buffer):
-            digest.update(view[:length])
-    return digest.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

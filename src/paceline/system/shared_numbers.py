@@ -11,13 +11,15 @@ import os
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
-SPINS = 20  # reads of the memory before a waiting process starts to sleep
-SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 2e-5, 1e-3
+AWAKE_S = 1e-3  # a waiting process reads the memory again and again, before it starts to sleep
+SLEEP_SHARE, LONGEST_SLEEP_S = 0.05, 1e-3  # a sleep is a share of the time it has waited
 CHECK_EVERY_S = 0.5  # while waiting, to detect processes that have ended
+PAGE = 4096  # bytes
 MEMORY_FOLDER = Path("/dev/shm")  # on Linux; elsewhere the file is in the folder for temporary files
 
 
@@ -35,15 +37,16 @@ class SharedNumbers:
         self._width, self._round = width, 0
         # Open until the end: locks on a file are released when its process closes it, or ends.
         self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, process)
-        self._memory = mmap.mmap(self._file, size_of(processes, width))
+        self.memory = mmap.mmap(self._file, 0)  # the whole file
 
     def post(self, numbers: Sequence[int]) -> None:
         """Start the next round with this process's numbers, which the others can read from now on."""
         self._round += 1
         row = self._format.pack(self._round, *numbers, *[0] * (self._width - len(numbers)), 0)
         row = row[:-8] + struct.pack("=Q", crc32(row[:-8]))
-        self._memory[(start := self._start_of(self._process)) : start + len(row)] = row
+        self.memory[(start := self._start_of(self._process)) : start + len(row)] = row
 
     def gather(self) -> list[Sequence[int]]:
         """The rows of this round, in the order of the processes; waits until all have posted theirs.
@@ -53,25 +56,27 @@ class SharedNumbers:
         return [self._wait_for(process) for process in range(self._processes)]
 
     def _wait_for(self, process: int) -> Sequence[int]:
-        for _ in range(SPINS):
-            if (row := self._read(process)) is not None:
-                return row
-            time.sleep(0)  # another process may need this core
-        sleep_s, check_at = SHORTEST_SLEEP_S, time.monotonic() + CHECK_EVERY_S
+        if (row := self._read(process)) is not None:
+            return row
+        since = time.monotonic()
+        check_at = since + CHECK_EVERY_S
         while (row := self._read(process)) is None:
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
-            if time.monotonic() > check_at:
+            now = time.monotonic()
+            if now - since < AWAKE_S:
+                os.sched_yield()  # another process may need this core; a sleep of any length takes 50 µs more
+            else:
+                time.sleep(min(SLEEP_SHARE * (now - since), LONGEST_SLEEP_S))
+            if now > check_at:
                 has_ended = self._has_ended(process)
                 if has_ended and self._read(process) is None:  # it may have posted its row just before it ended
                     raise RuntimeError(f"Connection closed by peer: process {process} of this machine has ended")
-                check_at = time.monotonic() + CHECK_EVERY_S
+                check_at = now + CHECK_EVERY_S
         return row
 
     def _read(self, process: int) -> Sequence[int] | None:
         """The row of a process in this round; None if it has not been posted yet."""
         start = self._start_of(process)
-        row = self._memory[start : start + self._format.size]
+        row = self.memory[start : start + self._format.size]
         number, *numbers, checksum = self._format.unpack(row)
         return numbers if number == self._round and checksum == crc32(row[:-8]) else None
 
@@ -95,12 +100,22 @@ def size_of(processes: int, width: int) -> int:
     return 2 * processes * struct.calcsize(f"=Q{width}qQ")
 
 
-def create(processes: int, width: int) -> Path:
-    """A new file in memory, which the caller removes once all processes have opened it."""
-    folder = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
-    file, name = tempfile.mkstemp(prefix="paceline-", dir=folder)
-    with os.fdopen(file, "wb") as opened:
-        opened.write(
-            bytes(size_of(processes, width))
-        )  # written now, so that a lack of memory raises an error instead of a signal later
-    return Path(name)
+def create(processes: int, width: int, more: int = 0) -> Path:
+    """A new file in memory, which the caller removes once all processes have opened it; `more` bytes follow the rows.
+
+    Raises an OSError without the memory for it.
+    """
+    file, name = tempfile.mkstemp(prefix="paceline-", dir=MEMORY_FOLDER if is_in_memory() else None)
+    path = Path(name)
+    try:
+        with os.fdopen(file, "wb") as opened:  # written now: without the memory, a later access would end the process
+            opened.write(bytes(-(-size_of(processes, width) // PAGE) * PAGE + more))
+    except OSError:
+        path.unlink()
+        raise
+    return path
+
+
+def is_in_memory() -> bool:
+    """Whether new files are in memory, not on a disk."""
+    return os.access(MEMORY_FOLDER, os.W_OK)

@@ -92,6 +92,7 @@ def _with_fixed_sums(config: Config, procs: Sequence[int]) -> Config:
 
 def _train(config: Config, home: Path, name: str, procs: int, folder: Path) -> Result:
     changes = {"procs": procs, "ddp": name != PLAIN, "run_dir": folder / name, "launcher": "local", "resume": "never"}
+    changes["checkpoint"] = config.checkpoint.model_copy(update={"mirror": None})
     changes |= {"nodes": None, "rendezvous": None}
     return Trainer.from_config(config.model_copy(update=changes), home).start()
 

@@ -106,6 +106,8 @@ def build_step(
         rates=make_rates(config, optimizer, plan.total_steps, plan.steps_per_epoch),
         world=world,
         warn=context.warn,
+        report=context.report_step_mode,
+        total_steps=plan.total_steps,
     )
     if validation_feed is None:
         refuse_without_validation(config)

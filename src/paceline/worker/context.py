@@ -27,6 +27,10 @@ class Context:
         """Write a warning to the events, from rank 0."""
         self.events.write("warning", text=text)
 
+    def report_step_mode(self, text: str) -> None:
+        """Write how steps are executed to the events, from rank 0."""
+        self.events.write("step_mode", text=text)
+
     def warn_once(self, text: str) -> None:
         """Write a warning, unless it was written before."""
         if text not in self._warned:

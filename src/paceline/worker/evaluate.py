@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -185,7 +185,7 @@ class Evaluator:
         def result_of(batch: EvalBatch) -> tuple[BatchResult, int]:
             seed_generators(self.settings.seed, "evaluation", batch.batch)
             before.restore(buffers.tensors())
-            with self._compiler_stance(), autocast(self.settings.precision, self.world.device):
+            with autocast(self.settings.precision, self.world.device):
                 result = forward(model, self.feed.evaluation_batch(batch))
             output = in_fp32(result.output)
             loss_input = output if result.loss_input is result.output else in_fp32(result.loss_input)
@@ -197,10 +197,6 @@ class Evaluator:
                 yield result_of
             finally:
                 before.restore(buffers.tensors())
-
-    def _compiler_stance(self) -> AbstractContextManager[Any]:
-        """A context that disables torch.compile: code is compiled for the batches of training, which have one size."""
-        return torch.compiler.set_stance("force_eager") if self.settings.step_mode == "compile" else nullcontext()
 
     @property
     def _loss_fn(self) -> Callable[..., Any]:

@@ -35,7 +35,6 @@ def prepare_run(config: Config, folder: RunFolder, world: World, progress: Progr
     checkpoint = find_checkpoint(config, folder, world, progress)
     # Until all checks have passed, the folder of an earlier attempt is not changed.
     context = open_context(config, folder, world, progress, is_held=folder.events.exists())
-    warn_of_other_bits(context)
     training, validation = build_data(context)
     model = build_model(context)
     identity = identity_of(config, lanes=config.lanes or world.size, samples=size_of(training), device=world.device)
@@ -46,13 +45,3 @@ def prepare_run(config: Config, folder: RunFolder, world: World, progress: Progr
     else:
         fit_scalers(model, training, config.seed, progress, config.collate)
     return PreparedRun(context, checkpoint, identity, model, training, validation)
-
-
-def warn_of_other_bits(context: Context) -> None:
-    """Warn if the weights will not be bitwise identical to those of other numbers of ranks."""
-    config = context.config
-    if config.exact and config.step_mode == "compile":
-        context.warn(
-            "step_mode=compile: the compiler rounds differently for one process and for several, so the weights "
-            "agree with other numbers of processes up to rounding, not bitwise"
-        )

@@ -15,6 +15,7 @@ from paceline.checkpoint.state import CheckpointState
 from paceline.engine.ema import Ema
 from paceline.engine.muon import Muon
 from paceline.run import tensor_files
+from paceline.run.checked_files import FileRecord
 from support.models import Tied, WithBuffers, WithExtraState, channels_last, normed
 
 
@@ -62,7 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = 
         model.extra = {"words": ["c", ("d", 4)], "scale": torch.randn(2), 7: None}
 
 
-def write(state: CheckpointState, folder: Path, world_size: int = 1) -> list[tensor_files.FileRecord]:
+def write(state: CheckpointState, folder: Path, world_size: int = 1) -> list[FileRecord]:
     """Write a state as `world_size` ranks would."""
     folder.mkdir(exist_ok=True)
     written = [write_values(folder, state)]

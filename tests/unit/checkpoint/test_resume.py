@@ -20,7 +20,7 @@ from paceline.checkpoint.resume import (
 from paceline.checkpoint.store import Store
 from paceline.config import EXECUTION_KEYS, Config
 from paceline.errors import ConfigError
-from paceline.run import tensor_files
+from paceline.run import checked_files
 from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import open_run
 from support.runs import create_run
@@ -40,7 +40,7 @@ def make_run(config: Config, path: str, *, is_finished: bool = False, **settled:
 def save(folder: RunFolder, step: int, identity: dict[str, Any]) -> Path:
     store = Store(folder.checkpoints)
     store.partial(step).mkdir(parents=True)
-    return store.publish(step, [tensor_files.write(store.partial(step) / "state.pt", [b"x"])], identity, {})
+    return store.publish(step, [checked_files.write(store.partial(step) / "state.pt", [b"x"])], identity, {})
 
 
 # --- which run is resumed ---------------------------------------------------------------------------------------------

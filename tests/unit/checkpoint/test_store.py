@@ -23,7 +23,7 @@ from paceline.checkpoint.store import (
     verify,
 )
 from paceline.errors import CheckpointsDamaged
-from paceline.run import tensor_files
+from paceline.run import checked_files
 
 IDENTITY = {"lanes": 4, "config": {"seed": 1}}
 FILES = {"state.pt": b"a pickle", "weights.safetensors": b"numbers of many kinds"}
@@ -38,9 +38,9 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "checkpoints")
 
 
-def write_partial(store: Store, step: int, content: Mapping[str, bytes] = FILES) -> list[tensor_files.FileRecord]:
+def write_partial(store: Store, step: int, content: Mapping[str, bytes] = FILES) -> list[checked_files.FileRecord]:
     store.partial(step).mkdir(parents=True, exist_ok=True)
-    return [tensor_files.write(store.partial(step) / name, [text]) for name, text in content.items()]
+    return [checked_files.write(store.partial(step) / name, [text]) for name, text in content.items()]
 
 
 def save(store: Store, step: int, **metrics: float) -> Path:
@@ -291,7 +291,7 @@ def break_at(call: str, count: int, error: BaseException, monkeypatch: pytest.Mo
 
         return wrapper
 
-    owner: Any = {"fsync": os, "rename": Path, "open": Path, "write": tensor_files}[call]
+    owner: Any = {"fsync": os, "rename": Path, "open": Path, "write": checked_files}[call]
     monkeypatch.setattr(owner, call, counted(getattr(owner, call)))
 
 

@@ -110,7 +110,6 @@ def test_texts_of_a_run_cannot_control_the_terminal(tmp_path: Path, monkeypatch:
         ["submit", "digits", "--dry-run", "--run-dir"],
         ["tune", "digits", "--run-dir"],
         ["report", "--out"],
-        ["report"],
         ["export", "runs/x", "--format", "torch", "--to"],
     ],
     ids=" ".join,

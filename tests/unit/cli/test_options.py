@@ -133,7 +133,7 @@ def test_gpus_of_a_job_are_not_guessed() -> None:
         cli.app(["submit", "digits", "--gpus", "2", "--dry-run"], standalone_mode=False)
 
 
-@pytest.mark.parametrize("command", ["train", "submit", "compare", "tune", "profile", "doctor"])
+@pytest.mark.parametrize("command", ["train", "submit", "compare", "tune", "profile", "plan", "doctor"])
 def test_every_command_with_keys_takes_them_as_options(command: str) -> None:
     with pytest.raises(ConfigError, match=r"^--epochs has no value; write --epochs VALUE$"):
         cli.app([command, "digits", "--epochs"], standalone_mode=False)

@@ -207,7 +207,7 @@ def test_overrides_that_are_not_assignments_are_reported_together() -> None:
     ]
 
 
-@pytest.mark.parametrize("key", ["run_dir", "resume", "folder", "df", "val_df"])
+@pytest.mark.parametrize("key", ["run_dir", "folder", "df", "val_df"])
 @pytest.mark.parametrize("given", [str, Path])
 def test_a_url_is_refused_where_a_local_path_is_needed(key: str, given: Any) -> None:
     text = "is a URL, which Paceline cannot read or write; give a local path"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.engine.reduce import LaneGradients, Reduction, sum_after_backward
-from support.worlds import world_of
+from support.worlds import fake_world, world_of
 
 
 def test_lanes_of_which_only_the_sum_is_needed_are_added_in_place() -> None:
@@ -60,8 +60,7 @@ def sums(reduction: Reduction, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pair(compression: str) -> Pair:
-    world = world_of(size=2)
-    return Pair(world, 2, exact=False, compression=compression)
+    return Pair(fake_world(size=2), 2, exact=False, compression=compression)
 
 
 @pytest.mark.parametrize(("compression", "sent"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -123,7 +123,7 @@ def test_text_that_is_not_utf_8_is_written_as_valid_json(path: Path, open_events
 
 def test_the_examples_in_the_documentation_are_valid_events() -> None:
     examples = re.findall(r"^```json\n(.+)\n```$", DOCS.read_text(), flags=re.MULTILINE)
-    assert len(examples) == 21
+    assert len(examples) == 24
     assert [parse(line) for line in examples] == [json.loads(line) for line in examples]
 
 

@@ -9,8 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from paceline.run import tensor_files
-from paceline.run.tensor_files import DTYPES, FileRecord, sha256_of_file, write, write_tensors
+from paceline.run import atomic_files, checked_files, tensor_files
+from paceline.run.checked_files import FileRecord, sha256_of_file, write
+from paceline.run.tensor_files import DTYPES, write_tensors
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -68,7 +69,8 @@ def test_parameters_that_require_a_gradient_are_written(tmp_path: Path) -> None:
 def test_size_and_checksum_do_not_depend_on_the_chunks(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "CHUNK", chunk)
+    for module in (tensor_files, checked_files):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     path = tmp_path / "x.safetensors"
     written = write_tensors(path, {"a": torch.arange(50.0), "b": torch.arange(3, dtype=torch.int8)})
     content = path.read_bytes()
@@ -98,7 +100,7 @@ def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "x", [b"abc"])
     with pytest.raises(OSError, match="Input/output error"):
-        tensor_files.sync_folder(tmp_path)
+        atomic_files.sync_folder(tmp_path)
 
 
 def test_a_rewritten_file_has_only_the_new_content(tmp_path: Path) -> None:

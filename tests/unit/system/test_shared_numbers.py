@@ -77,5 +77,5 @@ def test_a_row_that_is_half_written_is_not_read(path: Path) -> None:
     other.post([3, 4])
     assert numbers._read(1) == [3, 4]
     start = other._start_of(1)
-    other._memory[start + 8] ^= 1
+    other.memory[start + 8] ^= 1
     assert numbers._read(1) is None

@@ -14,7 +14,7 @@ import torch
 
 from paceline.config import Config, build
 from paceline.data.sources import make_datasets
-from paceline.errors import ConfigError, DataError, RankFailed
+from paceline.errors import ConfigError, RankFailed
 from paceline.tools.doctor import checks, doctor, facts, rehearsal, trials
 from paceline.tools.doctor.checks import Finding, RehearsalResult
 from paceline.tools.doctor.facts import Gpu, Interface, MachineFacts
@@ -289,5 +289,5 @@ def test_data_without_a_length_and_data_without_validation_are_rehearsed_as_they
     whole = rehearsal.shortened(make_config(dataset_fn=lambda: list(range(100)), val_fraction=0), 2, Path("there"))
     assert make_datasets(whole) == (list(range(100)), None)
     empty = rehearsal.shortened(make_config(dataset_fn=list), 2, Path("there"))
-    with pytest.raises(DataError, match="dataset_fn returned an empty data set"):
+    with pytest.raises(ConfigError, match="dataset_fn returned an empty data set"):
         make_datasets(empty)

@@ -95,6 +95,12 @@ class Screen:
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.note(f"warning: {event['text']}", style="yellow")
 
+    def _on_step_mode(self, event: dict[str, Any]) -> None:
+        self.note(event["text"])
+
+    def _on_mirror(self, event: dict[str, Any]) -> None:
+        self.note(f"mirror: {event['text']}")
+
     def _on_save_interval(self, event: dict[str, Any]) -> None:
         self.note(event["text"])
 

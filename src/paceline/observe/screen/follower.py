@@ -25,6 +25,7 @@ INTERVAL_S = 0.1
 DISK_CHECK_S = 2.0  # between two checks of the free disk space
 INCOMPLETE_S = 1.0  # without an event, until a result is treated as the end: the last event may be an incomplete line
 IDLE_S = 10.0  # without an event, until the lock is checked for a process that still trains the run
+OF_THE_MIRROR = ("mirror", "mirrored")
 RESUMED_S = 5.0  # a run that was stopped may be resumed immediately
 
 
@@ -135,7 +136,8 @@ class Follower:
                 self._since = event["time"]
                 self._shown.clear()
             self._shown.add(line)
-            self._last = event["event"], time.monotonic()
+            if event["event"] not in OF_THE_MIRROR:  # they may follow the end of the run
+                self._last = event["event"], time.monotonic()
             if event["event"] == "restarted":
                 self._failed.clear()
             self.screen.show(event)

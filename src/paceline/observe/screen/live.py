@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paceline.formatting import duration
 from paceline.observe.bottleneck import find_bottleneck
 from paceline.observe.event_types import values_in
 
@@ -151,17 +152,7 @@ def number_text(value: float | None) -> str:
 
 def left_text(seconds: float | None) -> str:
     """The time left, in one or two units."""
-    if seconds is None:
-        return "time left unknown"
-    whole = max(round(seconds), 0)
-    minutes = round(seconds / 60)
-    if whole < 90:
-        return f"{whole} s left"
-    if minutes < 90:
-        return f"{minutes} min left"
-    if minutes < 36 * 60:
-        return f"{minutes // 60} h {minutes % 60:02} min left"
-    return f"{minutes // 1440} d {minutes % 1440 // 60} h left"
+    return "time left unknown" if seconds is None else f"{duration(seconds)} left"
 
 
 def epoch_text(pace: Event) -> str:

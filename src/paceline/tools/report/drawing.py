@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from paceline.tools.report.charts import Chart
-from paceline.tools.report.facts import Curve, RunFacts
+from paceline.tools.report.facts import Curve
 
 COLOURS = ("#0b62b8", "#c9690a", "#1f8a5b", "#a3328f", "#6b5fd0", "#a8891a", "#28909c", "#b3404a")
 INK, MUTED, GRID = "#1c2126", "#68727d", "#e3e7eb"
@@ -18,6 +18,33 @@ LEFT, RIGHT, BOTTOM = 58, 16, 26  # the margins of the area of the curves
 LINE = 20  # the height of a title, and of a row of a legend
 LETTER = 6.6  # the width of a letter in a legend, about
 DOTS = 40  # curves with fewer points show them
+
+
+class Drawn(Protocol):
+    """What is drawn: a run, or another thing with curves."""
+
+    @property
+    def label(self) -> str:
+        """The text in the legend."""
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The curves by name."""
+
+
+class Axis(NamedTuple):
+    """The horizontal axis: its name, and whether its numbers are drawn by their logarithm to base 2."""
+
+    name: str = "step"
+    is_log: bool = False
+
+    def place(self, number: float) -> float:
+        """Where a number is drawn, before it is scaled."""
+        return math.log2(number) if self.is_log else number
+
+    def text(self, place: float) -> str:
+        """The number that is drawn there."""
+        return f"{2**place if self.is_log else place:,g}"
 
 
 @dataclass(frozen=True)
@@ -39,11 +66,12 @@ class Area(NamedTuple):
     bottom: float
     steps: tuple[float, float]
     values: tuple[float, float]
+    axis: Axis
 
     def x(self, step: float) -> float:
         """The horizontal position of a step."""
         low, high = self.steps
-        return round(self.left + (step - low) / (high - low) * (self.right - self.left), 1)
+        return round(self.left + (self.axis.place(step) - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
         """The vertical position of a value."""
@@ -51,7 +79,7 @@ class Area(NamedTuple):
         return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 
 
-def svg_of(runs: Sequence[RunFacts], charts: Sequence[Chart]) -> str:
+def svg_of(runs: Sequence[Drawn], charts: Sequence[Chart], axis: Axis = Axis()) -> str:  # noqa: B008 - a constant
     """The charts as one SVG, two in a row; the runs differ by colour, or the curves if there is one run."""
     columns = min(2, len(charts))
     width = columns * WIDTH
@@ -61,7 +89,7 @@ def svg_of(runs: Sequence[RunFacts], charts: Sequence[Chart]) -> str:
         drawn, top = _legend(entries, LEFT, top, width)
         parts.append(drawn)
     for first in range(0, len(charts), columns):
-        row = [_chart(runs, chart, n * WIDTH, top) for n, chart in enumerate(charts[first : first + columns])]
+        row = [_chart(runs, chart, n * WIDTH, top, axis) for n, chart in enumerate(charts[first : first + columns])]
         parts += [drawn for drawn, _ in row]
         top = max(bottom for _, bottom in row)
     head = (
@@ -71,7 +99,7 @@ def svg_of(runs: Sequence[RunFacts], charts: Sequence[Chart]) -> str:
     return "\n".join([head, f'<rect width="{width}" height="{top}" fill="#ffffff"/>', *parts, "</svg>"])
 
 
-def _chart(runs: Sequence[RunFacts], chart: Chart, left: int, top: int) -> tuple[str, int]:
+def _chart(runs: Sequence[Drawn], chart: Chart, left: int, top: int, axis: Axis) -> tuple[str, int]:
     """A chart at a position in the drawing, and the vertical position of its end."""
     strokes = list(_strokes(runs, chart))
     parts = [_text(left + LEFT, top + 14, chart.title, f'font-weight="600" fill="{INK}"')]
@@ -83,14 +111,14 @@ def _chart(runs: Sequence[RunFacts], chart: Chart, left: int, top: int) -> tuple
         parts.append(drawn)
     area = Area(
         left + LEFT, top + 6, left + WIDTH - RIGHT, top + HEIGHT - BOTTOM,
-        _limits([step for stroke in strokes for step in stroke.curve.step], margin=0.0),
-        _limits([value for stroke in strokes for value in stroke.curve.value], margin=0.05),
+        _limits([axis.place(step) for stroke in strokes for step in stroke.curve.step], margin=0.0),
+        _limits([value for stroke in strokes for value in stroke.curve.value], margin=0.05), axis,
     )  # fmt: skip
     parts += [*_axes(area), *(_curve(area, stroke) for stroke in strokes)]
     return "\n".join(parts), top + HEIGHT + 8
 
 
-def _strokes(runs: Sequence[RunFacts], chart: Chart) -> Iterator[Stroke]:
+def _strokes(runs: Sequence[Drawn], chart: Chart) -> Iterator[Stroke]:
     for n, name in enumerate(chart.names):
         for place, run in enumerate(runs):
             if name in run.curves:
@@ -103,7 +131,7 @@ def _curve(area: Area, stroke: Stroke) -> str:
     points = [(area.x(step), area.y(value)) for step, value in zip(stroke.curve.step, stroke.curve.value, strict=True)]
     dash = ' stroke-dasharray="5 4"' if stroke.is_dashed else ""
     dots = points if len(points) < DOTS else []
-    last = f"{stroke.label}: {stroke.curve.value[-1]:.5g} at step {stroke.curve.step[-1]:,}"
+    last = f"{stroke.label}: {stroke.curve.value[-1]:.5g} at {area.axis.name} {stroke.curve.step[-1]:,}"
     return "".join(
         [
             f'<g stroke="{stroke.colour}" fill="none" stroke-width="1.5" stroke-linejoin="round">',
@@ -122,11 +150,13 @@ def _axes(area: Area) -> Iterator[str]:
         yield f'<path d="M{area.left:g} {y:g}H{area.right:g}" stroke="{GRID}"/>'
         yield _text(area.left - 6, y + 4, f"{tick:g}", 'text-anchor="end"')
     for tick in ticks(*area.steps):
-        x = area.x(tick)
+        if area.axis.is_log and tick != int(tick):
+            continue
+        x = area.x(2**tick if area.axis.is_log else tick)
         yield f'<path d="M{x:g} {area.bottom:g}v4" stroke="{MUTED}"/>'
-        yield _text(x, area.bottom + 17, f"{tick:,g}", 'text-anchor="middle"')
+        yield _text(x, area.bottom + 17, area.axis.text(tick), 'text-anchor="middle"')
     yield f'<path d="M{area.left:g} {area.bottom:g}H{area.right:g}" stroke="{MUTED}"/>'
-    yield _text(area.left - 6, area.bottom + 17, "step", 'text-anchor="end"')
+    yield _text(area.left - 6, area.bottom + 17, area.axis.name, 'text-anchor="end"')
 
 
 def _legend(entries: Sequence[tuple[str, str, bool]], left: float, top: int, right: float) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from paceline.run.lock import is_locked
 from paceline.run.result_file import ResultFile, read_result
 from paceline.tools.report.history import Attempt, RunHistory, TimelineMark
 from paceline.tools.report.phases import Phases
+from paceline.tools.report.planned import Planned, planned_of
 from paceline.tools.report.thin import Heat, Point, heat_of, stretches, thinned
 
 # Limits that keep the page small; limits with ALL apply to all runs of a page together.
@@ -59,6 +60,7 @@ class RunFacts:
     about: list[tuple[str, str]]
     config: str
     settings: dict[str, Any]  # the config with keys such as `optimizer.lr`
+    planned: Planned | None = None  # the comparison with `paceline plan`, if there is a plan
 
 
 def facts_of_all(paths: Sequence[Path], points: int = CURVE_POINTS) -> list[RunFacts]:
@@ -81,6 +83,8 @@ def facts_of(folder: RunFolder, label: str, points: int = CURVE_POINTS, cells: i
     state = history.ending or _state_without_ending(folder, history)
     ranks = max((1, *(len(times.ms) for times in history.times)))
     speeds = history.points.get("samples_per_s", [])
+    samples_per_s = median(point.value for point in speeds) if speeds else None
+    world_size = history.started.get("world_size", ranks)
     memory = history.points.get("memory_mb", [])
     return RunFacts(
         name=history.started.get("name", folder.path.name),
@@ -89,20 +93,24 @@ def facts_of(folder: RunFolder, label: str, points: int = CURVE_POINTS, cells: i
         began=history.began,
         seconds=history.seconds,
         step=history.step,
-        ranks=history.started.get("world_size", ranks),
+        ranks=world_size,
         curves={name: _curve(history.per[name], thinned(all_, points)) for name, all_ in history.points.items()},
         heat=heat_of(history.times, max(20, min(HEAT_COLUMNS, cells // ranks))) if history.times else None,
         phases=history.phases.mean(),
         attempts=history.attempts,
         marks=_thinned_marks(history.marks),
         metrics=(result.metrics if result is not None else {}) or history.metrics,
-        samples_per_s=median(point.value for point in speeds) if speeds else None,
+        samples_per_s=samples_per_s,
         memory_mb=max(point.value for point in memory) if memory else None,
         weights_sha256=result.weights_sha256 if result is not None else None,
         about=[*_about(folder, history, result, state), *([("damage", damage_text(damaged))] if damaged else [])],
         config=folder.config.read_text(encoding="utf-8") if settings else "",
         settings=settings,
-    )
+        planned=planned_of(
+            folder.path, settings, world_size, history.started.get("lanes", world_size), samples_per_s,
+            history.seconds if state == "finished" else None,
+        ),
+    )  # fmt: skip
 
 
 def _curve(per: str, points: Sequence[Point]) -> Curve:
@@ -124,7 +132,10 @@ def _state_without_ending(folder: RunFolder, history: RunHistory) -> str:
 def _about(folder: RunFolder, history: RunHistory, result: ResultFile | None, state: str) -> Iterator[tuple[str, str]]:
     """The rows of the table "Run details"."""
     started = history.started
-    yield "run folder", str(folder.path)
+    if folder.fetched.exists():
+        yield "mirror", folder.fetched.read_text(encoding="utf-8").strip()
+    else:
+        yield "run folder", str(folder.path)
     yield "state", f"{state}, step {history.step:,}"
     if history.began is not None:
         yield "began", datetime.fromtimestamp(history.began).isoformat(" ", "seconds")

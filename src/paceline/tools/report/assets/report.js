@@ -276,6 +276,17 @@ function phasesOf(run) {
   return [el("h2", {}, "Where a step spends its time"), el("div", { class: "strip" }, labels, el("div", {}, ...bars)), table(head, rows, "phases")];
 }
 
+// --- the plan -------------------------------------------------------------------------------------------------------
+
+function plannedOf(run) {
+  if (!run.planned) return [];
+  const { rows, remark } = run.planned;
+  const head = [{ title: "" }, { title: "planned", isNumber: true }, { title: "actual, median", isNumber: true }];
+  return [
+    el("h2", {}, "Plan"), rows.length ? table(head, rows, "planned") : null, remark ? el("p", { class: "muted" }, remark) : null,
+  ].filter((part) => part !== null);
+}
+
 // --- the time line and the details of the run ------------------------------------------------------------------------------------
 
 function timeLine(run) {
@@ -314,7 +325,7 @@ function whatRan(run) {
   ];
 }
 
-const partsOf = (run) => [...ranksOf(run), ...phasesOf(run), ...timeLine(run), ...whatRan(run)];
+const partsOf = (run) => [...ranksOf(run), ...phasesOf(run), ...plannedOf(run), ...timeLine(run), ...whatRan(run)];
 
 function runsOneByOne() {
   return runs.map((run, place) => {
