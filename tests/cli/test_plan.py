@@ -31,14 +31,14 @@ def model():
     return torch.nn.Sequential(Owner(), *layers)
 """
 CONFIG = (
-    "name: lab\nmodel_fn: 'lab:model'\ndataset_fn: 'lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\nnum_epochs: 2\n"
+    "name: lab\nmodel_fn: 'planned_lab:model'\ndataset_fn: 'planned_lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\nnum_epochs: 2\n"
     "device: cpu\n"
 )
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    (tmp_path / "lab.py").write_text(LAB)
+    (tmp_path / "planned_lab.py").write_text(LAB)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
 
