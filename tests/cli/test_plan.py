@@ -31,8 +31,8 @@ def model():
     return torch.nn.Sequential(Owner(), *layers)
 """
 CONFIG = (
-    "name: lab\nmodel_fn: 'planned_lab:model'\ndataset_fn: 'planned_lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\nnum_epochs: 2\n"
-    "device: cpu\n"
+    "name: lab\nmodel_fn: 'planned_lab:model'\ndataset_fn: 'planned_lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\n"
+    "num_epochs: 2\ndevice: cpu\n"
 )
 
 
@@ -107,6 +107,6 @@ def test_what_cannot_be_planned_is_answered_at_once(run_here, lab: Path, monkeyp
     ended = run_here("paceline", "plan", "config.yaml", "lanes=4", "--ranks", "8")
     assert ended.returncode == 2
     assert "--ranks 8 but lanes=4" in ended.stderr
-    own = run_here("paceline", "plan", "config.yaml", "train_fn=lab:model")
+    own = run_here("paceline", "plan", "config.yaml", "train_fn=planned_lab:model")
     assert own.returncode == 2
     assert run_here("paceline", "plan", "config.yaml", "--link", "fast").returncode == 2
