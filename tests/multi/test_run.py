@@ -21,7 +21,7 @@ import paceline
 from paceline import Run, Trainer, indices_at
 from paceline.data.seeding import seed_generators
 from paceline.errors import ConfigError, RankFailed
-from support.runs import warnings_in
+from support.runs import events_of, warnings_in
 
 KILL, TERM = send_self(signal.SIGKILL), send_self(signal.SIGTERM)
 MANAGED_ONLY = dict.fromkeys(("loss_fn", "metrics", "optimizer", "schedule"))
@@ -224,9 +224,11 @@ def test_plain_calls_average_gradients_as_ddp_does() -> None:
         "val_fraction": 0,
         "procs": 2,
     }
-    mine, theirs = (Trainer(**shared, train_fn=each, num_epochs=2).start().load_model() for each in (with_run, in_ddp))
+    mine, theirs = (Trainer(**shared, train_fn=each, num_epochs=2).start() for each in (with_run, in_ddp))
     # The batches of both loaders have the same samples: those of 80 are 5 whole steps of 16.
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)
+    weights = [dict(each.load_model().state_dict()) for each in (mine, theirs)]
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+    assert {event["lr"] for event in events_of(mine.run_dir, "step")} == {0.1}
 
 
 def test_two_optimizers_in_one_batch_compute_what_a_plain_loop_computes() -> None:

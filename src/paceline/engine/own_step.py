@@ -283,16 +283,16 @@ class OwnStep:
             self._norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
         self._is_updated = True
-        self.lr = self._lr_of(optimizer)
 
     def _can_defer(self) -> bool:
         """Whether the device checks the numbers; on a GPU, the host would wait for each step."""
         return self.world.device.type == "cuda" and self.settings.nan == "skip" and self.settings.precision != "fp16"
 
-    def _lr_of(self, optimizer: torch.optim.Optimizer) -> float:
-        """The learning rate; a tensor on a GPU is not read, which would wait for the device."""
+    def note_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the learning rate of a step; a tensor on a GPU is not read, which would wait for the device."""
         lr = optimizer.param_groups[0]["lr"]
-        return self.lr if isinstance(lr, torch.Tensor) and lr.device.type == "cuda" else float(lr)
+        if not isinstance(lr, torch.Tensor) or lr.device.type != "cuda":
+            self.lr = float(lr)
 
     def _skip(self, guard: Guard) -> None:
         """Warn of a step with an update that was left out, because its numbers were not finite. All ranks."""

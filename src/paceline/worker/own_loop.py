@@ -346,11 +346,12 @@ class OwnLoop:
 
     @contextmanager
     def checking_optimizers(self) -> Iterator[None]:
-        """A context that rejects an optimizer of trained weights that steps by itself and is not tracked."""
+        """A context that rejects an optimizer of trained weights that is not tracked, and notes its learning rate."""
 
         def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if self.step.hooks.are_watched(optimizer.param_groups[0]["params"]):
                 self.check_tracked(optimizer, "optimizer.step()")
+                self.step.note_lr(optimizer)
 
         hook = register_optimizer_step_pre_hook(on_step)
         try:
