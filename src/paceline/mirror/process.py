@@ -113,6 +113,7 @@ class MirrorProcess:
                 self._report(lambda events: events.write("mirror", place=url, text=f"copying to {url}"))
         elif self._error is not None:
             self._copier.claim.reopen()
+        self._copier.claim.note(self.folder)
         while self._copier.copy_next(is_last=is_last):
             self._transferred = 0
             self._write_state(is_frequent=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def test_a_run_that_is_taken_over_is_no_longer_mirrored(tmp_path: Path, is_over:
         process.INTERVAL_S = process_interval
     assert not thread.is_alive()
     assert any("is no longer mirrored" in event["text"] for event in events_of(folder.path, "warning"))
+
+
+def test_a_run_whose_folder_was_deleted_and_created_again_keeps_its_place(
+    tmp_path: Path, is_over: threading.Event
+) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    mirroring = MirrorProcess(folder, options(tmp_path / "disk"), is_over)
+    mirroring._copy(is_last=False)
+    shutil.rmtree(folder.path)
+    make_run(folder.path, 6)  # as the launcher and the ranks do
+    assert mirroring.run()
+    assert claim(folder, str(tmp_path / "disk"), "lab").place.url == str(tmp_path / "disk" / "lab" / "run")
 
 
 def test_the_wait_ends_without_progress_and_earlier_for_a_run_that_was_stopped() -> None:
