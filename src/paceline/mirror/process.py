@@ -110,7 +110,7 @@ class MirrorProcess:
             )  # fmt: skip
             if self._error is None:
                 url = owned.place.url
-                self._report(lambda events: events.write("mirror", place=url, text=f"copying to {url}"))
+                self._report(lambda events: events.write("mirror", place=url, text=f"checkpoints will be copied to {url}"))
         elif self._error is not None:
             self._copier.claim.reopen()
         self._copier.claim.note(self.folder)

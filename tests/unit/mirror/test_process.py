@@ -47,7 +47,7 @@ def test_a_store_that_fails_is_reported_once_and_the_mirror_catches_up(
     assert "is not mirrored to" in warning["text"]
     texts = [event["text"] for event in events_of(folder.path, "mirror")]
     place = tmp_path / "disk" / "lab" / "run"
-    assert texts == [f"copying to {place}", f"{place} can be written again and is up to date"]
+    assert texts == [f"checkpoints will be copied to {place}", f"{place} can be written again and is up to date"]
     assert [event["step"] for event in events_of(folder.path, "mirrored")] == [6, 3]
     assert (place / "events.jsonl").read_bytes() == folder.events.read_bytes()
     shown = folder.events.read_text() + folder.mirror_state.read_text() + "".join(capfd.readouterr())
@@ -113,3 +113,13 @@ def test_what_is_missing_is_listed() -> None:
     left = [f"step-0000000{n}" for n in range(9)]
     text = supervisor._left_text({"left": left, "left_bytes": 3e9})
     assert text == ("step-00000000, step-00000001, step-00000002, step-00000003 and 5 more (3.0 GB) not copied yet")
+
+
+def test_a_short_wait_or_one_for_logs_alone_is_not_announced() -> None:
+    def notices(*left: str) -> list[int]:
+        wait = supervisor._Wait(0.0, is_short=False)
+        wait.observe({"left": list(left)}, 0.0)
+        return [second for second in range(30) if wait.is_notice_due(second)]
+
+    assert notices("logs/rank-1.log", "step-00000003") == [3, 13, 23]
+    assert notices("logs/rank-1.log", "logs/rank-0.log") == notices() == [10, 20]
