@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,20 @@ def test_a_run_whose_folder_was_deleted_and_created_again_keeps_its_place(
     make_run(folder.path, 6)  # as the launcher and the ranks do
     assert mirroring.run()
     assert claim(folder, str(tmp_path / "disk"), "lab").place.url == str(tmp_path / "disk" / "lab" / "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="needs the scheduler's groups of Linux")
+def test_the_last_files_are_copied_with_the_usual_priority() -> None:
+    code = (
+        "import time; from pathlib import Path; from paceline.mirror.process import _lower_priority, _restore_priority;"
+        "_lower_priority(); low = Path('/proc/self/autogroup').read_text();"
+        "time.sleep(0.15); _restore_priority();"  # Linux permits a change every 0.1 s
+        "print(low.split()[-1], Path('/proc/self/autogroup').read_text().split()[-1])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    assert ended.stdout.split() == ["19", "0"], ended.stderr
 
 
 def test_the_wait_ends_without_progress_and_earlier_for_a_run_that_was_stopped() -> None:
