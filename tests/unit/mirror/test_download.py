@@ -167,6 +167,12 @@ def test_a_report_reads_no_weights_and_an_evaluation_those_it_needs(place: Path)
     assert len(list(folder.path.rglob("*.safetensors"))) == 1
 
 
+def test_a_mirror_in_a_folder_is_read_through_a_copy(place: Path, tmp_path: Path) -> None:
+    assert folder_of_run(str(place)) == folder_of_run(f"file://{place}")
+    assert folder_of_run(place).is_relative_to(tmp_path / "home" / "mirrors")
+    assert folder_of_run("runs/lab") == Path("runs/lab")
+
+
 def test_a_copy_follows_the_mirror(place: Path, tmp_path: Path) -> None:
     folder = RunFolder(local_copy(str(place)))
     source = make_run(tmp_path / "old" / "run", 12)
