@@ -120,7 +120,9 @@ class MirrorProcess:
             self._used_s = time.process_time()  # the start of a library needs no rest, so the first copies are early
             if self._error is None:
                 url = owned.place.url
-                self._report(lambda events: events.write("mirror", place=url, text=f"checkpoints will be copied to {url}"))
+                self._report(
+                    lambda events: events.write("mirror", place=url, text=f"checkpoints will be copied to {url}")
+                )
         elif self._error is not None:
             self._copier.claim.reopen()
         self._copier.claim.note(self.folder)

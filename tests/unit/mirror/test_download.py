@@ -112,7 +112,9 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_starts_from_the_beginni
     folder = fetch_to_resume(make_config(resume=str(tmp_path / "disk" / "lab" / "run")))
     assert RunFolder(folder).config.exists()
     assert steps_in(folder) == []
-    assert "has no checkpoint, and its events show that the run had saved none yet; it starts" in capsys.readouterr().err
+    assert (
+        "has no checkpoint, and its events show that the run had saved none yet; it starts" in capsys.readouterr().err
+    )
 
 
 def test_a_folder_that_has_a_run_is_not_touched(place: Path, make_config: MakeConfig) -> None:
