@@ -143,7 +143,7 @@ def simulate_elastic(
 
     It waits for it, or continues with fewer hosts until then. Both restart once the host is there.
     """
-    now, work, back = 0.0, 0.0, []
+    now, work, back = 0.0, 0.0, list[float]()
     while now < days * 86_400:
         up = hosts - len(back)
         if up == 0 or (waits and back):

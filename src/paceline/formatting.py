@@ -10,7 +10,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069
 
 # In URLs: the user and password, but not the user alone of sftp and ssh; and the query.
 USER = re.compile(r"(\b(?!sftp:|ssh:)[A-Za-z][A-Za-z0-9+.-]+:/+|\b(?:sftp|ssh):/+[^\s'\":@]*:)[^\s'\"]*@")
-QUERY = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/[^\s'\"?]*)\?[^\s'\"]+")
+QUERY = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/[^\s'\"?#]*[?#])[^\s'\"]+")  # or a fragment
 
 
 def ranks_text(count: int) -> str:
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 def redacted(text: str) -> str:
     """The text without user names, passwords and queries in URLs."""
-    return QUERY.sub(r"\1?***", USER.sub(r"\1***@", text))
+    return QUERY.sub(r"\1***", USER.sub(r"\1***@", text))
 
 
 def size_text(size: float) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config, build
+from paceline.config.functions import check_not_importing
 from paceline.errors import Stopped, StoppedScript, UnknownAttribute
 from paceline.system.signals import requests_deferred
 from paceline.user_code import is_notebook
@@ -313,6 +314,7 @@ class Trainer:
 
     def start(self) -> Result:
         """Train on the ranks that the config asks for, and return the result; may be called again."""
+        check_not_importing()
         try:
             with requests_deferred():
                 from paceline import launch

@@ -34,15 +34,16 @@ def test_a_difference_is_named_with_parameter_step_and_reason(run, tmp_path: Pat
         "digits",
         "max_steps=3",
         "exact=false",
+        "lanes=4",
         "--procs",
-        "1,3",
+        "1,2",
         "--run-dir",
         "out",
         timeout_s=200,
     )
     assert ended.returncode == 0, ended.stderr
     assert (
-        "the weights of ddp-3 differ from plain: with exact: false, gradients are summed in the fastest order"
+        "the weights of ddp-2 differ from plain: with exact: false, gradients are summed in the fastest order"
         in ended.stdout
     )
     assert "differs first in " in ended.stdout

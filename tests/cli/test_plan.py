@@ -17,14 +17,14 @@ def data(): return torch.utils.data.TensorDataset(torch.randn(200, 4), torch.ara
 def model(): return torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 2))
 """
 CONFIG = (
-    "name: lab\nmodel_fn: 'lab:model'\ndataset_fn: 'lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\nnum_epochs: 2\n"
-    "device: cpu\n"
+    "name: lab\nmodel_fn: 'planned_lab:model'\ndataset_fn: 'planned_lab:data'\nloss_fn: cross_entropy\nbatch_size: 8\n"
+    "num_epochs: 2\ndevice: cpu\n"
 )
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    (tmp_path / "lab.py").write_text(LAB)
+    (tmp_path / "planned_lab.py").write_text(LAB)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
 
@@ -91,6 +91,6 @@ def test_what_cannot_be_planned_is_answered_at_once(run_here, lab: Path, monkeyp
     ended = run_here("paceline", "plan", "config.yaml", "lanes=4", "--ranks", "8")
     assert ended.returncode == 2
     assert "--ranks 8 but lanes=4" in ended.stderr
-    own = run_here("paceline", "plan", "config.yaml", "train_fn=lab:model")
+    own = run_here("paceline", "plan", "config.yaml", "train_fn=planned_lab:model")
     assert own.returncode == 2
     assert run_here("paceline", "plan", "config.yaml", "--link", "fast").returncode == 2

@@ -38,7 +38,7 @@ def plan(
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("plan.html"),
     as_json: Annotated[bool, typer.Option("--json", help="Print only a JSON object.")] = False,
 ) -> None:
-    """Show the time and price of a run on more ranks, and its limit.
+    """Show the time and the price of a run on more ranks.
 
     Measures a few steps here, and says what to change.
     Example: paceline plan config.yaml --ranks 1,8,64 --link 100gbe --price 2.5

@@ -73,7 +73,7 @@ def advice_on_value(key: str, value: Any, given: Mapping[str, Any], origin: Orig
     path = tuple(key.split("."))
     answer = Answer(path, value, key, dict(leaves(settings(write, value))), note=note.replace(VALUE, _text(value)))
     kept = {at: inner for at, inner in _flat(given) if at[: len(path)] != path}
-    return f"is not a value of Paceline; {_advice([answer], kept, origin.of(key))}"
+    return f"has no meaning here; {_advice([answer], kept, origin.of(key))}"
 
 
 def advice_on_key(name: str, value: Any, given: Mapping[str, Any]) -> str | None:

@@ -257,7 +257,7 @@ def _cpu_suffices(config: Config) -> Iterator[str]:
 # default in its place for a mistake of the user.
 CHECKS: dict[Check, tuple[str, ...]] = {
     _required("model_fn", "a function that returns the model"): ("model_fn",),
-    _required("dataset_fn", "the data set's class"): ("dataset_fn",),
+    _required("dataset_fn", "a function or class that returns the data set"): ("dataset_fn",),
     _loop_is_given: ("train_fn", "loss_fn", "step_fn"),
     _exclusive("loss_fn", "step_fn"): (),
     _phases_have_optimizers: ("step_fn", "optimizer_fn"),

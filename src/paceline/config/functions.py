@@ -9,12 +9,15 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.user_code import install_command
+
+_importing: ContextVar[str | None] = ContextVar("importing", default=None)  # the module that is being imported
 
 MODEL_LOSS = "model"  # as `loss_fn`: the loss that the model itself returns
 
@@ -56,6 +59,7 @@ def _import(module_name: str, folder: Path | None) -> ModuleType:
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # not removed again: the ranks get this sys.path
     _check_not_shadowed(top, folder)
+    token = _importing.set(module_name)
     try:
         return importlib.import_module(module_name)
     except Exception as error:
@@ -63,6 +67,18 @@ def _import(module_name: str, folder: Path | None) -> ModuleType:
             place = folder or "sys.path"
             raise FunctionNotFound(f"names a module that does not exist: {module_name}.py in {place}") from None
         raise FunctionNotFound(f"cannot be imported: {_cause(error, folder)}") from error
+    finally:
+        _importing.reset(token)
+
+
+def check_not_importing() -> None:
+    """Raise if a module is being imported for one of its functions, and would start a run of its own."""
+    module = _importing.get()
+    if module is not None:
+        raise ConfigError(
+            f"the module {module} starts a run when it is imported for one of its functions; put the lines that start "
+            'the run under `if __name__ == "__main__":`'
+        )
 
 
 def _check_not_shadowed(module_name: str, folder: Path | None) -> None:

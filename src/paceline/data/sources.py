@@ -143,6 +143,10 @@ def _checked(dataset: Any, source: str, *, may_stream: bool = False) -> Any:
         raise ConfigError(f"{returned}; it must return a data set")
     if isinstance(dataset, tuple) and dataset and all(isinstance(each, torch.Tensor) for each in dataset):
         raise ConfigError(f"{returned} of tensors; return a data set of them: TensorDataset(x, y)")
+    if isinstance(dataset, tuple) and dataset and all(isinstance(each, Dataset) for each in dataset):
+        raise ConfigError(
+            f"{returned} of data sets; return the one for training, and give val_dataset_fn for validation data"
+        )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"{returned}; return its data set: Paceline makes the batches (batch_size, collate_fn, workers)"

@@ -45,6 +45,9 @@ class Facts:
     is_in_data: bool = False  # whether the data set or its function was called
     is_in_collate: bool = False  # whether samples were being made a batch
     is_in_table: bool = False  # whether pandas raised it
+    has_table: bool = True  # whether the run has a table (`df`); otherwise pandas holds something else
+    model: str = ""  # the class of the outermost module in the traceback
+    is_in_forward: bool = False  # whether a loss was called within the forward of a module
     batch: Any = None  # that the model was called with, by Paceline
 
 
@@ -68,7 +71,7 @@ def facts_of(error: BaseException) -> Facts:
             if name.startswith("torch.nn.modules") and "input" in frame.f_locals:
                 facts = _of_layer(module, root, frame)
         elif name == "torch.nn.functional" and "input" in frame.f_locals:
-            facts = _of_function(frame, facts)
+            facts = replace(_of_function(frame, facts), is_in_forward=root is not None and not _is_loss(root))
         elif frame.f_code.co_name == "run_model" and name.startswith("paceline."):
             batch = frame.f_locals.get("batch")
     text = str(error)
@@ -76,10 +79,15 @@ def facts_of(error: BaseException) -> Facts:
     return replace(
         facts,
         batch=batch,
+        model=type(root).__name__ if root is not None else "",
         is_in_data=any(name.startswith("paceline.data.") for name in modules) or "in DataLoader worker process" in text,
         is_in_collate="torch.utils.data._utils.collate" in modules or "_utils/collate.py" in text,
         is_in_table="/pandas/" in files[-1] if files else bool(modules) and modules[-1].startswith("pandas."),
     )
+
+
+def _is_loss(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.loss")
 
 
 def _of_layer(layer: torch.nn.Module, root: torch.nn.Module, frame: FrameType) -> Facts:

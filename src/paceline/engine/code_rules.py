@@ -14,6 +14,7 @@ UNKNOWN_TYPE = re.compile(r"default_collate: batch must contain .*; found <class
 UNEQUAL = re.compile(r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry 0 and (\[[\d, ]*\])")
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 FORWARD = re.compile(r"TypeError: (\w+)\.forward\(\) (?:got|takes|missing) ")
+WRAPPED = re.compile(r"AttributeError: '(\w+)' object has no attribute 'module'")
 ON_TWO_DEVICES = re.compile(r"Expected all tensors to be on the same device(?:, but (?:got|found) )?([^\n!(]*)")
 
 
@@ -34,12 +35,12 @@ def _quoted(text: str) -> list[str]:
 def _column(text: str, facts: Facts) -> Diagnosis | None:
     if not facts.is_in_table:  # a dict of the user
         return None
+    table = "the table" if facts.has_table else "an object of pandas"
     if found := re.search(r"KeyError: (\d+)$", text, re.MULTILINE):
-        return Diagnosis(
-            f"the table has no row with the label {found[1]}; select rows by position: df.iloc[index]", DATA
-        )
+        return Diagnosis(f"{table} has no row with the label {found[1]}; .iloc[index] selects rows by position", DATA)
     names = _quoted(text)
-    return Diagnosis(f"the table has no column {', '.join(names)}", DATA) if names else None
+    what = "column" if facts.has_table else "column or label"
+    return Diagnosis(f"{table} has no {what} {', '.join(names)}", DATA) if names else None
 
 
 def _unknown_type(text: str, facts: Facts) -> Diagnosis | None:
@@ -67,16 +68,17 @@ def _unequal(text: str, facts: Facts) -> Diagnosis | None:
 
 
 def _without_return(text: str, facts: Facts) -> Diagnosis | None:
-    if not facts.is_none:
+    if not facts.is_none or facts.is_in_forward:
         return None
-    what = f"{facts.layer} gets None: a forward before it" if facts.layer else "the model returned None: its forward"
-    return Diagnosis(f"{what} has no return; end it with return and the output", MODEL)
+    if facts.layer:
+        return Diagnosis(f"{facts.layer} gets None; check that the forward before it returns its output", MODEL)
+    return Diagnosis("the model returned None: its forward has no return; end it with return and the output", MODEL)
 
 
 def _called_differently(text: str, facts: Facts) -> Diagnosis | None:
     """The model was called by Paceline with other arguments than its forward takes."""
     found = FORWARD.search(text)
-    if found is None or facts.batch is None:
+    if found is None or facts.batch is None or found[1] != facts.model:  # a call of the user's own code
         return None
     if isinstance(facts.batch, Mapping):
         names = ", ".join(str(key) for key in facts.batch if key != "labels")
@@ -123,6 +125,13 @@ def _two_devices(text: str, facts: Facts) -> Diagnosis | None:
     )
 
 
+def _without_wrapper(text: str, facts: Facts) -> Diagnosis | None:
+    found = WRAPPED.search(text)
+    if found is None or found[1] != facts.model:
+        return None
+    return Diagnosis("the model is your own module, without DDP's wrapper; write model in place of model.module", MODEL)
+
+
 def _always(sentence: str, blamed: str = MODEL) -> Callable[[str, Facts], Diagnosis | None]:
     """A rule whose sentence needs no facts."""
     return lambda text, facts: Diagnosis(sentence, blamed)
@@ -162,10 +171,7 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
     (ON_TWO_DEVICES, _two_devices),
     (r"Run\.log\(\) takes 1 positional", _always("run.log takes values by name; write run.log(loss=loss)")),
     (r"Run\.step\(\) missing 1 required", _always("run.step needs the optimizer; write run.step(optimizer)")),
-    (
-        "object has no attribute 'module'",
-        _always("the model is your own module, without DDP's wrapper; write model in place of model.module"),
-    ),
+    (WRAPPED, _without_wrapper),
     (
         "initialize the default process group twice",
         _always("Paceline has created the process group; remove init_process_group and destroy_process_group"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -43,7 +44,7 @@ ASSERT = "device-side assert triggered"
 def explained(error: BaseException, config: Any) -> str | None:
     """The sentence for an error of torch with the place in the user's code; None if it is not known."""
     text = f"{type(error).__name__}: {error}"
-    found = diagnosis_of(text, facts_of(error))
+    found = diagnosis_of(text, replace(facts_of(error), has_table=config.df is not None))
     if found is None:
         return None
     sentence = found.sentence
@@ -73,6 +74,12 @@ def _classes(text: str, facts: Facts) -> Diagnosis | None:
     count, low, high = given.shape[1 if len(given.shape) > 1 else 0], target.low, target.high
     found = OUT_OF_BOUNDS.search(text)
     assert found is not None
+    if facts.is_in_forward:  # an auxiliary loss, or that of a model which computes its own
+        return Diagnosis(
+            f"{facts.function} in the forward of {facts.model} gets target {found[1]}, but its input of shape "
+            f"{given.shape} has {count} classes; correct the targets, or give it more classes",
+            MODEL,
+        )
     outputs = f"the model's output of shape {given.shape} has {count} {'class' if count == 1 else 'classes'}"
     if int(found[1]) < 0:
         return Diagnosis(f"a target is {found[1]}, but classes are numbered from 0; correct the targets", DATA)
@@ -95,11 +102,11 @@ def _rows_of_embedding(text: str, facts: Facts) -> Diagnosis | None:
     rows = (facts.takes or {}).get("num_embeddings")
     if facts.given is None or facts.given.high is None or rows is None:
         return None
-    index = facts.given.low if facts.given.low is not None and facts.given.low < 0 else facts.given.high
+    is_negative = facts.given.low is not None and facts.given.low < 0
+    index = facts.given.low if facts.given.low is not None and is_negative else facts.given.high
+    fix = "correct the samples" if is_negative else f"give it num_embeddings={index + 1}, or correct the samples"
     return Diagnosis(
-        f"{facts.layer} gets the index {index}, but has {rows} rows, numbered from 0 to {rows - 1}; give it "
-        f"num_embeddings={facts.given.high + 1}, or correct the samples",
-        MODEL,
+        f"{facts.layer} gets the index {index}, but has {rows} rows, numbered from 0 to {rows - 1}; {fix}", MODEL
     )
 
 

@@ -47,6 +47,11 @@ class Claim:
             with suppress(OSError):
                 write_json(folder.mirror, {"place": self.place.url, "run": self._run})
 
+    def renew(self) -> None:
+        """Write the record again if it was removed."""
+        if _record_in(self.place) is None:
+            self.place.write(RECORD, _record(self._run, self._writer))
+
     def check(self) -> None:
         """Raise TakenOver if another process writes here now."""
         found = _record_in(self.place)
@@ -59,7 +64,7 @@ def claim(folder: RunFolder, mirror: str, name: str) -> Claim:
     known = read_mirror(folder)
     run = str(known.get("run") or secrets.token_hex(8))
     writer = secrets.token_hex(8)
-    record = json.dumps({"run": run, "writer": writer, "host": socket.gethostname()}).encode()
+    record = _record(run, writer)
     for url in _candidates(mirror_root(mirror), str(known.get("place") or ""), name, folder.path.name):
         if is_inside(url, folder.path):
             raise InsideRunFolder(url)
@@ -99,6 +104,10 @@ def _candidates(root: str, known: str, name: str, folder: str) -> Iterator[str]:
         yield known
     yield f"{root}/{name}/{folder}"
     yield from (f"{root}/{name}/{folder}-{number}" for number in itertools.count(2))
+
+
+def _record(run: str, writer: str) -> bytes:
+    return json.dumps({"run": run, "writer": writer, "host": socket.gethostname()}).encode()
 
 
 def _record_in(place: MirrorPlace) -> dict[str, Any] | None:

@@ -100,6 +100,18 @@ class Copier:
             work.copy()
         return work is not None
 
+    def forget_removed(self) -> bool:
+        """Find what others have removed from the mirror, which is then copied again; whether there is anything."""
+        sizes = self.claim.place.sizes()
+        names = [name for name in self._copied if name not in sizes]
+        steps = [step for step, manifest in self._present.items() if not _is_whole(manifest, sizes)]
+        for name in names:
+            del self._copied[name]
+        for step in steps:
+            del self._present[step]
+        self.claim.renew()
+        return bool(names or steps)
+
     def work(self, *, is_last: bool) -> Iterator[Work]:
         """What is to be copied, the most important first."""
         missing = self._missing_checkpoints()
@@ -250,6 +262,12 @@ def obsolete(present: Mapping[int, Manifest], local: set[int], retention: Retent
         if values:
             kept.add((min if mode == "min" else max)(values, key=lambda step: values[step]))
     return {*present} - kept
+
+
+def _is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
+    """Whether the files of a checkpoint are among those in a mirror."""
+    folder = f"{FOLDER}/step-{manifest.step:08d}"
+    return all(f"{folder}/{name}" in sizes for name in (MANIFEST, *(file.name for file in manifest.files)))
 
 
 def _is_obsolete(name: str, kept: set[int]) -> bool:

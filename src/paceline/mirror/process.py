@@ -84,6 +84,7 @@ class MirrorProcess:
     is_over: threading.Event
     _copier: Copier | None = None
     _error: str | None = None  # why the store cannot be used now
+    _is_compared: bool = False  # whether what is copied was compared with the mirror, at the end
     _failures: int = 0
     _transferred: int = 0  # bytes of the current file, written and read back
     _used_s: float = field(default_factory=time.process_time)  # of the processor, at the last rest
@@ -130,6 +131,10 @@ class MirrorProcess:
             self._transferred = 0
             self._write_state(is_frequent=True)
             is_last = is_last or self.is_over.is_set()
+        if is_last and not self._is_compared:
+            self._is_compared = True
+            if self._copier.forget_removed():
+                self._copy(is_last=True)
 
     def _failed(self, error: Exception) -> None:
         """Report the first error of a series, and wait; later attempts have new connections and credentials."""

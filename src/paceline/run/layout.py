@@ -89,6 +89,11 @@ class RunFolder:
 
 
 def newest_run_below(top: Path) -> Path | None:
-    """The most recently changed run folder among `top/<name>/<date-time>`."""
+    """The run folder among `top/<name>/<date-time>` that has trained last; its later use for predictions is no part."""
     found = [path for path in top.glob("*/*") if RunFolder(path).holds_run()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return max(found, key=_last_trained, default=None)
+
+
+def _last_trained(path: Path) -> float:
+    events = RunFolder(path).events
+    return (events if events.exists() else path).stat().st_mtime

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` keeps only one of the two slashes
+FILE_ON_HOST = re.compile("file://[^/]")
 WITH_USER = ("sftp", "ssh")  # protocols whose URLs may name a user
 READ_ONLY = ("http", "https")
 CREDENTIALS = (
@@ -39,6 +40,10 @@ def as_url(place: Path | str) -> str:
 def problem_with_place(place: Path | str) -> str | None:
     """The problem with a folder or URL at which runs are mirrored, and the fix; None if it can be used."""
     url = as_url(place)
+    if "::" in url:
+        return "chains several protocols; give one, such as s3://bucket/folder"
+    if FILE_ON_HOST.match(str(place)):
+        return "names a host; give a folder of this machine, such as /mnt/backup"
     if not is_url(url):
         return problem_with(url) if url.strip() else "is empty; give a folder or a URL"
     scheme, _, rest = url.partition("://")

@@ -119,3 +119,9 @@ def test_the_home_of_a_function_is_where_its_module_is_looked_up(tmp_path: Path)
 
 def test_what_is_installed_has_no_home() -> None:
     assert [home_of(function) for function in (Path, len, pytest.fixture, functools.partial(len))] == [None] * 4
+
+
+def test_a_module_that_starts_a_run_when_it_is_imported_is_answered_with_the_fix(tmp_path: Path) -> None:
+    script = "import paceline\ndef model(): ...\npaceline.Trainer.start(None)\n"
+    (tmp_path / "pl_unguarded.py").write_text(script)
+    assert "put the lines that start the run under `if __name__ ==" in reason("pl_unguarded:model", tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline.config import Config, build
 from paceline.data import sources
@@ -218,6 +218,10 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "tensors": (
         {"dataset_fn": lambda: (torch.ones(3, 2), torch.ones(3))},
         "dataset_fn PLACE returned a tuple of tensors; return a data set of them: TensorDataset(x, y)",
+    ),
+    "two data sets": (
+        {"dataset_fn": lambda: (TensorDataset(torch.ones(3)), TensorDataset(torch.ones(2)))},
+        "dataset_fn PLACE returned a tuple of data sets; return the one for training, and give val_dataset_fn",
     ),
     "loader": (
         {"dataset_fn": lambda: DataLoader(Letters())},

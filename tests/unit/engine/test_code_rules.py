@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 
 from paceline.config import build
-from paceline.engine.diagnosis import explained
+from paceline.engine.call_facts import Facts
+from paceline.engine.diagnosis import diagnosis_of, explained
 from paceline.engine.objective import run_model
 from paceline.worker.own_run import OwnRun
 from paceline.worker.rank_run import RankRun
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "columns": (lambda: TABLE[["x", "y"]], "the table has no column x, y; its columns are age, city"),
     "a row of a part of the table": (
         lambda: TABLE["age"][5],
-        "the table has no row with the label 5; select rows by position: df.iloc[index]",
+        "the table has no row with the label 5; .iloc[index] selects rows by position",
     ),
     "no sample": (
         lambda: default_collate([None, None]),
@@ -92,7 +93,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "part without return": (
         lambda: nn.Sequential(WithoutReturn(), nn.Linear(2, 1))(torch.ones(2, 2)),
-        "layer '1' (Linear) gets None: a forward before it has no return; end it with return and the output",
+        "layer '1' (Linear) gets None; check that the forward before it returns its output",
     ),
     "no parent": (
         NoParent,
@@ -203,3 +204,46 @@ def test_a_missing_key_of_the_users_own_dict_stays_as_it_is() -> None:
 )
 def test_the_same_errors_in_code_of_the_user_stay_as_they_are(error: Exception) -> None:
     assert explained(error, build({**MANAGED, "df": TABLE})) is None
+
+
+class Outer(nn.Module):
+    """A model whose forward contains a mistake in code of its own."""
+
+    def __init__(self, mistake: Any) -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mistake(x)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (lambda x: nn.functional.relu({}.get("hidden")), None),
+        (lambda x: Photo().module, None),
+        (
+            lambda x: nn.functional.cross_entropy(x, torch.tensor([7, 7])),
+            "cross_entropy in the forward of Outer gets target 7, but its input of shape (2, 3) has 3 classes; ",
+        ),
+        (
+            lambda x: nn.Embedding(4, 2)(torch.tensor([-3, 9])),
+            "the index -3, but has 4 rows, numbered from 0 to 3; correct the samples",
+        ),
+        (lambda x: pd.DataFrame({"id": [1]}).loc[7], "an object of pandas has no row with the label 7; "),
+    ],
+    ids=["None within forward", "own attribute", "auxiliary loss", "negative index", "own lookup table"],
+)
+def test_mistakes_within_the_users_code_are_not_blamed_on_other_code(mistake: Any, sentence: str | None) -> None:
+    config, model = build({**MANAGED}), Outer(mistake)
+    with pytest.raises((KeyError, TypeError, AttributeError, IndexError)) as caught:
+        model(torch.zeros(2, 3))
+    found = explained(caught.value, config)
+    assert found is None if sentence is None else sentence in (found or "")
+
+
+def test_a_call_of_another_module_is_not_taken_for_that_of_the_model() -> None:
+    text = "TypeError: Inner.forward() missing 1 required positional argument: 'mask'"
+    batch = (torch.zeros(2), torch.zeros(2))
+    assert diagnosis_of(text, Facts(batch=batch, model="Outer")) is None
+    assert diagnosis_of(text, Facts(batch=batch, model="Inner")) is not None

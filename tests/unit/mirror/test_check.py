@@ -24,7 +24,7 @@ MakeConfig = Callable[..., Config]
     "url",
     [
         "s3://KEY:geheim@bucket/runs", "s3://KEY:gehe/im@bucket", "sftp://me:geheim@host/runs",
-        "s3://bucket/runs?secret=geheim", "gs://geheim@bucket",
+        "s3://bucket/runs?secret=geheim", "s3://bucket/runs#secret=geheim", "gs://geheim@bucket",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("key", ["checkpoint.mirror", "resume"])
@@ -49,11 +49,18 @@ def test_a_url_that_was_given_as_a_path_keeps_its_slashes(make_config: MakeConfi
 
 @pytest.mark.parametrize(
     ("mirror", "problem"),
-    [("https://host/runs", "can only be read"), ("s3://", "names no bucket"), ("", "is empty")],
+    [
+        ("https://host/runs", "can only be read"),
+        ("s3://", "names no bucket"),
+        ("", "is empty"),
+        ("simplecache::s3://KEY:geheim@b/r", "chains several protocols"),
+        ("file://me@host/runs", "names a host"),
+    ],
 )
 def test_places_that_cannot_be_mirrors(mirror: str, problem: str) -> None:
     [found] = problems({**MANAGED, "checkpoint": {"mirror": mirror}})
     assert problem in found
+    assert "geheim" not in found
 
 
 def test_a_mirror_in_the_run_folder_is_rejected(make_config: MakeConfig) -> None:

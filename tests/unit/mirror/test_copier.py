@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_everything_that_a_run_needs_is_copied_and_nothing_else(tmp_path: Path, 
     }  # fmt: skip
     for path in Store(place / "checkpoints").paths():
         verify(path)
+
+
+def test_what_others_remove_from_a_mirror_is_found_and_copied_again(tmp_path: Path, place: Path) -> None:
+    folder = make_run(tmp_path / "run", 3, 6)
+    copier = copier_of(folder, tmp_path / "disk")
+    copy_all(copier)
+    complete = names_in(place)
+    assert not copier.forget_removed()
+    shutil.rmtree(place)
+    assert copier.forget_removed()
+    copy_all(copier)
+    assert names_in(place) == complete
+    assert not copier.forget_removed()
 
 
 def test_the_newest_checkpoint_is_copied_first_and_a_newer_one_overtakes_it(tmp_path: Path) -> None:
