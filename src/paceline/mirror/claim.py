@@ -41,6 +41,12 @@ class Claim:
         self.place = MirrorPlace(self.place.url, is_new=True)
         self.check()
 
+    def note(self, folder: RunFolder) -> None:
+        """Write the place to the run folder, also after the folder was deleted and created again during the run."""
+        if folder.config.exists() and not folder.mirror.exists():
+            with suppress(OSError):
+                write_json(folder.mirror, {"place": self.place.url, "run": self._run})
+
     def renew(self) -> None:
         """Write the record again if it was removed."""
         if _record_in(self.place) is None:
@@ -69,7 +75,8 @@ def claim(folder: RunFolder, mirror: str, name: str) -> Claim:
         if found is not None and found.get("run") == run:
             place.write(RECORD, record)
             break
-    write_json(folder.mirror, {"place": url, "run": run})
+    with suppress(OSError):  # of a folder that was deleted in this moment; `note` writes it later
+        write_json(folder.mirror, {"place": url, "run": run})
     return Claim(place, run, writer)
 
 

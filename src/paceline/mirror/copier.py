@@ -116,6 +116,8 @@ class Copier:
         """What is to be copied, the most important first."""
         missing = self._missing_checkpoints()
         yield from self._changed(CONFIG, is_last=is_last)
+        if not self._present and EVENTS not in self._copied:  # they show later that there was no checkpoint yet
+            yield from self._changed(EVENTS, is_last=is_last)
         for path in missing[:1]:
             yield from self._work_of(path)
         if self.folder.result.exists():

@@ -10,15 +10,17 @@ from pathlib import Path
 from paceline.checkpoint.store import MANIFEST, DamagedCheckpoint, Store, verify
 from paceline.config import Config
 from paceline.errors import CheckpointsDamaged, ConfigError
-from paceline.mirror.copier import CONFIG, FOLDER, GROWING
+from paceline.mirror.copier import CONFIG, EVENTS, FOLDER, GROWING
 from paceline.mirror.place import RECORD, MirrorPlace, OnBytes
 from paceline.mirror.transfer import (
+    LISTED,
     Unreadable,
     check_sizes,
     get_file,
     json_of,
     manifest_in,
     opened,
+    patiently,
     progress,
     sizes_of_run,
     steps_in,
@@ -28,6 +30,7 @@ from paceline.run.layout import RunFolder
 from paceline.run.lifecycle import new_folder
 
 IMAGE = re.compile(r"images/[\w-][\w.-]*\.png")
+SAVED = (b'"event": "checkpoint"', b'"event": "mirrored"', b'"event": "resumed"')  # in lines of events.jsonl
 
 
 def fetch_to_resume(config: Config) -> Path:
@@ -41,6 +44,8 @@ def fetch_to_resume(config: Config) -> Path:
         raise ConfigError(
             f"run_dir={config.run_dir} already contains a run; resume it with --resume auto, or choose another folder"
         )
+    if not steps_in(sizes):
+        _check_is_new(place)
     is_ours = not any(folder.path.iterdir())
     try:
         _fetch_into(folder, place, sizes, config)
@@ -65,8 +70,25 @@ def _fetch_into(folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], co
         record = json_of(place, RECORD)
         write_json(folder.mirror, {"place": place.url, "run": record.get("run")})
         get_file(place, CONFIG, folder.config, on_bytes)  # last: without it, the folder is no run
-    what = newest.name if newest is not None else "a run without a checkpoint"
-    print(f"downloaded {what} of {place.url} into {folder.path}", file=sys.stderr, flush=True)
+    text = f"downloaded {newest.name} of {place.url} into {folder.path}" if newest is not None else (
+        f"warning: {place.url} has no checkpoint, and its events show that the run had saved none yet; it starts from "
+        f"the beginning, in {folder.path}"
+    )  # fmt: skip
+    print(text, file=sys.stderr, flush=True)
+
+
+def _check_is_new(place: MirrorPlace) -> None:
+    """Raise a ConfigError unless the events of a mirror without a checkpoint show that the run has never had one."""
+    lines = (patiently(place, lambda: place.read(EVENTS)) or b"").splitlines()
+    if lines and not any(event in line for line in lines for event in SAVED):
+        return
+    parent, _, name = place.url.rpartition("/")
+    beside = MirrorPlace(parent)
+    manifests = patiently(beside, lambda: beside.glob(f"*/{FOLDER}/step-*/{MANIFEST}"))
+    others = sorted({manifest.split("/")[0] for manifest in manifests} - {name})
+    listed = ", ".join(f"{parent}/{other}" for other in others[-LISTED:])
+    hint = f"give another run of this name, which has one: {listed}; or " if others else ""
+    raise ConfigError(f"{place.url} has no checkpoint yet; {hint}start a new run without --resume")
 
 
 def _fetch_newest(folder: RunFolder, place: MirrorPlace, sizes: dict[str, int], on_bytes: OnBytes) -> Path | None:

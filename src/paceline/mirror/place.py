@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from paceline.errors import ConfigError, MissingExtra
 from paceline.formatting import redacted
-from paceline.system.paths import is_url
+from paceline.system.paths import is_file, is_url
 
 CHUNK = 1 << 22
 RECORD = "mirrored.json"  # which run a place belongs to, and which process writes it
@@ -146,7 +146,7 @@ class MirrorPlace:
 
 def is_mirrored(place: str) -> bool:
     """Whether a text names a run in a mirror: a URL, or a folder that a mirror has written."""
-    return is_url(place) or (Path(place) / RECORD).is_file()
+    return is_url(place) or is_file(Path(place) / RECORD)
 
 
 def file_system_of(url: str, *, is_new: bool = False) -> tuple[Any, str]:

@@ -56,9 +56,18 @@ def _lower_priority() -> None:
         Path("/proc/self/autogroup").write_text("19", encoding="ascii")
 
 
+def _restore_priority() -> None:
+    """Copy the last files as fast as any other process, when the ranks need the processor no longer."""
+    with suppress(OSError):  # without privileges, Linux permits this for the session, and not for the process
+        Path("/proc/self/autogroup").write_text("0", encoding="ascii")
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, os.getpid(), 0)
+
+
 def _wait_for_end(is_over: threading.Event) -> None:
     launcher = os.getppid()
     is_asked = bool(sys.stdin.buffer.read(1))
+    _restore_priority()
     is_over.set()
     while is_asked and os.getppid() == launcher:  # which ends this process when it does not want to wait any longer
         time.sleep(INTERVAL_S)
@@ -109,11 +118,15 @@ class MirrorProcess:
                 self.folder, owned, Retention(self.options["keep"], (best["metric"], best["mode"]) if best else None),
                 self._on_bytes, self._on_mirrored,
             )  # fmt: skip
+            self._used_s = time.process_time()  # the start of a library needs no rest, so the first copies are early
             if self._error is None:
                 url = owned.place.url
-                self._report(lambda events: events.write("mirror", place=url, text=f"copying to {url}"))
+                self._report(
+                    lambda events: events.write("mirror", place=url, text=f"checkpoints will be copied to {url}")
+                )
         elif self._error is not None:
             self._copier.claim.reopen()
+        self._copier.claim.note(self.folder)
         while self._copier.copy_next(is_last=is_last):
             self._transferred = 0
             self._write_state(is_frequent=True)

@@ -10,21 +10,21 @@ from paceline.checkpoint.store import MANIFEST, Store, step_of
 from paceline.errors import ConfigError
 from paceline.formatting import redacted
 from paceline.mirror.copier import CONFIG, EVENTS, FOLDER, RESULT
-from paceline.mirror.place import MirrorPlace
+from paceline.mirror.place import MirrorPlace, is_mirrored
 from paceline.mirror.transfer import get_file, manifest_in, opened, progress, sizes_of_run, steps_in
 from paceline.run.atomic_files import write_text
 from paceline.run.checked_files import sha256_of_file
 from paceline.run.layout import RunFolder
 from paceline.system.home import in_home
-from paceline.system.paths import as_url, is_url, problem_with_place
+from paceline.system.paths import as_url, problem_with_place
 
 
 def folder_of_run(run: Path | str) -> Path:
-    """The folder of a run; for the URL of a mirror that of a copy on this machine."""
+    """The folder of a run; for a mirror, also one in a folder, that of a copy: nothing else is written there."""
     if problem := problem_with_place(run):
         raise ConfigError(f"{redacted(str(run))} {problem}")
     place = as_url(run)
-    return local_copy(place) if is_url(place) else Path(place)
+    return local_copy(place) if is_mirrored(place) else Path(place)
 
 
 def local_copy(place: str) -> Path:

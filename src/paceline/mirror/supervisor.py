@@ -25,7 +25,7 @@ from paceline.system.signals import handled
 
 FINISH_S, STALLED_S = 3600.0, 60.0  # the longest wait after a finished run, and without any progress
 STOP_S = 60.0  # the longest wait after a run that was stopped or has failed
-NOTICE_S = 3.0  # between two lines about the wait
+FIRST_NOTICE_S, NOTICE_S = 3.0, 10.0  # until the first line about the wait, and between two of them
 LISTED = 4  # names in a message
 
 
@@ -99,7 +99,8 @@ class _Wait:
     def __init__(self, now: float, *, is_short: bool) -> None:
         self.state: dict[str, Any] = {}
         self._deadline = now + (STOP_S if is_short else FINISH_S)
-        self._progress_at = self._notice_at = now
+        self._progress_at, self._notice_at = now, now + FIRST_NOTICE_S
+        self._began = now
         self._is_shortened = False
         self._least_work: int | None = None
 
@@ -121,9 +122,11 @@ class _Wait:
         return now >= self._deadline or now - self._progress_at >= STALLED_S
 
     def is_notice_due(self, now: float) -> bool:
-        """Whether the next line about the wait is due."""
-        is_due = now - self._notice_at >= NOTICE_S
-        self._notice_at = now if is_due else self._notice_at
+        """Whether the next line about the wait is due; later if only logs are left, which take a moment."""
+        left = self.state.get("left")
+        is_small = left is not None and all(name.startswith("logs/") for name in left)
+        is_due = now >= self._notice_at and not (is_small and now - self._began < NOTICE_S)
+        self._notice_at = now + NOTICE_S if is_due else self._notice_at
         return is_due
 
 

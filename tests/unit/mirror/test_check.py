@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.registry import _registry
 
 from paceline.config import Config
 from paceline.errors import ConfigError, MissingExtra
@@ -75,13 +76,15 @@ def test_a_mirror_that_cannot_be_written_is_rejected(make_config: MakeConfig) ->
 
 
 def test_a_missing_package_is_named_with_its_extra(
-    hide_package: Callable[[str], None], make_config: MakeConfig
+    hide_package: Callable[[str], None], make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package, url, extra in (
         ("s3fs", "s3://b/x", "s3"),
         ("gcsfs", "gs://b/x", "gs"),
         ("paramiko", "sftp://h/x", "sftp"),
     ):
+        monkeypatch.delitem(_registry, extra, raising=False)  # another test may have imported it
+        hide_package(f"fsspec.implementations.{extra}")
         hide_package(package)
         with pytest.raises(MissingExtra, match=rf"needs {package}; run: pip install 'paceline\[{extra}\]'"):
             file_system_of(url)

@@ -90,6 +90,33 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_from_the_beginni
     assert not any(Path("runs/run").iterdir())
 
 
+def test_a_mirror_that_lost_its_checkpoints_is_not_started_from_the_beginning(
+    place: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "b" / "run")
+    folder.events.write_text('{"event": "checkpoint", "time": 1.0, "step": 3}\n')
+    copy_all(copier_of(folder, tmp_path / "disk"))
+    with pytest.raises(ConfigError, match=f"run-2 has no checkpoint yet; give another .*: {place}; or start a new run"):
+        fetch_to_resume(make_config(resume=f"{place}-2"))
+    (place.parent / "run-2" / "events.jsonl").unlink()
+    with pytest.raises(ConfigError, match="run-2 has no checkpoint yet"):
+        fetch_to_resume(make_config(resume=f"{place}-2"))
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_starts_from_the_beginning(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copier = copier_of(make_run(tmp_path / "a" / "run", 3), tmp_path / "disk")
+    for _ in range(3):  # the config, the events, and a part of the first checkpoint
+        copier.copy_next(is_last=False)
+    folder = fetch_to_resume(make_config(resume=str(tmp_path / "disk" / "lab" / "run")))
+    assert RunFolder(folder).config.exists()
+    assert steps_in(folder) == []
+    assert (
+        "has no checkpoint, and its events show that the run had saved none yet; it starts" in capsys.readouterr().err
+    )
+
+
 def test_a_folder_that_has_a_run_is_not_touched(place: Path, make_config: MakeConfig) -> None:
     make_run(Path("taken"), 1)
     with pytest.raises(ConfigError, match="already contains a run; resume it with --resume auto"):
@@ -140,6 +167,12 @@ def test_a_report_reads_no_weights_and_an_evaluation_those_it_needs(place: Path)
     fetch_weights(folder, path)
     verify(path)
     assert len(list(folder.path.rglob("*.safetensors"))) == 1
+
+
+def test_a_mirror_in_a_folder_is_read_through_a_copy(place: Path, tmp_path: Path) -> None:
+    assert folder_of_run(str(place)) == folder_of_run(f"file://{place}")
+    assert folder_of_run(place).is_relative_to(tmp_path / "home" / "mirrors")
+    assert folder_of_run("runs/lab") == Path("runs/lab")
 
 
 def test_a_copy_follows_the_mirror(place: Path, tmp_path: Path) -> None:
