@@ -24,6 +24,8 @@ def use_compiler_cache(key: str, *, default: str) -> None:
     if os.environ.get(COMPILER_CACHE) not in (None, default):
         return
     folder = in_home("compiled", key).absolute()
+    if any(map(str.isspace, str(folder))):  # where torch's command for g++ would end the name
+        return
     with suppress(OSError):  # where nothing can be written, torch's own folder is used
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -49,3 +49,12 @@ def test_torch_uses_its_own_folder_where_the_shared_one_cannot_be_written(
     monkeypatch.setenv(NAME, "/tmp/torchinductor_me")
     use_compiler_cache("torch-cpu", default="/tmp/torchinductor_me")
     assert os.environ[NAME] == "/tmp/torchinductor_me"
+
+
+def test_torch_uses_its_own_folder_where_the_name_of_the_shared_one_has_a_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "my home"))
+    monkeypatch.setenv(NAME, "/tmp/torchinductor_me")
+    use_compiler_cache("torch-cpu", default="/tmp/torchinductor_me")
+    assert os.environ[NAME] == "/tmp/torchinductor_me"
