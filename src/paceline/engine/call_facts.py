@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.loss import _Loss
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine.losses import IGNORED
@@ -46,6 +47,7 @@ class Facts:
     is_in_collate: bool = False  # whether samples were being made a batch
     is_in_table: bool = False  # whether pandas raised it
     has_table: bool = True  # whether the run has a table (`df`); otherwise pandas holds something else
+    loss_class: str = ""  # the class of torch's losses that was called in place of an instance
     model: str = ""  # the class of the outermost module in the traceback
     is_in_forward: bool = False  # whether a loss was called within the forward of a module
     batch: Any = None  # that the model was called with, by Paceline
@@ -62,10 +64,13 @@ def facts_of(error: BaseException) -> Facts:
     """What the traceback of an error knows about the call of torch that failed."""
     root: torch.nn.Module | None = None
     facts, trace, batch, modules = Facts(), error.__traceback__, None, list[str]()
+    loss_class = ""
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         module, name = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
         modules.append(name)
+        if isinstance(module, _Loss) and frame.f_code.co_name == "__init__":
+            loss_class = type(module).__name__
         if isinstance(module, torch.nn.Module) and not isinstance(module, DistributedDataParallel):
             root = root or module
             if name.startswith("torch.nn.modules") and "input" in frame.f_locals:
@@ -79,6 +84,7 @@ def facts_of(error: BaseException) -> Facts:
     return replace(
         facts,
         batch=batch,
+        loss_class=loss_class,
         model=type(root).__name__ if root is not None else "",
         is_in_data=any(name.startswith("paceline.data.") for name in modules) or "in DataLoader worker process" in text,
         is_in_collate="torch.utils.data._utils.collate" in modules or "_utils/collate.py" in text,

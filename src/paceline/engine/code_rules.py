@@ -125,6 +125,13 @@ def _two_devices(text: str, facts: Facts) -> Diagnosis | None:
     )
 
 
+def _loss_class(text: str, facts: Facts) -> Diagnosis | None:
+    if not facts.loss_class:
+        return None
+    name = facts.loss_class
+    return Diagnosis(f"{name} is a class; create the loss first: {name}()(output, target)", MODEL)
+
+
 def _without_wrapper(text: str, facts: Facts) -> Diagnosis | None:
     found = WRAPPED.search(text)
     if found is None or found[1] != facts.model:
@@ -172,6 +179,7 @@ RULES: tuple[tuple[re.Pattern[str] | str, Callable[[str, Facts], Diagnosis | Non
     (r"Run\.log\(\) takes 1 positional", _always("run.log takes values by name; write run.log(loss=loss)")),
     (r"Run\.step\(\) missing 1 required", _always("run.step needs the optimizer; write run.step(optimizer)")),
     (WRAPPED, _without_wrapper),
+    ("Boolean value of Tensor with more than one value is ambiguous", _loss_class),
     (
         "initialize the default process group twice",
         _always("Paceline has created the process group; remove init_process_group and destroy_process_group"),

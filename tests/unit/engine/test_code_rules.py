@@ -223,6 +223,11 @@ class Outer(nn.Module):
         (lambda x: nn.functional.relu({}.get("hidden")), None),
         (lambda x: Photo().module, None),
         (
+            lambda x: nn.CrossEntropyLoss(x, x),
+            "CrossEntropyLoss is a class; create the loss first: CrossEntropyLoss()(",
+        ),
+        (lambda x: 1 if x else 0, None),
+        (
             lambda x: nn.functional.cross_entropy(x, torch.tensor([7, 7])),
             "cross_entropy in the forward of Outer gets target 7, but its input of shape (2, 3) has 3 classes; ",
         ),
@@ -232,11 +237,19 @@ class Outer(nn.Module):
         ),
         (lambda x: pd.DataFrame({"id": [1]}).loc[7], "an object of pandas has no row with the label 7; "),
     ],
-    ids=["None within forward", "own attribute", "auxiliary loss", "negative index", "own lookup table"],
+    ids=[
+        "None within forward",
+        "own attribute",
+        "loss class",
+        "own condition",
+        "auxiliary loss",
+        "negative index",
+        "own lookup table",
+    ],
 )
 def test_mistakes_within_the_users_code_are_not_blamed_on_other_code(mistake: Any, sentence: str | None) -> None:
     config, model = build({**MANAGED}), Outer(mistake)
-    with pytest.raises((KeyError, TypeError, AttributeError, IndexError)) as caught:
+    with pytest.raises((KeyError, TypeError, AttributeError, IndexError, RuntimeError)) as caught:
         model(torch.zeros(2, 3))
     found = explained(caught.value, config)
     assert found is None if sentence is None else sentence in (found or "")
