@@ -173,9 +173,9 @@ def test_pages_fit_a_phone_load_nothing_from_other_hosts_and_are_searched(
     done = subprocess.run(
         [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
-            "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", f"http://{address}/look.html",
+            "--enable-logging=stderr", "--virtual-time-budget=200000", "--dump-dom", f"http://{address}/look.html",
         ],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
     seen = json.loads(html.unescape(re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)[0]))
