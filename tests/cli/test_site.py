@@ -44,7 +44,7 @@ async function open(page) {
 async function find(frame, words) {
   const inside = frame.contentDocument;
   inside.querySelector(".md-search__button").click();
-  for (let turn = 0; turn < 100; turn++) {
+  for (let turn = 0; turn < 1000; turn++) {
     await wait(100);
     const root = [...inside.querySelectorAll("*")].map((each) => each.shadowRoot).find((each) => each);
     const input = root?.querySelector("input");
@@ -54,7 +54,7 @@ async function find(frame, words) {
       input.dispatchEvent(new frame.contentWindow.Event("input", { bubbles: true }));
     }
     const hits = [...root.querySelectorAll("a")].map((link) => link.href);
-    if (hits.length) return hits;
+    if (hits.some((hit) => hit.includes("configuration.html"))) return hits; // the first ones may come from a part of the index
   }
   return [];
 }
