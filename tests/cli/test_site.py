@@ -54,7 +54,7 @@ async function find(frame, words) {
       input.dispatchEvent(new frame.contentWindow.Event("input", { bubbles: true }));
     }
     const hits = [...root.querySelectorAll("a")].map((link) => link.href);
-    if (hits.some((hit) => hit.includes("configuration.html"))) return hits; // the first ones may come from a part of the index
+    if (hits.some((hit) => hit.includes("configuration.html"))) return hits;
   }
   return [];
 }
