@@ -5,13 +5,14 @@ The value is a loss alone, or a dict with `loss` and further scalars; `parts_of`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from paceline.config import Settings
 from paceline.config.functions import is_model_loss
+from paceline.engine.causal_masks import drop_causal_masks
 from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
 from paceline.user_code import with_place
@@ -51,9 +52,26 @@ class Objective(NamedTuple):
         On a GPU, `pads_products` pads the matrices of all products whose sizes are odd, such as a vocabulary of 50,257
         words. The compiler would otherwise measure whether that is faster, which exact runs do not allow.
         """
-        options: dict[str, Any] = {"force_shape_pad": True} if pads_products else {}
-        function = torch.compile(_with_model(self), dynamic=False, options=options)
+        options = {"force_shape_pad": True} if pads_products else {}
+        function = torch.compile(_with_model(self), dynamic=False, backend=_Compiler(options))
         return self._replace(function=function, takes_model=True)
+
+
+class _Compiler:
+    """Torch's own compiler, for which causal masks are replaced first."""
+
+    compiler_name = "inductor"  # as torch knows it
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """Compile a graph; called by torch."""
+        from torch._inductor.compile_fx import compile_fx  # takes seconds to load
+
+        if drop_causal_masks(module.graph):
+            module.recompile()
+        return compile_fx(module, inputs, config_patches=self._options)  # type: ignore[return-value]
 
 
 def _with_model(objective: Objective) -> Callable[[Model, Any], Any]:

@@ -1,0 +1,89 @@
+"""Attention with a causal mask that the model makes from its sizes alone becomes attention with `is_causal`.
+
+Models often pass such a mask to torch's attention, as transformers' models do while they are compiled. The fastest
+kernels take no mask. A mask that depends on the batch, such as one for padding, is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.functional import scaled_dot_product_attention
+
+ATTENTION = (scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+MAX_ELEMENTS = 2**28  # a larger mask is not computed
+BATCHED = ("torch._functorch", "torch._C._functorch")  # modules of operators of vmap, which depend on a state
+
+
+def drop_causal_masks(graph: fx.Graph) -> int:
+    """Replace causal masks in a graph of torch's functions, before it is compiled; return how many."""
+    values: dict[fx.Node, bool] = {}  # whether a mask is causal: the layers of a model share one
+    dropped = 0
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in ATTENTION:
+            continue
+        arguments = dict(zip(PARAMETERS, node.args, strict=False)) | node.kwargs
+        mask = arguments.get("attn_mask")
+        if not isinstance(mask, fx.Node) or arguments.get("is_causal"):
+            continue
+        sizes = _sizes(arguments["query"])[-2:-1] + _sizes(arguments["key"])[-2:-1]
+        if mask not in values:
+            values[mask] = _is_constant(mask) and _is_causal(_value_of(mask))
+        if values[mask] and len(set(sizes)) == 1 and _sizes(mask)[-2:] == sizes:
+            node.args, node.kwargs = (), arguments | {"attn_mask": None, "is_causal": True}
+            dropped += 1
+    if dropped:
+        graph.eliminate_dead_code()
+    return dropped
+
+
+def _sizes(node: Any) -> tuple[Any, ...]:
+    value = node.meta.get("example_value")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether the value follows from the graph alone, by ordinary operators."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.numel() > MAX_ELEMENTS:
+        return False
+    return all(
+        each.op in ("call_function", "call_method")
+        and not getattr(each.target, "__module__", "").startswith(BATCHED)
+        and not each.is_impure()
+        for each in _ancestors(node)
+    )
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    """The node and all nodes on which its value depends, in the order of the graph."""
+    found, to_visit = {node}, [node]
+    while to_visit:
+        new = set(to_visit.pop().all_input_nodes) - found
+        found |= new
+        to_visit += new
+    return [each for each in node.graph.nodes if each in found]
+
+
+def _value_of(node: fx.Node) -> torch.Tensor:
+    """The value of a constant node."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for each in _ancestors(node):
+        copies[each] = copy.node_copy(each, copies.__getitem__)
+    copy.output(copies[node])
+    with torch.no_grad():
+        value: torch.Tensor = fx.GraphModule({}, copy)()
+    return value
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    """Whether a mask lets each position attend to itself and those before it, and to nothing else."""
+    allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == allowed).all())
+    # A mask of floats is added to the scores; the lowest number is as good as minus infinity.
+    lowest = torch.finfo(mask.dtype).min
+    return bool(torch.where(allowed, mask == 0, mask <= lowest).all())

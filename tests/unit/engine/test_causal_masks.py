@@ -1,0 +1,113 @@
+"""Causal masks in graphs that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+from torch.nn.functional import scaled_dot_product_attention
+
+from paceline.engine.causal_masks import drop_causal_masks
+
+SIZE = 6
+Mask = Callable[[torch.Tensor], torch.Tensor]  # from the query
+
+
+def lower(query: torch.Tensor) -> torch.Tensor:
+    return torch.ones(SIZE, SIZE, dtype=torch.bool, device=query.device).tril()
+
+
+def by_positions(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(query.shape[-2], device=query.device)
+    return (at[None, :] <= at[:, None])[None, None].expand(query.shape[0], 1, -1, -1)
+
+
+def lowest_number(query: torch.Tensor) -> torch.Tensor:
+    return torch.full((SIZE, SIZE), torch.finfo(query.dtype).min, device=query.device).triu(1)
+
+
+def minus_infinity(query: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(SIZE, SIZE, device=query.device).masked_fill(~lower(query), float("-inf"))
+
+
+def window(query: torch.Tensor) -> torch.Tensor:
+    return lower(query) & ~torch.ones(SIZE, SIZE, dtype=torch.bool).tril(-3)
+
+
+def bias(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(SIZE, device=query.device)
+    return minus_infinity(query) - (at[:, None] - at[None, :]) * 0.1
+
+
+def padding(query: torch.Tensor) -> torch.Tensor:
+    return lower(query) & (query[:, :, :1, :1] > -100)
+
+
+def small_penalty(query: torch.Tensor) -> torch.Tensor:
+    return torch.full((SIZE, SIZE), -1e4, device=query.device).triu(1)
+
+
+def dropped_in(mask: Mask, key_size: int = SIZE) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The number of masks dropped from two layers of attention, and the values with and without that."""
+    counts: list[int] = []
+
+    def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        counts.append(drop_causal_masks(module.graph))
+        module.recompile()
+        return module
+
+    def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        made = mask(query)
+        for _ in range(2):
+            query = scaled_dot_product_attention(query, key, key, made)
+        return query
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 3, size, 4, generator=generator) for size in (SIZE, key_size))
+    compiled = torch.compile(attend, backend=backend, dynamic=False)
+    value = compiled(query, key)
+    return sum(counts), value, attend(query, key)
+
+
+@pytest.mark.parametrize("mask", [lower, by_positions, lowest_number, minus_infinity])
+def test_constant_causal_masks_are_dropped_with_the_same_result(mask: Mask) -> None:
+    dropped, value, expected = dropped_in(mask)
+    assert dropped == 2
+    torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("mask", [window, bias, padding, small_penalty])
+def test_other_masks_are_kept(mask: Mask) -> None:
+    dropped, value, expected = dropped_in(mask)
+    assert dropped == 0
+    assert torch.equal(value, expected)
+
+
+def test_a_mask_for_more_keys_than_queries_is_kept() -> None:
+    def with_more_keys(query: torch.Tensor) -> torch.Tensor:
+        return torch.ones(SIZE, SIZE + 2, dtype=torch.bool).tril()
+
+    assert dropped_in(with_more_keys, key_size=SIZE + 2)[0] == 0
+
+
+def test_masks_of_transformers_models_are_dropped() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": SIZE}
+    ends = {"bos_token_id": 1, "eos_token_id": 1, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)).eval()
+    tokens = torch.arange(2 * SIZE).reshape(2, SIZE) % 11
+    masks: list[object] = []
+
+    def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        drop_causal_masks(module.graph)
+        module.recompile()
+        masks.extend(n.kwargs["attn_mask"] for n in module.graph.nodes if "scaled_dot_product" in str(n.target))
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: model(input_ids=ids).logits, backend=backend, dynamic=False)
+    torch.testing.assert_close(compiled(tokens), model(input_ids=tokens).logits)
+    assert masks == [None, None]
