@@ -385,6 +385,20 @@ def test_fp16_and_optimizers_of_the_host_say_why_there_is_no_graph(start: Start)
     assert "Adagrad, as it is set" in warnings_of(start(optimizer={"name": "adagrad"}))[0]
 
 
+def test_a_model_that_asks_whether_it_is_recorded_has_one_hash_wherever_the_recording_begins(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chooses(Asks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.dropout(x)) * (0.9 if torch.cuda.is_current_stream_capturing() else 1.1)
+
+    early = start(Chooses)
+    monkeypatch.setattr("paceline.engine.cuda_graph.WARM_UP", 9)
+    late = start(Chooses)
+    assert all_of(early) == all_of(late)
+    assert warnings_of(early) == warnings_of(late) == []
+
+
 @pytest.mark.filterwarnings("default")  # of torch's own compiler
 def test_compiled_steps_are_recorded_and_repeatable(start: Start) -> None:
     compiled = start(step_mode="compile")

@@ -55,6 +55,30 @@ class Recording(NamedTuple):
     randomness: torch.Generator  # its graphs read the seed and offset of this generator
 
 
+class AsRecorded:
+    """Within it, code that asks torch whether it is being recorded gets the answer of a recording.
+
+    Models of transformers read the values of a mask only outside of a recording, and then choose other kernels. So
+    steps before the recording would have other bits than those after it, which begin at another step on several ranks
+    and after a resume.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Callable[[], bool] | None = None
+
+    def __enter__(self) -> None:
+        self._kept = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = _always
+
+    def __exit__(self, *error: object) -> None:
+        assert self._kept is not None
+        torch.cuda.is_current_stream_capturing = self._kept
+
+
+def _always() -> bool:
+    return True
+
+
 class StepGraph:
     """Records a step of full lanes after a warm-up, and replays it for all later steps of the same form."""
 

@@ -15,6 +15,7 @@ from paceline.data.lanes import Lane, RankLanes
 from paceline.engine.bucket_hook import BucketHook
 from paceline.engine.clock import BACKWARD, FORWARD, REDUCTION, PhaseClock
 from paceline.engine.compiled_lanes import CompiledObjective, explaining_compiler
+from paceline.engine.cuda_graph import AsRecorded
 from paceline.engine.forward_state import LOSS_PREFIX, ParameterKey, Snapshot
 from paceline.engine.integer_sum import Gradients
 from paceline.engine.lane_values import LaneValues
@@ -70,6 +71,8 @@ class Backward:
         """
         self.replica, self.settings, self.feed, self.guard, self.world = replica, settings, feed, guard, world
         self.clock, self.autocast = clock, autocast(settings.precision, world.device)
+        may_record = world.device.type == "cuda" and settings.step_mode != "eager"  # the same on any number of ranks
+        self._as_recorded = AsRecorded() if may_record else nullcontext()
         self.objective = objective or objectives_of(settings)[""]
         trainable = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.named = [(name, p) for name, p in trainable if optimized is None or p in optimized]
@@ -192,7 +195,7 @@ class Backward:
         self.clock.enter(FORWARD)
         batch, source = self.feed.batch(inputs), self.objective.key
         with explaining_compiler(), explaining_errors(self.settings.precision):
-            with self.autocast:
+            with self.autocast, self._as_recorded:
                 value, self._lane_values = parts_of(self._value_of(model, lane, batch), source)
             if self._has_own_count is None:
                 self._has_own_count = isinstance(value, (tuple, list))

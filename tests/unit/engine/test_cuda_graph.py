@@ -22,6 +22,7 @@ from paceline.engine.cuda_graph import (
     RECORD_AT,
     WARM_UP,
     WARM_UP_IN_DDP,
+    AsRecorded,
     CannotRecord,
     HostState,
     Recording,
@@ -532,3 +533,26 @@ def test_recordings_are_made_and_replayed_with_their_own_randomness_and_inputs(
     take_step(3)
     take_step(5)  # of which there is none with marks
     assert clock.mean_ms(1)[2:] == [LANES + 1, LANES, 0, 1, 1]
+
+
+# --- the same answer before and after the recording -------------------------------------------------------------------
+
+
+def test_code_that_asks_whether_it_is_recorded_gets_one_answer_in_all_steps() -> None:
+    before = torch.cuda.is_current_stream_capturing
+    as_recorded = AsRecorded()
+    for _ in range(2):
+        with as_recorded:
+            assert torch.cuda.is_current_stream_capturing()
+    with pytest.raises(ZeroDivisionError), as_recorded:
+        raise ZeroDivisionError
+    assert torch.cuda.is_current_stream_capturing is before
+
+
+def test_models_of_transformers_choose_the_kernels_of_a_recording() -> None:
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    if not hasattr(utils, "is_cuda_stream_capturing"):
+        pytest.skip("this version of transformers does not ask")
+    assert not utils.is_tracing()
+    with AsRecorded():
+        assert utils.is_tracing()
