@@ -17,10 +17,11 @@ from large_workloads import Batch, of_hidden, of_logits
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline import Trainer
+from paceline import Callback, Run, Trainer
 from paceline.system.memory import used_on
 
 SHARE = 0.9  # of the samples are for training: by default Paceline's `val_fraction` is 0.1
+TOTAL_STEPS = 100_000  # of the run to which the counted steps belong, about as many as GPT-2 or ResNet-50 is trained for
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Setting:
 
     @property
     def samples(self) -> int:
-        """The samples of one epoch, which is the whole run; some are for Paceline's validation."""
+        """The samples of one epoch, after which all loops end; some are for Paceline's validation."""
         return -(-round(10 * (self.warm_up + self.steps) * self.work.batch) // round(10 * SHARE))
 
     def dataset(self) -> Any:
@@ -163,15 +164,27 @@ def lightning(setting: Setting) -> dict[str, Any]:
     return setting.figures()
 
 
+class AfterOneEpoch(Callback):
+    """Ends a long run early."""
+
+    def on_evaluate(self, run: Run, metrics: Any) -> None:
+        run.finish("all steps are measured")
+
+
 def paceline(setting: Setting, *, has_logits: bool = True, **keys: Any) -> dict[str, Any]:
-    """Paceline with its defaults and these keys, several times; the times and the memory are those of its events."""
+    """Paceline with its defaults and these keys, several times; the times and the memory are those of its events.
+
+    Each run is the first epoch of a long one, because `step_mode: auto` compiles only long runs.
+    """
+    epochs = -(-TOTAL_STEPS // (setting.warm_up + setting.steps))
     if setting.feed == "loader":
         keys["workers"] = setting.workers
     found: dict[str, Any] = {"samples_per_s": [], "hashes": [], "warnings": []}
     for _ in range(setting.repeats):
         result = Trainer(
             model_fn=partial(setting.work.model, has_logits), dataset_fn=setting.dataset,
-            loss_fn=of_logits if has_logits else of_hidden, batch_size=setting.work.batch, **keys,
+            loss_fn=of_logits if has_logits else of_hidden, batch_size=setting.work.batch,
+            num_epochs=epochs, callbacks=[AfterOneEpoch()], **keys,
         ).start()  # fmt: skip
         lines = (result.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
         events = [json.loads(line) for line in lines]

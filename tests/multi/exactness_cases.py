@@ -411,13 +411,13 @@ class Gan(nn.Module):
 
 def critic_step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     real = batch[0].flatten(1)
-    fake = model.generator(torch.randn(len(real), 4)).detach()
+    fake = model.generator(torch.randn(len(real), 4, device=real.device)).detach()
     loss = functional.softplus(-model.critic(real)).mean() + functional.softplus(model.critic(fake)).mean()
     return {"loss": loss, "distance": (fake - real).square().mean()}
 
 
 def generator_step(model: Any, batch: Any) -> torch.Tensor:
-    fake = model.generator(torch.randn(len(batch[0]), 4))
+    fake = model.generator(torch.randn(len(batch[0]), 4, device=batch[0].device))
     return functional.softplus(-model.critic(fake)).mean()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -260,6 +261,8 @@ def place_model(model: torch.nn.Module, settings: Settings, device: torch.device
 
 
 def _set_layout(model: torch.nn.Module, layout: torch.memory_format) -> None:
+    # A filter with one input channel has the same memory in both layouts; DDP warns if only its strides differ.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     for module in model.modules():  # filters only: a model may rely on the strides of its other parameters
         if isinstance(module, (torch.nn.Conv2d, torch.nn.ConvTranspose2d)):
             # Not `contiguous(…)`, which leaves 1 × 1 filters with strides that their gradients do not have.

@@ -88,6 +88,8 @@ class StepLog:
 
     def advance(self, step: int, *, ends_epoch: bool) -> None:
         """At a log point send the rows, and write their events: now, or on a GPU some steps later. All ranks."""
+        if ends_epoch and self._sent is not None:  # the log point of this step has the pace of both
+            self._sent = self._sent._replace(is_log_point=False)
         if self.is_due(step) or ends_epoch:
             self.send(is_log_point=True)
             if self._world.device.type != "cuda" or ends_epoch:

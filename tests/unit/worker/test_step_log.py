@@ -321,6 +321,19 @@ def test_each_rank_reports_its_time_for_a_step_and_its_memory(
     assert [event["memory_mb"] for event in paces] == [[5, 15]] * 3
 
 
+def test_the_end_of_an_epoch_after_a_log_point_that_has_not_arrived_has_the_pace_of_both(clock: FakeClock) -> None:
+    """On a GPU a log point is read later; the window between it and the end of the epoch would have no samples."""
+    record, _, listener = make()
+    for step in range(5):
+        clock.advance(0.5)
+        record.add(step_inputs(step, ends_epoch=step == 4), row(step), lr_of(step))
+        if step == 3:
+            record.send(is_log_point=True)
+    record.advance(5, ends_epoch=True)
+    [pace] = listener.of("pace")
+    assert (pace["step"], pace["samples_per_s"]) == (5, 5 * 2 * LANES / 2.5)
+
+
 @pytest.mark.parametrize(
     ("step_s", "elapsed_s", "cost_s", "steps"),
     [
