@@ -18,6 +18,7 @@ CASES = [
     "sum and count", "samples that are not finite", "two phases", "own loop", "own loop with everything",
     "everything at once",
 ]  # fmt: skip
+COMPILED = ["convolution, BatchNorm and dropout", "AdamW, sharded", "sum and count"]
 LANES = 8
 # NCCL accepts several ranks on one GPU if each claims to be a host of its own.
 AS_HOSTS = """
@@ -59,6 +60,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_nccl_ranks_have_the_bits_of_one(tmp_path: Path, alone: dict[str, Any], ranks: int, step_mode: str) -> None:
     assert train(tmp_path, ranks, step_mode) == alone
+
+
+@pytest.fixture(scope="module")
+def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("compiled-alone"), 1, "compile", COMPILED)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_compiled_nccl_ranks_have_the_bits_of_a_compiled_one(
+    tmp_path: Path, compiled_alone: dict[str, Any], ranks: int
+) -> None:
+    assert train(tmp_path, ranks, "compile", COMPILED) == compiled_alone
 
 
 @pytest.mark.timeout(600)

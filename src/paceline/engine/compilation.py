@@ -107,7 +107,7 @@ class Compilation:
         assert self._steps is not None
         with self._undone():
             try:
-                with backward.autocast, counter:
+                with torch.no_grad(), backward.autocast, counter:  # without the memory of an eager step
                     backward.objective(self._replica.module, self._feed.batch(inputs))
             except Exception:  # noqa: BLE001 - anything in a model
                 return None
