@@ -21,7 +21,7 @@ from paceline import Callback, Run, Trainer
 from paceline.system.memory import used_on
 
 SHARE = 0.9  # of the samples are for training: by default Paceline's `val_fraction` is 0.1
-TOTAL_STEPS = 100_000  # of the run to which the counted steps belong, about as many as GPT-2 or ResNet-50 is trained for
+TOTAL_STEPS = 100_000  # of the run to which the counted steps belong; GPT-2 is trained for more
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import Settings
 from paceline.config.functions import is_model_loss
-from paceline.engine.causal_masks import drop_causal_masks
+from paceline.engine.constant_masks import drop_constant_masks
 from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
 from paceline.user_code import with_place
@@ -58,7 +58,7 @@ class Objective(NamedTuple):
 
 
 class _Compiler:
-    """Torch's own compiler, for which causal masks are replaced first."""
+    """Torch's own compiler, for which constant attention masks are replaced first."""
 
     compiler_name = "inductor"  # as torch knows it
 
@@ -69,7 +69,7 @@ class _Compiler:
         """Compile a graph; called by torch."""
         from torch._inductor.compile_fx import compile_fx  # takes seconds to load
 
-        if drop_causal_masks(module.graph):
+        if drop_constant_masks(module.graph):
             module.recompile()
         return compile_fx(module, inputs, config_patches=self._options)  # type: ignore[return-value]
 

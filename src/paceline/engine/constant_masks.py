@@ -1,4 +1,4 @@
-"""Attention with a causal mask that the model makes from its sizes alone becomes attention with `is_causal`.
+"""Attention masks that a model makes from its sizes alone: causal ones become `is_causal`, full ones no mask.
 
 Models often pass such a mask to torch's attention, as transformers' models do while they are compiled. The fastest
 kernels take no mask. A mask that depends on the batch, such as one for padding, is left as it is.
@@ -6,7 +6,7 @@ kernels take no mask. A mask that depends on the batch, such as one for padding,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,9 +18,12 @@ MAX_ELEMENTS = 2**28  # a larger mask is not computed
 BATCHED = ("torch._functorch", "torch._C._functorch")  # modules of operators of vmap, which depend on a state
 
 
-def drop_causal_masks(graph: fx.Graph) -> int:
-    """Replace causal masks in a graph of torch's functions, before it is compiled; return how many."""
-    values: dict[fx.Node, bool] = {}  # whether a mask is causal: the layers of a model share one
+Kind = Literal["full", "causal", "other"]
+
+
+def drop_constant_masks(graph: fx.Graph) -> int:
+    """Replace constant masks in a graph of torch's functions, before it is compiled; return how many."""
+    kinds: dict[fx.Node, Kind] = {}  # by mask: the layers of a model share one
     dropped = 0
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in ATTENTION:
@@ -29,11 +32,12 @@ def drop_causal_masks(graph: fx.Graph) -> int:
         mask = arguments.get("attn_mask")
         if not isinstance(mask, fx.Node) or arguments.get("is_causal"):
             continue
-        sizes = _sizes(arguments["query"])[-2:-1] + _sizes(arguments["key"])[-2:-1]
-        if mask not in values:
-            values[mask] = _is_constant(mask) and _is_causal(_value_of(mask))
-        if values[mask] and len(set(sizes)) == 1 and _sizes(mask)[-2:] == sizes:
-            node.args, node.kwargs = (), arguments | {"attn_mask": None, "is_causal": True}
+        if mask not in kinds:
+            kinds[mask] = _kind_of(_value_of(mask)) if _is_constant(mask) else "other"
+        queries, keys = (_sizes(arguments[name])[-2:-1] for name in ("query", "key"))
+        is_square = queries == keys and _sizes(mask)[-2:] == queries + keys
+        if kinds[mask] == "full" or (kinds[mask] == "causal" and is_square):
+            node.args, node.kwargs = (), arguments | {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
             dropped += 1
     if dropped:
         graph.eliminate_dead_code()
@@ -79,11 +83,13 @@ def _value_of(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether a mask lets each position attend to itself and those before it, and to nothing else."""
-    allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+def _kind_of(mask: torch.Tensor) -> Kind:
+    """Whether a mask lets each position attend to all positions, to itself and those before it, or to others."""
     if mask.dtype == torch.bool:
-        return bool((mask == allowed).all())
-    # A mask of floats is added to the scores; the lowest number is as good as minus infinity.
-    lowest = torch.finfo(mask.dtype).min
-    return bool(torch.where(allowed, mask == 0, mask <= lowest).all())
+        allowed, denied = mask, ~mask
+    else:  # it is added to the scores; the lowest number is as good as minus infinity
+        allowed, denied = mask == 0, mask <= torch.finfo(mask.dtype).min
+    if bool(allowed.all()):
+        return "full"
+    lower = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    return "causal" if bool(torch.where(lower, allowed, denied).all()) else "other"

@@ -1,4 +1,4 @@
-"""Causal masks in graphs that are compiled."""
+"""Constant attention masks in graphs that are compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.engine.causal_masks import drop_causal_masks
+from paceline.engine.constant_masks import drop_constant_masks
 
 SIZE = 6
 Mask = Callable[[torch.Tensor], torch.Tensor]  # from the query
@@ -30,6 +30,14 @@ def lowest_number(query: torch.Tensor) -> torch.Tensor:
 
 def minus_infinity(query: torch.Tensor) -> torch.Tensor:
     return torch.zeros(SIZE, SIZE, device=query.device).masked_fill(~lower(query), float("-inf"))
+
+
+def all_positions(query: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(SIZE, device=query.device)[None, None, :, None] >= 0).expand(len(query), -1, SIZE, SIZE)
+
+
+def zeros(query: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(SIZE, SIZE, device=query.device)
 
 
 def window(query: torch.Tensor) -> torch.Tensor:
@@ -54,7 +62,7 @@ def dropped_in(mask: Mask, key_size: int = SIZE) -> tuple[int, torch.Tensor, tor
     counts: list[int] = []
 
     def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        counts.append(drop_causal_masks(module.graph))
+        counts.append(drop_constant_masks(module.graph))
         module.recompile()
         return module
 
@@ -72,8 +80,8 @@ def dropped_in(mask: Mask, key_size: int = SIZE) -> tuple[int, torch.Tensor, tor
     return sum(counts), value, attend(query, key)
 
 
-@pytest.mark.parametrize("mask", [lower, by_positions, lowest_number, minus_infinity])
-def test_constant_causal_masks_are_dropped_with_the_same_result(mask: Mask) -> None:
+@pytest.mark.parametrize("mask", [lower, by_positions, lowest_number, minus_infinity, all_positions, zeros])
+def test_constant_masks_are_dropped_with_the_same_result(mask: Mask) -> None:
     dropped, value, expected = dropped_in(mask)
     assert dropped == 2
     torch.testing.assert_close(value, expected)
@@ -93,6 +101,15 @@ def test_a_mask_for_more_keys_than_queries_is_kept() -> None:
     assert dropped_in(with_more_keys, key_size=SIZE + 2)[0] == 0
 
 
+def test_a_full_mask_for_more_keys_than_queries_is_dropped() -> None:
+    def all_keys(query: torch.Tensor) -> torch.Tensor:
+        return torch.ones(SIZE, SIZE + 2, dtype=torch.bool, device=query.device)
+
+    dropped, value, expected = dropped_in(all_keys, key_size=SIZE + 2)
+    assert dropped == 2
+    torch.testing.assert_close(value, expected)
+
+
 def test_masks_of_transformers_models_are_dropped() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": SIZE}
@@ -102,7 +119,7 @@ def test_masks_of_transformers_models_are_dropped() -> None:
     masks: list[object] = []
 
     def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        drop_causal_masks(module.graph)
+        drop_constant_masks(module.graph)
         module.recompile()
         masks.extend(n.kwargs["attn_mask"] for n in module.graph.nodes if "scaled_dot_product" in str(n.target))
         return module
