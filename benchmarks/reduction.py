@@ -135,11 +135,13 @@ def _memory(mb: int, lanes: int, world: Any) -> dict[str, int]:
     step()  # DDP divides the parameters into other buckets after it
     kept = step()
     scratches = [queue.scratch for queue in reduction._queues] or [reduction._scratch]
-    scratch = [pair for each in scratches for pairs in each._pairs.values() for pair in pairs]
+    taken = [item for each in scratches for item in each._taken.items()]
     return {
         "gradients": sum(parameter.nbytes for parameter in Stack(mb).parameters()),
-        "scratch": sum(tensor.nbytes for pair in scratch for tensor in pair),
-        "rounding": max(values.nbytes for values, _ in scratch) if lanes > 1 else 0,
+        "scratch": sum(tensor.nbytes for _, tensors in taken for tensor in tensors),
+        "rounding": max(each.nbytes for (purpose, _), tensors in taken if purpose == "values" for each in tensors)
+        if lanes > 1
+        else 0,
         "finished": sum(gradient.nbytes for lane in kept for gradient in lane),
     }
 
