@@ -49,10 +49,11 @@ compile_twice() {
 export -f compile_twice
 export python
 
-in_parallel=()
-"$python" -c 'import xdist' 2>/dev/null && in_parallel=(-n 3 --dist loadfile)
+tests=("$python" -m pytest -q -ra -p no:benchmark) # pytest-benchmark, where it is installed, warns about -n
+xdist=$("$python" -c 'import xdist' 2>/dev/null && echo yes)
 
-part tests 360 gpu "$python" -m pytest tests/gpu -q -ra ${in_parallel[@]+"${in_parallel[@]}"}
+part tests 360 gpu "${tests[@]}" ${xdist:+-n 8} tests/gpu --ignore tests/gpu/test_nccl_matrix.py
+part nccl-matrix 420 gpu "${tests[@]}" ${xdist:+-n 3} tests/gpu/test_nccl_matrix.py # up to eight ranks in each test
 part large-models 400 gpu "$python" benchmarks/large_models.py --feeds memory --steps 30 --limit-s 390
 part reduction-nccl 130 gpu "$python" benchmarks/reduction.py --one-gpu --procs 2,4,8,3 --mb 25,100
 part reduction-gloo 150 cpu "$python" benchmarks/reduction.py --procs "${ranks%,}" --mb "${MB:-1,25,100}"

@@ -5,7 +5,8 @@
 
 Each host has one rank, or two. What it sends passes a token bucket (`tc … tbf`), and is delivered after a delay by
 `plan_links/delay.c`. The ranks share the cores of this machine, so the parts of a step are measured with as many ranks
-at work, as `paceline plan` does for those of a host.
+at work, as `paceline plan` does for those of a host. The prediction is for the speed and latency that the links have
+while all hosts send (`plan_links/ring.py`), which the cores limit, too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
+sys.path[:0] = [str(HERE.parent / "tests" / "cluster"), str(HERE / "plan_links")]
 
 from lab import PACELINE, Lab  # noqa: E402
+from shaping import set_link  # noqa: E402
 
 from paceline.config import read_yaml  # noqa: E402
 from paceline.tools.plan.forecast import Terms, forecast  # noqa: E402
@@ -40,7 +42,7 @@ SETTLING = {"none": 10, "10mbit": 4, "100mbit": 6, "1000mbit": 10}  # steps in w
 # Windows that grow until a burst fits, and do not shrink between two steps: those of a run after its first minutes.
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
 MTU = 9_000
-USABLE = 0.99  # of a rate: frames of 9,000 bytes have headers of IP and TCP
+PINGS, SENT_S = 20, 1.0  # of the measurement of a link
 STEPS = 20
 
 COMMON: dict[str, Any] = {
@@ -183,33 +185,37 @@ def run_case(case: Case, device: str = "cpu") -> list[dict[str, Any]]:
     """Measure a case, and predict it from parts that are measured on this machine."""
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as name:
         folder = Path(name)
-        shutil.copy(HERE / "plan_links" / "sweep.py", folder)
+        for part in ("sweep.py", "shaping.py"):
+            shutil.copy(HERE / "plan_links" / part, folder)
         keys = {**COMMON, **MODELS[case.model], "device": device}
         (folder / "config.yaml").write_text(json.dumps(keys))  # YAML contains JSON
         config = build_config(read_yaml(folder / "config.yaml"), folder, ())
         measured, run_keys = measure(config, case.ranks, STEPS, folder / "runs", folder)
         links = [(rate, delay) for rate in case.rates for delay in (DELAYS_US if case.hosts > 1 else (0,))]
-        times = time_steps(case, folder, keys, links)
+        times, found_links = time_steps(case, folder, keys, links)
     rows = []
-    for (rate, delay), seconds in zip(links, times, strict=True):
-        link = Link(RATES[rate] * USABLE, delay / 1e6) if case.hosts > 1 else NAMED["pcie"]
+    for (rate, delay), seconds, link in zip(links, times, found_links, strict=True):
         found = forecast(measured, run_keys, Terms(link, case.per_host), case.ranks)
         rows.append(
             {
                 "model": case.model, "hosts": case.hosts, "per_host": case.per_host, "rate": rate, "delay_us": delay,
-                "predicted": found.step_ms, "measured": 1e3 * seconds, "limit": found.limit,
+                "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "limit": found.limit,
+                "predicted": found.step_ms, "measured": 1e3 * seconds,
                 "parts": asdict(measured), "keys": asdict(run_keys),
             }
         )  # fmt: skip
     return rows
 
 
-def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]) -> list[float]:
-    """The seconds of a step with each link, from a run of `paceline train` on the hosts."""
+def time_steps(
+    case: Case, folder: Path, keys: dict[str, Any], links: list[tuple[str, int]]
+) -> tuple[list[float], list[Link]]:
+    """The seconds of a step with each link, from a run of `paceline train` on the hosts; and the links as measured."""
     (folder / "config.yaml").write_text(json.dumps({**keys, "run_dir": "run", "callbacks": ["sweep:Sweep"]}))
     settled = [(rate, delay, SETTLING[rate]) for rate, delay in links]
     sweep: dict[str, Any] = {"links": settled, "spaces": [], "delay": ""}
     command = [PACELINE, "train", "config.yaml", "--procs", str(case.per_host)]
+    found = [NAMED["pcie"]] * len(links)
     if case.hosts == 1:
         (folder / "sweep.json").write_text(json.dumps(sweep))
         subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
@@ -219,6 +225,7 @@ def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple
         (folder / "sweep.json").write_text(json.dumps(sweep))
         try:
             lab.up()
+            found = [link_of(lab, folder, rate, delay) for rate, delay in links]
             nodes = ["--nodes", str(case.hosts), "--rendezvous", "n1:29400"]
             script = f'cd {folder}; exec "$@"'
             started = [
@@ -231,7 +238,33 @@ def time_steps(case: Case, folder: Path, keys: dict[str, Any], links: list[tuple
             lab.down()
     if not (folder / "times.json").exists():
         raise RuntimeError("\n".join(log.read_text() for log in folder.glob("n*.log")))
-    return list(json.loads((folder / "times.json").read_text()))
+    return list(json.loads((folder / "times.json").read_text())), found
+
+
+def link_of(lab: DelayedLab, folder: Path, rate: str, delay_us: int) -> Link:
+    """The latency of the links, and their speed while all hosts send.
+
+    The speed is that with the shortest delay: with a longer one, the window of TCP would grow first.
+    """
+    set_link(lab.spaces, str(lab.delay), rate, DELAYS_US[0])
+    speed, _ = _ring(lab, folder, int(RATES[rate] * SENT_S), 1)
+    set_link(lab.spaces, str(lab.delay), rate, delay_us)
+    _, latency = _ring(lab, folder, 1, PINGS)
+    return Link(speed, latency)
+
+
+def _ring(lab: DelayedLab, folder: Path, size: int, pings: int) -> list[float]:
+    """The median of what the hosts measure at the same time."""
+    addresses = [lab.address_of(name) for name in lab.names]
+    logs = [folder / f"ring-{name}.json" for name in lab.names]
+    pairs = zip(addresses, [*addresses[1:], addresses[0]], strict=True)
+    started = [
+        lab.on(name, sys.executable, HERE / "plan_links" / "ring.py", *pair, str(size), str(pings), log=log)
+        for name, pair, log in zip(lab.names, pairs, logs, strict=True)
+    ]
+    for process in started:
+        process.wait(120)
+    return [median(column) for column in zip(*(json.loads(log.read_text()) for log in logs), strict=True)]
 
 
 if __name__ == "__main__":

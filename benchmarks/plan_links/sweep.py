@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 import torch
+from shaping import set_link
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -68,14 +68,5 @@ class Sweep(paceline.Callback):
             self.due = run.step_number + settling + TIMED
             self.times.append([])
             if run.is_main:
-                self.set_link(rate, delay_us)
+                set_link(self.plan["spaces"], self.plan["delay"], rate, delay_us)
         self.last = time.perf_counter()
-
-    def set_link(self, rate: str, delay_us: int) -> None:
-        """Limit what each host sends to this rate, and deliver it after this delay."""
-        if self.plan["spaces"]:
-            with Path(self.plan["delay"]).open("r+b") as file:  # in place: the other process has it mapped
-                file.write(delay_us.to_bytes(4, "little"))
-        for space in self.plan["spaces"]:
-            command = f"tc -n {space} qdisc replace dev eth0 root tbf rate {rate} burst 20000 limit 100000000"
-            subprocess.run(command.split(), check=True)

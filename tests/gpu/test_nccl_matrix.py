@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,17 @@ def train(folder: Path, ranks: int, step_mode: str, cases: list[str] = CASES, la
         cwd=folder, check=False, capture_output=True, text=True, timeout=500,
         env={**os.environ, "PACELINE_CASES": json.dumps(options), "PACELINE_ONLY": json.dumps(cases)},
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.returncode == 0, errors_in(ended.stderr)
     outcomes: dict[str, Any] = json.loads(out.read_text())
     assert list(outcomes) == cases
     return outcomes
+
+
+def errors_in(log: str) -> str:
+    """The first lines that name an error, with what follows each; torchrun's own summary is at the end of a log."""
+    lines = log.splitlines()
+    found = [place for place, line in enumerate(lines) if re.search(r"\b\w+(Error|Failed|Warning|Exception)\b: ", line)]
+    return "\n".join("\n".join(lines[place : place + 4]) for place in found[:6]) or log[-3000:]
 
 
 @pytest.fixture(scope="module")

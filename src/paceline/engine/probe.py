@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Settings
@@ -123,7 +124,7 @@ def _probe(copies: tuple[Any, ...], settings: Settings, is_allowed: bool, device
     with Collectives(is_allowed=is_allowed) as collectives, torch.compiler.set_stance("force_eager"), LossChecks():
         try:
             with autocast(settings.precision, device):
-                problem = next(filter(None, (probe.run(each, batch) for each in objectives_of(copied).values())), None)
+                problem = _problem_found_by(probe, copied, batch, collectives)
         except CollectiveFound as error:
             place = user_location(error)
         except ConfigError as error:
@@ -136,6 +137,32 @@ def _probe(copies: tuple[Any, ...], settings: Settings, is_allowed: bool, device
     probe.restore_outer()
     called = f"{collectives.first} ({place})" if place is not None else collectives.first
     return Findings(moving, called, problem)
+
+
+def _problem_found_by(probe: StepProbe, settings: Settings, batch: Any, collectives: Collectives) -> str | None:
+    """Why the objectives cannot have lanes, if a reason was found.
+
+    What backward would need is not kept: it can be most of the memory of a step, more than a compiled step has.
+    """
+    objectives = list(objectives_of(settings).values())
+    try:
+        with saved_tensors_hooks(_drop, _refuse):
+            return next(filter(None, (probe.run(each, batch) for each in objectives)), None)
+    except (CollectiveFound, ConfigError):
+        raise
+    except Exception:  # the forward pass may compute gradients itself, or use torch.func, which allows no hooks
+        if collectives.first is not None:  # other ranks may wait in it
+            raise
+        probe.restore_outer()
+    return next(filter(None, (probe.run(each, batch) for each in objectives)), None)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Keep nothing of a tensor that backward would need."""
+
+
+def _refuse(kept: None) -> torch.Tensor:
+    raise RuntimeError("a gradient is computed in the forward pass")
 
 
 @torch.no_grad()

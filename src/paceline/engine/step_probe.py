@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.seeding import seed_generators
-from paceline.data.trees import map_tensors
+from paceline.data.trees import map_tensors, tensors_in
 from paceline.engine.digest import digest_of
 from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
 from paceline.engine.losses import problem_with_loss, sum_and_count
@@ -55,17 +55,28 @@ class StepProbe:
         seed_generators(self.settings.seed, "probe")
         if objective.takes_model:
             return self._run_step(objective, batch)
-        output, target = run_model(self.model, batch, with_labels=objective.is_models_own)
         if objective.is_models_own:
-            loss_in(output)
+            loss_in(run_model(self.model, batch, with_labels=True)[0])
             return None
-        holder = ForwardState(torch.nn.Module(), objective.function)
+        return self._run_loss(objective, batch)
+
+    def _run_loss(self, objective: Objective, batch: Any) -> str | None:
         before, values = Snapshot(), []
-        before.take(holder.tensors())
+        before.take(self._state.tensors())
+        holder = ForwardState(torch.nn.Module(), objective.function)
+        of_loss = Snapshot()
+        of_loss.take(holder.tensors())
+        given = run_model(self.model, _clone(batch))
+        versions = _versions_in(given)
         for _ in range(2):
-            before.restore(holder.tensors())
+            # Outputs may be most of the memory, so they are computed again where the loss has changed them, not copied.
+            if _versions_in(given) != versions:
+                before.restore(self._state.tensors())
+                seed_generators(self.settings.seed, "probe")
+                given = run_model(self.model, _clone(batch))
+            of_loss.restore(holder.tensors())
             seed_generators(self.settings.seed, "probe")
-            value = objective.function(_clone(output), _clone(target))
+            value = objective.function(*given)
             values.append(_numbers(value, objective.source))
         return _problem_with(value, objective) or (None if self._are_equal(*values) else HIDDEN_IN_LOSS)
 
@@ -120,7 +131,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _clone(tree: Any) -> Any:
-    """A copy, because a loss may write to its arguments; parameters and a library's own mappings are not copied."""
+    """A copy, because a loss or a step may write to its batch; a library's own mappings are not copied."""
     if isinstance(tree, Mapping) and type(tree) is not dict:
         return tree
-    return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone())
+    return map_tensors(tree, torch.clone)
+
+
+def _versions_in(tree: Any) -> list[int]:
+    """Numbers that increase when a tensor of the tree is written to."""
+    return [tensor._version for tensor in tensors_in(tree)]

@@ -100,6 +100,41 @@ def test_what_cannot_be_copied_is_not_tried(make_config: MakeConfig) -> None:
     assert probe_forward(model, make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
 
 
+class Penalised(nn.Module):
+    """Computes a gradient in its forward pass, and moves a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 2), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        score = self.layer(x).square()
+        [slope] = torch.autograd.grad(score.sum(), x, create_graph=True)
+        self.seen.data = self.seen + slope.detach().mean(0)
+        return score + slope.square().sum()
+
+
+def test_a_model_that_computes_gradients_in_its_forward_pass_is_probed_as_others_are(make_config: MakeConfig) -> None:
+    found = probe_forward(Penalised(), make_config(loss_fn=cross_entropy), batch(), 2, HERE)
+    assert found == Findings(moving=frozenset({("", "seen")}))
+
+
+def test_what_only_backward_needs_is_not_kept(make_config: MakeConfig) -> None:
+    sizes: list[int] = []
+
+    class Watching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x).exp()
+            with pytest.raises(RuntimeError, match="a gradient is computed in the forward pass"):
+                found.sum().backward()
+            sizes.append(found.numel())
+            return found
+
+    assert probe_forward(Watching(3, 2), make_config(loss_fn=cross_entropy), batch(), 2, HERE) == Findings()
+    assert sizes == [2 * len(batch()[0])]
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
