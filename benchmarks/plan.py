@@ -42,7 +42,7 @@ SETTLING = {"none": 10, "10mbit": 4, "100mbit": 6, "1000mbit": 10}  # steps in w
 # Windows that grow until a burst fits, and do not shrink between two steps: those of a run after its first minutes.
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
 MTU = 9_000
-PINGS, SENT_S = 20, 1.0  # of the measurement of a link
+PINGS, SENT_S = 20, 3.0  # of the measurement of a link
 STEPS = 20
 
 COMMON: dict[str, Any] = {
@@ -225,7 +225,7 @@ def time_steps(
         (folder / "sweep.json").write_text(json.dumps(sweep))
         try:
             lab.up()
-            found = [link_of(lab, folder, rate, delay) for rate, delay in links]
+            found = links_of(lab, folder, links)
             nodes = ["--nodes", str(case.hosts), "--rendezvous", "n1:29400"]
             script = f'cd {folder}; exec "$@"'
             started = [
@@ -241,16 +241,20 @@ def time_steps(
     return list(json.loads((folder / "times.json").read_text())), found
 
 
-def link_of(lab: DelayedLab, folder: Path, rate: str, delay_us: int) -> Link:
-    """The latency of the links, and their speed while all hosts send.
+def links_of(lab: DelayedLab, folder: Path, links: list[tuple[str, int]]) -> list[Link]:
+    """The latency of each of these links, and the speed of its rate while all hosts send.
 
     The speed is that with the shortest delay: with a longer one, the window of TCP would grow first.
     """
-    set_link(lab.spaces, str(lab.delay), rate, DELAYS_US[0])
-    speed, _ = _ring(lab, folder, int(RATES[rate] * SENT_S), 1)
-    set_link(lab.spaces, str(lab.delay), rate, delay_us)
-    _, latency = _ring(lab, folder, 1, PINGS)
-    return Link(speed, latency)
+    speeds, found = {}, []
+    for rate, delay_us in links:
+        if rate not in speeds:
+            set_link(lab.spaces, str(lab.delay), rate, DELAYS_US[0])
+            speeds[rate], _ = _ring(lab, folder, int(RATES[rate] * SENT_S), 1)
+        set_link(lab.spaces, str(lab.delay), rate, delay_us)
+        _, latency = _ring(lab, folder, 1, PINGS)
+        found.append(Link(speeds[rate], latency))
+    return found
 
 
 def _ring(lab: DelayedLab, folder: Path, size: int, pings: int) -> list[float]:

@@ -8,7 +8,6 @@ takes the place of the all-reduce.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -291,12 +290,23 @@ def _has_integers(gradient: torch.Tensor) -> bool:
 
 
 def buckets_of(indices: Sequence[int], tensors: Sequence[torch.Tensor], limit: float) -> Iterator[list[int]]:
-    """Indices of tensors in groups of one dtype each, with about `limit` bytes."""
+    """Indices of tensors in groups of one dtype each, closed like DDP's buckets: by the tensor that reaches the limit.
+
+    So a bucket of DDP is one group, whose sum waits for the latency of the network once.
+    """
     for dtype in dict.fromkeys(tensors[index].dtype for index in indices):
-        same = [index for index in indices if tensors[index].dtype == dtype]
-        ends = itertools.accumulate(tensors[index].nbytes for index in same)
-        by_bucket = itertools.groupby(zip(same, ends, strict=True), key=lambda item: int(item[1] // limit))
-        yield from ([index for index, _ in group] for _, group in by_bucket)
+        group: list[int] = []
+        size = 0
+        for index in indices:
+            if tensors[index].dtype != dtype:
+                continue
+            group.append(index)
+            size += tensors[index].nbytes
+            if size >= limit:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
 
 
 def _use_device(device: torch.device) -> None:

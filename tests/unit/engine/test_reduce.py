@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from paceline.engine.reduce import LaneGradients, Reduction, sum_after_backward
+from paceline.engine.reduce import LaneGradients, Reduction, buckets_of, sum_after_backward
 from support.worlds import fake_world, world_of
 
 
@@ -109,3 +109,12 @@ def test_parameters_of_two_formats_are_added_up_each_in_its_own() -> None:
     ones = [torch.ones_like(one) for one in like]
     summed = sum_after_backward([ones], [True] * 3, like, Reduction(here, 3, exact=True))
     assert [part.dtype for part in summed if part is not None] == [one.dtype for one in like]
+
+
+def test_a_bucket_of_ddp_is_summed_at_once_and_larger_ones_in_parts() -> None:
+    """DDP closes a bucket with the tensor that reaches the limit, so it is larger than that."""
+    small, large = torch.zeros(10), torch.zeros(1000)
+    assert list(buckets_of(range(3), [small, small, large], 2000.0)) == [[0, 1, 2]]
+    assert list(buckets_of(range(5), [small, large, large, small, small], 2000.0)) == [[0, 1], [2], [3, 4]]
+    mixed = [small, large.double(), small, large]
+    assert list(buckets_of(range(4), mixed, 2000.0)) == [[0, 2, 3], [1]]
