@@ -50,6 +50,8 @@ def test_the_program_of_the_other_library_learns_with_the_command_on_the_page(pa
     )
     variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     ended = run(*command.split(), str(theirs), **variables)
+    if "terminate called without an active exception" in ended.stderr:  # torch's own, at the exit of a foreign program
+        ended = run(*command.split(), str(theirs), **variables)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert accuracy_in(ended.stdout) > 0.95
 
