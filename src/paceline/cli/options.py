@@ -78,7 +78,7 @@ def translated(args: Sequence[str], own: Mapping[str, bool]) -> list[str]:
     typed, rest, chosen = _separated(args, own)
     if not typed:
         return rest
-    context = Context(own, rest, chosen)
+    context = OptionReader(own, rest, chosen)
     problems, lines, found = list[str](), list[str](), dict[str, tuple[Typed, str]]()
     for option in typed:
         try:
@@ -150,7 +150,7 @@ def _is_switch(name: str) -> bool:
     return answers.is_switch(name)
 
 
-class Context:
+class OptionReader:
     """Translates the options of one command line, given its config and its other words."""
 
     def __init__(self, own: Mapping[str, bool], words: Sequence[str], chosen: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ MARGIN = 2.0  # the run must save this many times what compiling costs
 LEAST_SAVED_S = 1e-3  # per step: shorter steps are limited by the start of kernels, which CUDA graphs avoid already
 
 
-class Work(NamedTuple):
+class ForwardWork(NamedTuple):
     """The work of one forward pass that compiling changes."""
 
     traffic_bytes: int  # read and written by operators other than products
@@ -50,7 +50,7 @@ class Gain(NamedTuple):
         return self.saved_s_per_step >= LEAST_SAVED_S and self.saved_s >= MARGIN * self.compile_s
 
 
-def gain_of(work: Work, steps: int) -> Gain:
+def gain_of(work: ForwardWork, steps: int) -> Gain:
     """The estimated gain of compiling a step with this work in each lane, in a run of `steps` steps (pure).
 
     A step counts as one lane, as on as many ranks as lanes: fewer ranks save more.
@@ -65,7 +65,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work = Work(0, 0)
+        self.work = ForwardWork(0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every operator."""
@@ -74,7 +74,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return output
         is_product = func.overloadpacket in flop_registry
         traffic = 0 if is_product else sum(map(_bytes_of, tree_leaves((args, kwargs, output))))
-        self.work = Work(self.work.traffic_bytes + traffic, self.work.operators + 1)
+        self.work = ForwardWork(self.work.traffic_bytes + traffic, self.work.operators + 1)
         return output
 
 

@@ -45,7 +45,7 @@ class Retention(NamedTuple):
     best: tuple[str, str] | None
 
 
-class Work(NamedTuple):
+class CopyTask(NamedTuple):
     """One file that is to be copied, with a description of what it belongs to."""
 
     what: str
@@ -112,7 +112,7 @@ class Copier:
         self.claim.renew()
         return bool(names or steps)
 
-    def work(self, *, is_last: bool) -> Iterator[Work]:
+    def work(self, *, is_last: bool) -> Iterator[CopyTask]:
         """What is to be copied, the most important first."""
         missing = self._missing_checkpoints()
         yield from self._changed(CONFIG, is_last=is_last)
@@ -139,7 +139,7 @@ class Copier:
                     if log.is_file() and log.stat().st_size <= SMALL_BYTES:
                         yield f"logs/{log.name}"
 
-    def _changed(self, name: str, *, is_last: bool) -> Iterator[Work]:
+    def _changed(self, name: str, *, is_last: bool) -> Iterator[CopyTask]:
         """A file, if it has changed since it was copied."""
         try:
             status = (self.folder.path / name).stat()
@@ -152,7 +152,7 @@ class Copier:
             (before.size, before.changed_ns) != (status.st_size, status.st_mtime_ns)
             and (is_last or time.monotonic() >= before.next_at)
         ):
-            yield Work(name, status.st_size, partial(self._copy, name))
+            yield CopyTask(name, status.st_size, partial(self._copy, name))
 
     def _copy(self, name: str) -> None:
         """Copy a file as it is now; one that disappears meanwhile is left out."""
@@ -184,7 +184,7 @@ class Copier:
                 missing.append(path)
         return missing
 
-    def _work_of(self, path: Path) -> Iterator[Work]:
+    def _work_of(self, path: Path) -> Iterator[CopyTask]:
         """The files of a checkpoint that are still to be copied, then its manifest."""
         manifest = _local_manifest(path)
         if manifest is None:
@@ -197,8 +197,8 @@ class Copier:
         for file in manifest.files:
             name = f"{FOLDER}/{path.name}/{file.name}"
             if file.sha256 not in (known.get(file.name), self._sent.get(name)):
-                yield Work(path.name, file.size, partial(self._send, path, name, file.sha256))
-        yield Work(path.name, 0, partial(self._publish, path, manifest))
+                yield CopyTask(path.name, file.size, partial(self._send, path, name, file.sha256))
+        yield CopyTask(path.name, 0, partial(self._publish, path, manifest))
 
     def _send(self, path: Path, name: str, sha256: str) -> None:
         """Copy one file of a checkpoint; what the mirror has of this step is no checkpoint until it is complete."""

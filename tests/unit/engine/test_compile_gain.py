@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.engine.compile_gain import LEAST_SAVED_S, MARGIN, Work, WorkCounter, gain_of
+from paceline.engine.compile_gain import LEAST_SAVED_S, MARGIN, ForwardWork, WorkCounter, gain_of
 
 # Counted with WorkCounter under autocast in bf16.
-GPT2 = Work(98_214_000_000, 337)  # 124 M parameters, 32 × 1,024 tokens
-RESNET50 = Work(30_989_000_000, 340)  # 256 images
-MLP = Work(2_000_000, 11)  # of `paceline bench`
-CNN = Work(191_000_000, 87)  # of `paceline bench`, 10 blocks
+GPT2 = ForwardWork(98_214_000_000, 337)  # 124 M parameters, 32 × 1,024 tokens
+RESNET50 = ForwardWork(30_989_000_000, 340)  # 256 images
+MLP = ForwardWork(2_000_000, 11)  # of `paceline bench`
+CNN = ForwardWork(191_000_000, 87)  # of `paceline bench`, 10 blocks
 
 
 @pytest.mark.parametrize(
     ("work", "measured_ms"), [pytest.param(GPT2, 145 - 97, id="GPT-2"), pytest.param(RESNET50, 53 - 37, id="ResNet-50")]
 )
-def test_the_estimate_agrees_with_what_was_measured(work: Work, measured_ms: float) -> None:
+def test_the_estimate_agrees_with_what_was_measured(work: ForwardWork, measured_ms: float) -> None:
     assert gain_of(work, steps=1).saved_s_per_step * 1e3 == pytest.approx(measured_ms, rel=0.05)
 
 
@@ -28,7 +28,7 @@ def test_the_estimate_agrees_with_what_was_measured(work: Work, measured_ms: flo
         (MLP, 10_000_000, False), (CNN, 10_000_000, False),
     ],
 )  # fmt: skip
-def test_long_runs_of_large_models_are_compiled(work: Work, steps: int, is_clear: bool) -> None:
+def test_long_runs_of_large_models_are_compiled(work: ForwardWork, steps: int, is_clear: bool) -> None:
     assert gain_of(work, steps).is_clear == is_clear
 
 
@@ -44,7 +44,7 @@ def test_the_run_must_save_twice_what_compiling_costs() -> None:
 
 
 def test_short_steps_are_never_compiled() -> None:
-    work = Work(int(LEAST_SAVED_S / 0.5e-12) - 1, 1)
+    work = ForwardWork(int(LEAST_SAVED_S / 0.5e-12) - 1, 1)
     assert not gain_of(work, steps=10**9).is_clear
     assert gain_of(work._replace(traffic_bytes=work.traffic_bytes + 2), steps=10**9).is_clear
 
@@ -53,7 +53,7 @@ def test_what_operators_read_and_write_is_counted_but_not_that_of_products() -> 
     x, square = torch.ones(8), torch.ones(8, 8)
     with WorkCounter() as counter:
         x + x
-    assert counter.work == Work(3 * 8 * 4, 1)
+    assert counter.work == ForwardWork(3 * 8 * 4, 1)
     with WorkCounter() as counter:
         square @ square
         square.view(64)
@@ -61,7 +61,7 @@ def test_what_operators_read_and_write_is_counted_but_not_that_of_products() -> 
     assert counter.work.traffic_bytes == 0
     with WorkCounter() as counter:
         square.sum()
-    assert counter.work == Work(65 * 4, 1)
+    assert counter.work == ForwardWork(65 * 4, 1)
 
 
 def test_the_work_does_not_depend_on_values_or_on_the_count_before() -> None:

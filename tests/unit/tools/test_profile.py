@@ -27,7 +27,7 @@ from paceline.tools.profile.advice import advice_on
 from paceline.tools.profile.facts import Operator, Profile, StepSettings
 from paceline.tools.profile.profile import profile, shortened
 from paceline.tools.profile.task import RankProfile, StepProfiler, last_in, operators_in, put_together
-from paceline.tools.profile.trace import Cost, PhaseStart, Span
+from paceline.tools.profile.trace import OperatorCost, PhaseStart, Span
 
 SETTING = StepSettings(
     workers=0, batch_size=32, lanes=2, threads=2, cores=8, ranks_here=2, backend="gloo", precision="fp32",
@@ -271,8 +271,8 @@ def test_work_that_overlaps_with_computing_counts_only_where_it_does_not() -> No
         span("kernel", "relu", 100, 110), span("cpu_op", "aten::mm", 0, 500),
     ]  # fmt: skip
     assert trace.busy_us(spans) == {"compute": 30, "reduction": 20, "copies": 5}
-    assert trace.costs_of(spans, "cuda")["gemm"] == Cost(25, 2)
-    assert trace.costs_of(spans, "cuda")[spans[2].name] == Cost(25, 1)  # in full, also where it overlaps
+    assert trace.costs_of(spans, "cuda")["gemm"] == OperatorCost(25, 2)
+    assert trace.costs_of(spans, "cuda")[spans[2].name] == OperatorCost(25, 1)  # in full, also where it overlaps
     assert "aten::mm" not in trace.costs_of(spans, "cuda")
 
 
@@ -290,7 +290,11 @@ def test_an_operator_costs_its_time_without_those_that_it_calls() -> None:
         span("cpu_op", "inner", 20, 30), span("cpu_op", "outer", 0, 100), span("cpu_op", "inner", 20, 60),
         span("cpu_op", "outer", 100, 150), span("cpu_op", "aside", 10, 50, track=2),
     ]  # fmt: skip
-    assert trace.costs_of(spans, "cpu") == {"outer": Cost(110, 2), "inner": Cost(40, 1), "aside": Cost(40, 1)}
+    assert trace.costs_of(spans, "cpu") == {
+        "outer": OperatorCost(110, 2),
+        "inner": OperatorCost(40, 1),
+        "aside": OperatorCost(40, 1),
+    }
 
 
 def test_the_phases_in_a_trace_contain_the_operators_that_ran_in_them(tmp_path: Path) -> None:
@@ -342,7 +346,8 @@ def test_the_phases_of_the_timed_steps_add_up_and_waiting_for_sums_is_not_a_rank
 
 def account(step_ms: float, busy_ms: dict[str, float] | None = None, **costs: float) -> RankProfile:
     return RankProfile(
-        "here", step_ms, [1.0, 2.0, 3.0, 0.0, 0.0, 0.0], busy_ms or {}, {n: Cost(us, 20) for n, us in costs.items()},
+        "here", step_ms, [1.0, 2.0, 3.0, 0.0, 0.0, 0.0], busy_ms or {},
+        {name: OperatorCost(us, 20) for name, us in costs.items()},
         traced_ms=2 * step_ms, own_ms=[step_ms],
     )  # fmt: skip
 

@@ -141,7 +141,7 @@ def _resources(request: PodsRequest) -> Manifest:
     return {kind: each for kind, each in given.items() if each}
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Quotes all texts but plain words and paths: Kubernetes reads `1e3` and `y` in another way than PyYAML."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -153,10 +153,10 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, None if UNQUOTED.fullmatch(text) else '"')
 
 
-_Dumper.add_representer(str, _Dumper.represent_text)
+_ManifestDumper.add_representer(str, _ManifestDumper.represent_text)
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:
     """The manifests as YAML documents."""
-    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=float("inf"), allow_unicode=True)
+    text = yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=float("inf"), allow_unicode=True)
     return f"{HEADER}\n{text}"

@@ -51,20 +51,20 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """The seconds of a collective, and those in which it occupies the link."""
 
     seconds: float
     link_s: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.link_s + other.link_s)
+    def __add__(self, other: CollectiveCost) -> CollectiveCost:
+        return CollectiveCost(self.seconds + other.seconds, self.link_s + other.link_s)
 
 
-NOTHING = Cost(0.0, 0.0)
+NOTHING = CollectiveCost(0.0, 0.0)
 
 
-def all_reduce(size: float, network: Network, *, parts: int = 1) -> Cost:
+def all_reduce(size: float, network: Network, *, parts: int = 1) -> CollectiveCost:
     """The cost of summing `size` bytes over all ranks, sent in this number of equal parts at once."""
     if network.ranks == 1 or not size:
         return NOTHING
@@ -75,7 +75,7 @@ def all_reduce(size: float, network: Network, *, parts: int = 1) -> Cost:
     return gloo_ring(size, network, parts=parts)
 
 
-def gloo_ring(size: float, network: Network, *, parts: int = 1) -> Cost:
+def gloo_ring(size: float, network: Network, *, parts: int = 1) -> CollectiveCost:
     """Gloo's ring: a reduce-scatter and an all-gather, each of ranks − 1 chunks, which pass in segments.
 
     A sender starts when the receiver has announced that it is ready, so a segment takes two latencies besides its
@@ -88,33 +88,33 @@ def gloo_ring(size: float, network: Network, *, parts: int = 1) -> Cost:
     count = segments - segments // ranks  # that a rank sends in each of the two halves
     segment_s, notice_s = size / segments / network.bytes_per_s, 2 * network.latency_s
     half = max(notice_s + count * segment_s, count / 2 * notice_s + (count / 2 + 1) * segment_s)
-    return Cost(2 * half, 2 * count * segment_s)
+    return CollectiveCost(2 * half, 2 * count * segment_s)
 
 
-def _through_memory(size: float, ranks: int, memory: Link) -> Cost:
+def _through_memory(size: float, ranks: int, memory: Link) -> CollectiveCost:
     """Each rank writes its tensor to memory, waits for the others, and adds theirs."""
     copied_s = ranks * size / memory.bytes_per_s
-    return Cost(memory.latency_s + copied_s, copied_s)
+    return CollectiveCost(memory.latency_s + copied_s, copied_s)
 
 
-def _nccl(size: float, network: Network) -> Cost:
+def _nccl(size: float, network: Network) -> CollectiveCost:
     """The faster of NCCL's ring and its tree."""
     ranks = network.ranks
     ring_s = 2 * (ranks - 1) / ranks * size / network.bytes_per_s
     tree_s = 2 * size / network.bytes_per_s
-    ring = Cost(ring_s + 2 * (ranks - 1) * network.mean_latency_s, ring_s)
-    tree = Cost(tree_s + 2 * math.ceil(math.log2(ranks)) * network.latency_s, tree_s)
+    ring = CollectiveCost(ring_s + 2 * (ranks - 1) * network.mean_latency_s, ring_s)
+    tree = CollectiveCost(tree_s + 2 * math.ceil(math.log2(ranks)) * network.latency_s, tree_s)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
 
-def broadcast(size: float, network: Network) -> Cost:
+def broadcast(size: float, network: Network) -> CollectiveCost:
     """The cost of sending `size` bytes from one rank to all: in rounds, in each of which twice as many have them."""
     if network.ranks == 1 or not size:
         return NOTHING
     rounds = math.ceil(math.log2(network.ranks))
     notices = 2 if network.backend == "gloo" else 1
     link_s = rounds * size / network.bytes_per_s
-    return Cost(link_s + rounds * notices * network.latency_s, link_s)
+    return CollectiveCost(link_s + rounds * notices * network.latency_s, link_s)
 
 
 def exchange_s(network: Network) -> float:

@@ -11,7 +11,7 @@ from paceline.config import Checkpoint, Config, to_plain
 from paceline.errors import ConfigError
 from paceline.run.job import Task
 from paceline.run.lifecycle import new_folder
-from paceline.tools.plan.collectives import Cost, Network, all_reduce
+from paceline.tools.plan.collectives import CollectiveCost, Network, all_reduce
 from paceline.tools.plan.facts import Measured, RunKeys
 from paceline.tools.plan.links import Link
 
@@ -63,7 +63,7 @@ def loopback_of(small_s: float, large_s: float, ranks: int, backend: str = "gloo
     """The link for which the model takes these times for a small and a large sum (pure)."""
     from paceline.tools.plan.task import LARGE
 
-    def cost(size: float, link: Link) -> Cost:
+    def cost(size: float, link: Link) -> CollectiveCost:
         none = Link(math.inf, 0.0)
         return all_reduce(size, Network(ranks, ranks, none, link, backend, link if is_shared else None))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.tools.plan.collectives import NOTHING, Cost, Network, all_reduce, broadcast, exchange_s
+from paceline.tools.plan.collectives import NOTHING, CollectiveCost, Network, all_reduce, broadcast, exchange_s
 from paceline.tools.plan.facts import Gradient, Measured, RunKeys
 
 BLOCK = 256  # elements that share an exponent
@@ -18,7 +18,7 @@ LIMITS = ("compute", "loader", "network", "latency")
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PlannedBucket:
     """Gradients that are summed together, and when the last of them is ready."""
 
     size: int
@@ -68,19 +68,19 @@ def uses_integers(keys: RunKeys, ranks: int) -> bool:
     return keys.is_exact and keys.lanes_on(ranks) > 2
 
 
-def buckets_of(gradients: Sequence[Gradient], limit: float) -> list[Bucket]:
+def buckets_of(gradients: Sequence[Gradient], limit: float) -> list[PlannedBucket]:
     """The buckets of DDP: in the order of backward, each closed by the gradient with which it reaches `limit` bytes."""
-    found: list[Bucket] = []
+    found: list[PlannedBucket] = []
     size = 0
     for index, gradient in enumerate(gradients):
         size += gradient.size
         if size >= limit or index == len(gradients) - 1:
-            found.append(Bucket(size, gradient.element_size, gradient.ready_ms / 1e3))
+            found.append(PlannedBucket(size, gradient.element_size, gradient.ready_ms / 1e3))
             size = 0
     return found
 
 
-def sum_cost(bucket: Bucket, keys: RunKeys, network: Network) -> Cost:
+def sum_cost(bucket: PlannedBucket, keys: RunKeys, network: Network) -> CollectiveCost:
     """The cost of summing a bucket over all ranks; before integers, the ranks agree on exponents."""
     if uses_integers(keys, network.ranks):
         parts = 2 if network.backend == "gloo" and bucket.size >= SPLIT_BYTES else 1

@@ -35,7 +35,7 @@ from paceline.system.cores import usable_cores
 from paceline.system.signals import Stop
 from paceline.tools.profile import trace
 from paceline.tools.profile.facts import Operator, Profile, StepSettings
-from paceline.tools.profile.trace import Cost, PhaseStart, Span
+from paceline.tools.profile.trace import OperatorCost, PhaseStart, Span
 from paceline.worker.build import build_data, build_loop, build_model, build_step, use_own_stream
 from paceline.worker.context import open_context
 from paceline.worker.state import TrainState
@@ -51,7 +51,7 @@ class RankProfile(NamedTuple):
     step_ms: float
     host_ms: list[float]  # of each phase of the clock
     busy_ms: dict[str, float]  # of a GPU
-    costs: dict[str, Cost]
+    costs: dict[str, OperatorCost]
     traced_ms: float  # the time of a step while it was traced
     own_ms: list[float]  # the time of each timed step without waiting for the all-reduce
 

@@ -42,7 +42,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Cost(NamedTuple):
+class OperatorCost(NamedTuple):
     """The total time of an operator in microseconds, and the number of its calls."""
 
     us: float
@@ -105,7 +105,7 @@ def spans_in(text: str) -> list[Span]:
     ]
 
 
-def costs_of(spans: Iterable[Span], device: str) -> dict[str, Cost]:
+def costs_of(spans: Iterable[Span], device: str) -> dict[str, OperatorCost]:
     """The operators that take the most time, without those that they call; on a GPU, the kernels and copies."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
@@ -122,7 +122,7 @@ def costs_of(spans: Iterable[Span], device: str) -> dict[str, Cost]:
                 calls[span.name] -= span.name == callers[-1].name  # an overload that calls another is one call
             callers.append(span)
     costliest = sorted(us, key=us.__getitem__, reverse=True)[:MAX_NAMES]
-    return {name: Cost(us[name], calls[name]) for name in costliest}
+    return {name: OperatorCost(us[name], calls[name]) for name in costliest}
 
 
 def busy_us(spans: Iterable[Span]) -> dict[str, float]:
