@@ -26,7 +26,7 @@ class LossChecks(TorchFunctionMode):
         """Called by torch for every function."""
         named = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
         output, target = named.get("input"), named.get("target")
-        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and not _is_in_transform(target):
             if func in OF_CLASSES:
                 _check_classes(output, target, args[4] if len(args) > 4 else named.get("ignore_index", IGNORED))
             elif func in OF_NUMBERS:
@@ -34,6 +34,11 @@ class LossChecks(TorchFunctionMode):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Using a target size")  # the step itself warns, with the user's line
             return func(*args, **(kwargs or {}))
+
+
+def _is_in_transform(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a transform of torch.func such as vmap, in which its values cannot be read."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _check_classes(output: torch.Tensor, target: torch.Tensor, ignored: int) -> None:

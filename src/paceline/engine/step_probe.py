@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.seeding import seed_generators
-from paceline.data.trees import map_tensors, tensors_in
+from paceline.data.trees import map_tensors
 from paceline.engine.digest import digest_of
 from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
 from paceline.engine.losses import problem_with_loss, sum_and_count
@@ -25,6 +25,10 @@ HIDDEN_IN_STEP = (
     "{key} gives another value when it is called again with the same weights and batch: it keeps state that is neither "
     "separate for each lane nor saved; make the state a buffer of the model, or of a torch.nn.Module that step_fn calls"
 )
+LATE = (
+    "the model creates {name} in its first forward pass and changes it in later ones, so the lanes of a step would "
+    "begin with different values; register it in __init__ with its first value"
+)
 CHANGES_WEIGHTS = "{key} changes {name}, which is trained; do that in a callback's on_step"
 
 
@@ -38,6 +42,7 @@ class StepProbe:
         self._state = ForwardState(model, outer_state(settings))
         self._frozen = self._state.frozen()
         self._before = {name: state_of(parameter) for name, parameter in self._frozen.items()}
+        self._known = set(self._state.tensors())
         self._kept = Snapshot()
         self._outer.add_moving(self._outer.frozen())
         self._kept.take(self._outer.tensors())
@@ -52,6 +57,23 @@ class StepProbe:
 
     def run(self, objective: Objective, batch: Any) -> str | None:
         """Call an objective; return why it cannot have lanes, or None if no reason was found."""
+        return self._run(objective, _clone(batch)) or self._problem_with_late_state(objective, batch)
+
+    def _problem_with_late_state(self, objective: Objective, batch: Any) -> str | None:
+        """Why the state that the first forward pass has created cannot be separate for each lane, if it cannot."""
+        late = {name: int(digest_of(each)) for name, each in self._state.tensors().items() if name not in self._known}
+        if not late or self.settings.lanes == 1:
+            return None
+        seed_generators(self.settings.seed, "probe")
+        if objective.takes_model:
+            objective(self.model, _clone(batch))
+        else:
+            run_model(self.model, _clone(batch), with_labels=objective.is_models_own)
+        now = self._state.tensors()
+        changed = next((key for key, digest in late.items() if key in now and int(digest_of(now[key])) != digest), None)
+        return None if changed is None else LATE.format(name=".".join(filter(None, changed[:2])))
+
+    def _run(self, objective: Objective, batch: Any) -> str | None:
         seed_generators(self.settings.seed, "probe")
         if objective.takes_model:
             return self._run_step(objective, batch)
@@ -61,23 +83,18 @@ class StepProbe:
         return self._run_loss(objective, batch)
 
     def _run_loss(self, objective: Objective, batch: Any) -> str | None:
-        before, values = Snapshot(), []
-        before.take(self._state.tensors())
+        given: Any = run_model(self.model, batch)
+        # A loss may write to its arguments. Outputs can be most of the memory, so their copy waits on the host.
+        kept, device = _clone(given, torch.device("cpu")), next(self.model.parameters()).device
         holder = ForwardState(torch.nn.Module(), objective.function)
-        of_loss = Snapshot()
-        of_loss.take(holder.tensors())
-        given = run_model(self.model, _clone(batch))
-        versions = _versions_in(given)
-        for _ in range(2):
-            # Outputs may be most of the memory, so they are computed again where the loss has changed them, not copied.
-            if _versions_in(given) != versions:
-                before.restore(self._state.tensors())
-                seed_generators(self.settings.seed, "probe")
-                given = run_model(self.model, _clone(batch))
-            of_loss.restore(holder.tensors())
+        before, values = Snapshot(), []
+        before.take(holder.tensors())
+        for is_last in (False, True):
+            before.restore(holder.tensors())
             seed_generators(self.settings.seed, "probe")
             value = objective.function(*given)
             values.append(_numbers(value, objective.source))
+            given = None if is_last else _clone(kept, device)
         return _problem_with(value, objective) or (None if self._are_equal(*values) else HIDDEN_IN_LOSS)
 
     def _run_step(self, objective: Objective, batch: Any) -> str | None:
@@ -130,13 +147,12 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _clone(tree: Any) -> Any:
-    """A copy, because a loss or a step may write to its batch; a library's own mappings are not copied."""
+def _clone(tree: Any, device: torch.device | None = None) -> Any:
+    """A copy, because a loss may write to its arguments; parameters and a library's own mappings are not copied."""
     if isinstance(tree, Mapping) and type(tree) is not dict:
         return tree
-    return map_tensors(tree, torch.clone)
-
-
-def _versions_in(tree: Any) -> list[int]:
-    """Numbers that increase when a tensor of the tree is written to."""
-    return [tensor._version for tensor in tensors_in(tree)]
+    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
+        return tuple(_clone(each, device) for each in tree)
+    return map_tensors(
+        tree, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else tensor.to(device, copy=True)
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import fx
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from paceline.engine.constant_masks import drop_constant_masks
 
@@ -53,6 +53,47 @@ def padding(query: torch.Tensor) -> torch.Tensor:
     return lower(query) & (query[:, :, :1, :1] > -100)
 
 
+def ones(query: torch.Tensor) -> torch.Tensor:
+    return torch.ones(SIZE, SIZE, dtype=torch.bool, device=query.device)
+
+
+def written_by_a_method(query: torch.Tensor) -> torch.Tensor:
+    return ones(query).tril_()
+
+
+def written_by_an_index(query: torch.Tensor) -> torch.Tensor:
+    mask = ones(query)
+    mask[:, 5:] = False
+    return mask
+
+
+def written_through_a_view(query: torch.Tensor) -> torch.Tensor:
+    mask = ones(query)
+    mask[:, 5:].fill_(False)
+    return mask
+
+
+def written_through_data(query: torch.Tensor) -> torch.Tensor:
+    mask = ones(query)
+    mask.data.tril_()
+    return mask
+
+
+def written_as_out(query: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(SIZE, SIZE)
+    torch.mul(lowest_number(query), 1.0, out=mask)
+    return mask
+
+
+def narrowed(query: torch.Tensor) -> torch.Tensor:
+    return lower(query).clone().triu_(-3)
+
+
+def copied_from_the_batch(query: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(SIZE, SIZE)
+    return mask.copy_(query[0, 0, :, :1])
+
+
 def small_penalty(query: torch.Tensor) -> torch.Tensor:
     return torch.full((SIZE, SIZE), -1e4, device=query.device).triu(1)
 
@@ -87,11 +128,82 @@ def test_constant_masks_are_dropped_with_the_same_result(mask: Mask) -> None:
     torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.parametrize("mask", [window, bias, padding, small_penalty])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        window, bias, padding, small_penalty, written_by_a_method, written_by_an_index, written_through_a_view,
+        written_through_data, written_as_out, narrowed, copied_from_the_batch,
+    ],
+)  # fmt: skip
 def test_other_masks_are_kept(mask: Mask) -> None:
     dropped, value, expected = dropped_in(mask)
     assert dropped == 0
     assert torch.equal(value, expected)
+
+
+def by_a_method(query: torch.Tensor) -> torch.Tensor:
+    return lower(query) | (torch.empty(1).uniform_() < 2)
+
+
+def by_a_function(query: torch.Tensor) -> torch.Tensor:
+    return lower(query) | (torch.rand(1) < 2)
+
+
+def by_dropout(query: torch.Tensor) -> torch.Tensor:
+    return lower(query) | (dropout(torch.ones(1), 0.5) >= 0)
+
+
+@pytest.mark.parametrize("mask", [by_a_method, by_a_function, by_dropout])
+def test_random_masks_are_kept(mask: Mask) -> None:
+    assert dropped_in(mask)[0] == 0
+
+
+def test_a_mask_that_is_written_to_between_two_layers_is_kept() -> None:
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        mask = lower(query)
+        first = scaled_dot_product_attention(query, query, query, mask)
+        mask.fill_(True)
+        return scaled_dot_product_attention(first, first, first, mask)
+
+    query = torch.randn(2, 3, SIZE, 4, generator=torch.Generator().manual_seed(0))
+    assert compared(attend, query) == 0
+
+
+def test_what_else_the_graph_writes_to_is_still_written_to() -> None:
+    seen = torch.zeros(())
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        found = scaled_dot_product_attention(query, query, query, lower(query)) + 0
+        found[:, 0].zero_()
+        return found
+
+    query = torch.randn(2, 3, SIZE, 4, generator=torch.Generator().manual_seed(0))
+    assert compared(attend, query) == 1
+    assert seen == 2  # once compiled, once eagerly
+
+
+def compared(attend: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> int:
+    """The number of masks dropped from a function that gives the same value with and without that."""
+    counts: list[int] = []
+
+    def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        counts.append(drop_constant_masks(module.graph))
+        module.recompile()
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, dynamic=False)(query)
+    torch.testing.assert_close(compiled, attend(query))
+    return sum(counts)
+
+
+def test_a_mask_of_more_samples_than_the_query_is_kept() -> None:
+    def of_three(query: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3, 1, SIZE, SIZE, dtype=torch.bool)
+
+    with pytest.raises(RuntimeError):
+        dropped_in(of_three)
 
 
 def test_a_mask_for_more_keys_than_queries_is_kept() -> None:

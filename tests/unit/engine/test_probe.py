@@ -224,6 +224,80 @@ def test_a_loss_may_take_what_only_its_library_makes(make_config: MakeConfig) ->
         probe_forward(Answering(3, 2), config, batch(), 2, HERE)
 
 
+class Following(nn.Module):
+    """Has a teacher that moves in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.layer.weight, 0.1)
+        return self.layer(x) + self.teacher(x)
+
+
+class WithConstants(nn.Linear):
+    """Also returns numbers that belong to no gradient."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        with torch.inference_mode():
+            return found, torch.ones(2)
+
+
+def cooling(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    output /= 0.5
+    return cross_entropy(output, target)
+
+
+def writing_to_memory(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    array = target.numpy()
+    array[:] = 1 - array
+    output.data /= 0.5
+    return cross_entropy(output, target)
+
+
+def of_each_sample(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda one, its: cross_entropy(one[None], its[None]))(output, target).mean()
+
+
+@pytest.mark.parametrize("loss", [cooling, writing_to_memory, of_each_sample])
+def test_losses_that_write_to_their_arguments_or_use_vmap_are_taken(make_config: MakeConfig, loss: Any) -> None:
+    assert probe_forward(Following(), make_config(loss_fn=loss), batch(), 2, HERE).problem is None
+
+
+def test_state_of_a_loss_is_found_beside_outputs_of_inference_mode(make_config: MakeConfig) -> None:
+    counting = Counting()
+    config = make_config(loss_fn=lambda output, target: counting(output[0], target))
+    with pytest.raises(ConfigError, match="loss_fn gives another value"):
+        probe_forward(WithConstants(3, 2), config, batch(), 2, HERE)
+
+
+class Late(nn.Module):
+    """Creates a buffer in the first forward pass."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.layer, self.changes = nn.Linear(3, 2), changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(2))
+        if self.changes:
+            self.late.add_(found.detach().mean(0))
+        return found + self.late
+
+
+def test_a_buffer_that_is_created_late_and_changes_is_refused(make_config: MakeConfig) -> None:
+    for lanes, changes in ((4, False), (1, True)):
+        config = make_config(loss_fn=cross_entropy, lanes=lanes)
+        assert probe_forward(Late(changes), config, batch(), lanes, HERE) == Findings()
+    with pytest.raises(ConfigError, match="the model creates late in its first forward pass and changes it"):
+        probe_forward(Late(True), make_config(loss_fn=cross_entropy, lanes=4), batch(), 4, HERE)
+
+
 # --- collectives ----------------------------------------------------------------------------------------------------
 
 
