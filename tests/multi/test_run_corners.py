@@ -750,3 +750,33 @@ def test_layers_with_shared_weights_under_reentrant_checkpointing_are_summed_onc
                 step_of(model, run, optimizer, *batch)
 
     assert len({start(train, procs, model_fn=Twice).weights_sha256 for procs in (1, 2, 4)}) == 1
+
+
+class Late(nn.Module):
+    """Creates a buffer in the first forward pass: a cache, or a mean that each forward pass changes."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.layer, self.changes = nn.Linear(36, 2), changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.flatten(1))
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(2))
+        if self.changes:
+            self.late.lerp_(found.detach().mean(0), 0.1)
+        return found * self.late
+
+
+@pytest.mark.parametrize("procs", [1, 4])
+def test_a_buffer_that_is_created_late_and_changes_is_refused(procs: int) -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            for batch in train_loader:
+                step_of(model, run, optimizer, *batch)
+
+    start(train, procs, model_fn=lambda: Late(changes=False), val_dataset_fn=None, val_fraction=0)
+    with pytest.raises((ConfigError, RankFailed), match="the model creates late in its first forward pass"):
+        start(train, procs, model_fn=lambda: Late(changes=True), val_dataset_fn=None, val_fraction=0)

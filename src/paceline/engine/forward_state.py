@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline.engine.digest import digest_of
+
+LATE = (
+    "the model creates {name} in its first forward pass and changes it in later ones, so the lanes of a step would "
+    "begin with different values; register it in __init__ with its first value"
+)
 SCANS = 8  # calls that search the modules again: some create their buffers in the first forward passes
 BufferKey = tuple[str, str, bool]  # the path of the module, the name in it, and whether it is saved with the weights
 LOSS_PREFIX = "loss_fn:"  # before the path of a module of the loss
@@ -194,6 +200,28 @@ class LaneBuffers:
         """After the last lane."""
         if self._is_needed:
             (self._after_first if self._keeps_first else self._before).restore(self._state.tensors())
+
+
+class LateBuffers:
+    """Finds a buffer that the first forward pass creates and the second one changes.
+
+    The lanes of the first step would begin with different values, which depend on the number of ranks.
+    """
+
+    def __init__(self, state: ForwardState) -> None:
+        """Before the first forward pass."""
+        self._state, self._known = state, set(state.tensors())
+        self._digests: dict[BufferKey, int] | None = None
+        self.is_done = False  # whether no further forward pass needs to be observed
+
+    def check(self) -> str | None:
+        """After each of the first forward passes: why the buffers cannot be separate for each lane, if they cannot."""
+        before = self._digests
+        late = {key: each for key, each in self._state.tensors().items() if key not in self._known}
+        self._digests = {key: int(digest_of(each)) for key, each in late.items()}
+        self.is_done = before is not None or not late
+        changed = (key for key, digest in (before or {}).items() if self._digests.get(key, digest) != digest)
+        return next((LATE.format(name=".".join(filter(None, key[:2]))) for key in changed), None)
 
 
 class EvaluationBuffers:

@@ -18,7 +18,7 @@ from paceline.data.seeding import seed_generators
 from paceline.engine.buckets import GradientSums
 from paceline.engine.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCTION, PhaseClock
 from paceline.engine.ema import Ema
-from paceline.engine.forward_state import EvaluationBuffers, LaneBuffers
+from paceline.engine.forward_state import EvaluationBuffers, LaneBuffers, LateBuffers
 from paceline.engine.gradient_hooks import GradientHooks
 from paceline.engine.losses import mean_of, number_on, sum_and_count
 from paceline.engine.nonfinite import Guard, nonfinite_flag
@@ -47,6 +47,7 @@ class OwnStep:
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
         self.lane: Lane | None = None  # of the batch that the user's code has
         self._buffers = LaneBuffers(replica.forward_state)
+        self._late: LateBuffers | None = None  # in the first batches
         self.evaluation = EvaluationBuffers(replica.forward_state, self._buffers)
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
         self._early: GradientSums | None = None  # sends gradients during backward, if the loop has the form for it
@@ -79,6 +80,8 @@ class OwnStep:
     def enter(self, lane: Lane) -> None:
         """Before the user's code gets the batch of a lane: its buffers and generators."""
         self._buffers.enter()
+        if self._late is None and self.settings.lanes > 1:
+            self._late = LateBuffers(self.replica.forward_state)
         seed_generators(self.settings.seed, "forward", lane.step, lane.lane)
         self.lane = lane
         self.calls.enter()
@@ -86,6 +89,10 @@ class OwnStep:
 
     def leave(self) -> None:
         """After the user's code has processed the batch of a lane."""
+        if self._late is not None and not self._late.is_done and self.lane is not None and self.lane.samples:
+            problem = self._late.check()
+            if problem is not None:
+                raise ConfigError(problem)
         self.lane = None
         self._buffers.leave()
 
@@ -198,6 +205,7 @@ class OwnStep:
         """Treat a further module like the model: rank 0's weights, buffers of lane 0, sums of gradients. All ranks."""
         self.replica.include(name, module)
         self._modules.append(module)
+        self._late = None  # its buffers are not new
         self.hooks.watch(module.parameters())
 
     def counters(self) -> dict[str, float]:

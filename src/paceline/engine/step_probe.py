@@ -11,7 +11,7 @@ from paceline.config import Settings
 from paceline.data.seeding import seed_generators
 from paceline.data.trees import map_tensors
 from paceline.engine.digest import digest_of
-from paceline.engine.forward_state import ForwardState, ParameterKey, Snapshot
+from paceline.engine.forward_state import ForwardState, LateBuffers, ParameterKey, Snapshot
 from paceline.engine.losses import problem_with_loss, sum_and_count
 from paceline.engine.objective import Objective, loss_in, parts_of, run_model
 from paceline.engine.outer_state import outer_state
@@ -24,10 +24,6 @@ HIDDEN_IN_LOSS = (
 HIDDEN_IN_STEP = (
     "{key} gives another value when it is called again with the same weights and batch: it keeps state that is neither "
     "separate for each lane nor saved; make the state a buffer of the model, or of a torch.nn.Module that step_fn calls"
-)
-LATE = (
-    "the model creates {name} in its first forward pass and changes it in later ones, so the lanes of a step would "
-    "begin with different values; register it in __init__ with its first value"
 )
 CHANGES_WEIGHTS = "{key} changes {name}, which is trained; do that in a callback's on_step"
 
@@ -42,7 +38,7 @@ class StepProbe:
         self._state = ForwardState(model, outer_state(settings))
         self._frozen = self._state.frozen()
         self._before = {name: state_of(parameter) for name, parameter in self._frozen.items()}
-        self._known = set(self._state.tensors())
+        self._late = LateBuffers(self._state)
         self._kept = Snapshot()
         self._outer.add_moving(self._outer.frozen())
         self._kept.take(self._outer.tensors())
@@ -57,21 +53,19 @@ class StepProbe:
 
     def run(self, objective: Objective, batch: Any) -> str | None:
         """Call an objective; return why it cannot have lanes, or None if no reason was found."""
-        return self._run(objective, _clone(batch)) or self._problem_with_late_state(objective, batch)
+        return self._run(objective, _clone(batch)) or self._problem_with_late_buffers(objective, batch)
 
-    def _problem_with_late_state(self, objective: Objective, batch: Any) -> str | None:
-        """Why the state that the first forward pass has created cannot be separate for each lane, if it cannot."""
-        late = {name: int(digest_of(each)) for name, each in self._state.tensors().items() if name not in self._known}
-        if not late or self.settings.lanes == 1:
+    def _problem_with_late_buffers(self, objective: Objective, batch: Any) -> str | None:
+        """Why buffers that the first forward pass has created cannot be separate for each lane, if they cannot."""
+        self._late.check()
+        if self._late.is_done or self.settings.lanes == 1:
             return None
         seed_generators(self.settings.seed, "probe")
         if objective.takes_model:
             objective(self.model, _clone(batch))
         else:
             run_model(self.model, _clone(batch), with_labels=objective.is_models_own)
-        now = self._state.tensors()
-        changed = next((key for key, digest in late.items() if key in now and int(digest_of(now[key])) != digest), None)
-        return None if changed is None else LATE.format(name=".".join(filter(None, changed[:2])))
+        return self._late.check()
 
     def _run(self, objective: Objective, batch: Any) -> str | None:
         seed_generators(self.settings.seed, "probe")
