@@ -780,3 +780,17 @@ def test_a_buffer_that_is_created_late_and_changes_is_refused(procs: int) -> Non
     start(train, procs, model_fn=lambda: Late(changes=False), val_dataset_fn=None, val_fraction=0)
     with pytest.raises((ConfigError, RankFailed), match="the model creates late in its first forward pass"):
         start(train, procs, model_fn=lambda: Late(changes=True), val_dataset_fn=None, val_fraction=0)
+
+
+def test_an_epoch_that_was_left_early_counts_as_done() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer, counted = torch.optim.SGD(model.parameters(), lr=0.1), []
+        run.track(optimizer=optimizer)
+        for _ in run.epochs(num_epochs):
+            counted.append((run.epochs_done, run.step_number))
+            for batch in train_loader:
+                if step_of(model, run, optimizer, *batch) and run.step_number % STEPS == 2:
+                    break
+        return counted
+
+    assert start(train, procs=2).value == [(0, 0), (1, STEPS), (2, 2 * STEPS)]

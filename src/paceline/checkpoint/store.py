@@ -245,9 +245,9 @@ class Store:
                     shutil.rmtree(hidden)
 
     def best(self, metric: str, mode: str) -> Path | None:
-        """The checkpoint with the best value of a metric; None if none has a finite value."""
+        """The checkpoint with the best value of a metric, the first of several; None if none has a finite value."""
         values: dict[Path, float] = {}
-        for path in self.paths():
+        for path in reversed(self.paths()):
             with suppress(DamagedCheckpoint):
                 value = read_manifest(path).metrics.get(metric)
                 if value is not None:

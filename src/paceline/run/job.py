@@ -62,7 +62,7 @@ def pack(config: Config, task: Task) -> Job:
                 raise pickling_error(key, value) from None
         raise
     sizes = [buffer.raw().nbytes for buffer in buffers]
-    header = pickle.dumps({"sys_path": sys.path, "payload": payload, "sizes": sizes})
+    header = pickle.dumps({"sys_path": sys.path, "argv": sys.argv, "payload": payload, "sizes": sizes})
     return Job(header, buffers)
 
 
@@ -88,6 +88,7 @@ def load(path: Path) -> tuple[Config, Task]:
         position += size
     # Functions of importable modules are pickled by name, so the ranks need the import path of the caller.
     sys.path[:] = header["sys_path"]
+    sys.argv[:] = header["argv"]  # the user's functions may read options of the script
     config, task = _Unpickler(header["payload"], buffers).load()
     return config, task
 

@@ -286,7 +286,8 @@ class OwnLoop:
         self.tracked.check_epochs(epoch)
         is_ended = self.inputs.is_over() or state.is_finished
         if self.inputs.steps_per_epoch is not None and not is_ended:  # the user's code may have left the loader early
-            state.step = max(state.step, (epoch + 1) * self.inputs.steps_per_epoch)
+            state.step = cycle.run.step_number = max(state.step, (epoch + 1) * self.inputs.steps_per_epoch)
+            state.epochs_done = cycle.run.epochs_done = max(state.epochs_done, epoch + 1)
         cycle.log.collect()
         values, self._values = self._values, {}
         metrics = self._agreed({name: float(value) for name, value in values.items()})

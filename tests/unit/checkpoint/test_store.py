@@ -439,6 +439,14 @@ def test_a_better_checkpoint_replaces_the_best(store: Store) -> None:
     assert steps(store) == [4, 3]
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equal_values_the_first_is_the_best(mode: str, store: Store) -> None:
+    """As when it was saved: a later checkpoint with the same value was saved for another reason."""
+    for step in (3, 7, 9):
+        save(store, step, val_loss=0.5)
+    assert store.best("val_loss", mode) == store.path(3)
+
+
 def test_an_unreadable_checkpoint_is_not_the_best(store: Store) -> None:
     save(store, 1, val_loss=0.5)
     (save(store, 2, val_loss=0.1) / MANIFEST).write_text("{")

@@ -138,6 +138,16 @@ def test_the_ranks_get_the_import_path_of_the_caller(make_config: MakeConfig, tm
     assert sys.path[0] == "/a/folder/of/the/caller"
 
 
+def test_the_ranks_get_the_options_of_the_script(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.5"])
+    job.save(job.pack(make_config(), a_task), tmp_path / "job.bin")
+    monkeypatch.setattr(sys, "argv", ["paceline.worker.main"])
+    job.load(tmp_path / "job.bin")
+    assert sys.argv == ["script.py", "--lr", "0.5"]
+
+
 def test_a_value_that_cannot_be_pickled_is_named_by_its_key(make_config: MakeConfig) -> None:
     lock = threading.Lock()
     config = make_config(model_fn=lambda: 3, metrics={"mine": lambda output, target: lock})

@@ -126,6 +126,13 @@ def get_table(table):
 
 def get_named():
     return [{"mask": torch.tensor(1.0 + n), "ids": torch.arange(4.0) - n, "labels": n} for n in range(20)]
+
+def get_answered():
+    return [{**sample, "answer": sample.pop("labels")} for sample in get_named()]
+
+def step(model, batch):
+    answer = batch.pop("answer")
+    return nn.functional.cross_entropy(model(**batch)["logits"], answer)
 '''
 KEYS = {"loss_fn": "cross_entropy", "dataset_fn": "pl_export:get_floats"}
 NORMALIZE = {"augment": {"normalize": {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}, "flip": "random"}}
@@ -382,6 +389,15 @@ def test_the_command_exports_a_run_and_prints_which_weights(make_run, tmp_path: 
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{tmp_path / 'out'}: safetensors, weights: step 9 (last); ")
     assert "comparing with the trained model …" in printed.err
+
+
+def test_weights_of_a_model_that_only_a_step_function_can_call_are_exported(make_run, tmp_path: Path) -> None:
+    run = make_run("Named", loss_fn=None, step_fn="pl_export:step", dataset_fn="pl_export:get_answered")
+    run.export("safetensors", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Outputs were not compared: only step_fn defines how the model is called." in card
+    with pytest.raises(PacelineError, match=r"unexpected keyword argument 'answer'; use format safetensors"):
+        run.export("torch", tmp_path / "traced")
 
 
 def test_a_model_that_does_not_accept_the_samples_is_an_error(make_run, tmp_path: Path) -> None:

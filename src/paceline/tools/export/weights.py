@@ -47,6 +47,10 @@ def _why_no_samples(task: ExportTask) -> str | None:
     if task.run.config.train_fn is not None:
         return "only the run's own loop (train_fn) defines how the model is called"
     try:
+        if task.run.config.step_fn is not None:  # it may call the model with other parts of a batch
+            task.expected(task.batch)
         return None if task.batch is not None else "there are no samples"
     except (ConfigError, DataError) as error:
         return str(error)
+    except PacelineError:
+        return "only step_fn defines how the model is called"
