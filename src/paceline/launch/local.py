@@ -20,7 +20,7 @@ from paceline.launch.environment import report_shared_cores
 from paceline.launch.machines import LocalMachine, Machines
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import Restarts, final_error, limit_of, restart_report
-from paceline.launch.setup import TRAIN, can_save, staged, with_lanes_and_threads, with_mirror
+from paceline.launch.setup import TRAIN, can_save, report_new_run, staged, with_lanes_and_threads, with_mirror
 from paceline.observe import hangs
 from paceline.run import job
 from paceline.run.job import Task
@@ -53,6 +53,8 @@ def start_on(machines: Machines, config: Config, task: Task) -> Outcome:
     with listening(request, NOTHING_RAN):
         began = time.time()
         restore_point = resume.find_restore_point(config)
+        if can_save(config, task):
+            report_new_run(config, restore_point)
         _gather(machines, request, "before it started")
         ranks = machines.ranks_for(restore_point.lanes(config))
         device = pick_device(config.device, 0)

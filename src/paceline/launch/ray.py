@@ -33,7 +33,7 @@ from paceline.launch.ray_cluster import RayResources, connected, in_thread
 from paceline.launch.ray_worker import WorkerOptions
 from paceline.launch.relocation import FolderWatcher
 from paceline.launch.restarts import final_error, limit_of
-from paceline.launch.setup import can_save, staged, with_lanes_and_threads, with_mirror
+from paceline.launch.setup import can_save, report_new_run, staged, with_lanes_and_threads, with_mirror
 from paceline.observe import hangs
 from paceline.observe.screen.follower import Follower
 from paceline.run import job
@@ -71,6 +71,8 @@ def start(config: Config, task: Task) -> Outcome:
     with listening(request, "nothing was running"):
         began = time.time()
         restore_point = resume.find_restore_point(config)
+        if can_save(config, task):
+            report_new_run(config, restore_point)
         with connected(config.device) as resources:
             ranks = fitting(*capacity_among(config, resources.gpus, resources.cpus), restore_point.lanes(config))
             config = with_lanes_and_threads(config, restore_point, ranks, ranks, resources.ranks_per_node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -45,6 +46,13 @@ def with_mirror(config: Config, task: Task) -> Config:
 def can_save(config: Config, task: Task) -> bool:
     """Whether the ranks save on a stop request."""
     return task == TRAIN and config.keeps_state
+
+
+def report_new_run(config: Config, restore_point: RestorePoint) -> None:
+    """Print that `resume: auto` has found nothing to resume, which a user may not expect."""
+    if config.resume == "auto" and config.keeps_state and restore_point.run_dir is None:
+        place = config.run_dir or f"runs/{config.name}"
+        print(f"resume=auto found no unfinished run in {place}; a new run starts", file=sys.stderr, flush=True)
 
 
 def with_lanes_and_threads(

@@ -15,7 +15,7 @@ from paceline.config import Config
 from paceline.errors import ConfigError, RankFailed, handle_uncaught
 from paceline.launch.environment import is_restarted, join_step, ranks_here
 from paceline.launch.relocation import FolderWatcher
-from paceline.launch.setup import with_mirror
+from paceline.launch.setup import report_new_run, with_mirror
 from paceline.mirror.supervisor import mirroring
 from paceline.observe import failures
 from paceline.observe.progress import Progress
@@ -83,6 +83,7 @@ def _awaited_outcome(folder: RunFolder) -> Outcome:
 def _open(config: Config, world_size: int, held: ExitStack) -> tuple[Path, dict[str, Any]]:
     """Create the run folder or find that of the run to resume, and lock it until `held` is closed. Rank 0 only."""
     restore_point = resume.find_restore_point(config)
+    report_new_run(config, restore_point)
     lanes = restore_point.lanes(config)
     threads = restore_point.threads(config) or chosen_threads(lanes or ranks_here(), injected="1")
     settled: dict[str, Any] = {"threads": threads, "lanes": lanes or world_size if config.keeps_state else None}

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from paceline import Trainer, launch
+from paceline.checkpoint.resume import RestorePoint
 from paceline.config import Config, build
 from paceline.errors import ConfigError, PacelineError, RankFailed, Stopped
 from paceline.launch import environment, stopped_error
 from paceline.launch.environment import load_dotenv
-from paceline.launch.setup import TRAIN, failure_reported
+from paceline.launch.setup import TRAIN, failure_reported, report_new_run
 from paceline.observe.events import read
 from paceline.run.job import Task
 from paceline.run.layout import RunFolder
@@ -166,3 +167,12 @@ def test_a_launcher_that_is_not_installed_any_more_is_an_error_with_the_known_na
     config = build(KEYS).model_copy(update={"launcher": "elsewhere"})
     with pytest.raises(ConfigError, match="launcher='elsewhere' must be 'auto', 'local', 'torchrun', "):
         launch.start(config, TRAIN, Path())
+
+
+def test_that_nothing_was_found_to_resume_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = build_config({**MANAGED, "name": "lab", "resume": "auto"}, tmp_path)
+    report_new_run(config, RestorePoint())
+    assert capsys.readouterr().err == "resume=auto found no unfinished run in runs/lab; a new run starts\n"
+    report_new_run(config, RestorePoint(tmp_path))
+    report_new_run(config.model_copy(update={"resume": "never"}), RestorePoint())
+    assert capsys.readouterr().err == ""
