@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import own_loop_cases as own
 import pytest
 import torch
 from exactness_cases import Images
-from faults import Disturbed, events, outcome, saved_steps, send_self, start, stop_step
+from faults import Disturbed, count, events, outcome, saved_steps, send_self, start, stop_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional
@@ -39,6 +40,20 @@ def disturbed(visit: int, act: Callable[[], None]) -> Callable[[], Images]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome(start(**options(run_dir=str(tmp_path_factory.mktemp("undisturbed") / "run"))))
+
+
+class ReportsItsEnd(Images):
+    """A worker that ends as it is asked to writes a line."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not hasattr(self, "report"):
+            self.report = Finalize(None, count, args=(Path("ended").resolve(),), exitpriority=1)
+        return super().__getitem__(index)
+
+
+def test_workers_end_with_the_loop_instead_of_delaying_its_end() -> None:
+    start(**options(own.train_simply, dataset_fn=ReportsItsEnd, workers=2, procs=1))
+    assert Path("ended").stat().st_size == 2
 
 
 @pytest.mark.parametrize(("procs", "later"), [(2, 4), (4, 1)])

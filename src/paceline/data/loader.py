@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_colla
 
 from paceline.data.seeding import seed_for, seed_generators
 from paceline.data.sources import SplitSubset, fetch
-from paceline.data.workers import LoaderContext, start_worker
+from paceline.data.workers import LoaderContext, WorkerLoader, start_worker
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -67,7 +67,7 @@ def keyed_loader(
 ) -> DataLoader[Any]:
     """The batches that a sampler describes, in its order, fetched ahead by `workers` processes."""
     keyed, options = KeyedDataset(dataset, seed, collate), loader_options(workers, world, seed)
-    return DataLoader(keyed, batch_sampler=sampler, collate_fn=keyed.collate_batch, **options)  # type: ignore[arg-type]
+    return WorkerLoader(keyed, batch_sampler=sampler, collate_fn=keyed.collate_batch, **options)  # type: ignore[arg-type]
 
 
 def collate_of(dataset: Any, chosen: Collate | None = None) -> Collate:

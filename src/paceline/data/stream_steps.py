@@ -16,7 +16,7 @@ from paceline.data.loader import Collate, loader_options, no_collate
 from paceline.data.overlap import check_samples_differ
 from paceline.data.stream import Warn
 from paceline.data.stream_lanes import FetchedLane, LaneReader, LaneStatus, ReadRequest, ReadResponse
-from paceline.data.workers import start_worker
+from paceline.data.workers import WorkerLoader, start_worker
 from paceline.errors import DataError
 from paceline.observe.progress import Progress
 from paceline.world import Exchange, World
@@ -105,7 +105,7 @@ class StreamSteps:
         options = loader_options(requests.processes if self.workers else 0, self.world, self.seed)
         if self.workers:
             options["worker_init_fn"] = _start_lane_worker
-        return DataLoader(reader, batch_sampler=requests, collate_fn=no_collate, **options)  # type: ignore[arg-type]
+        return WorkerLoader(reader, batch_sampler=requests, collate_fn=no_collate, **options)  # type: ignore[arg-type]
 
     def _fetch(self, responses: Iterator[ReadResponse], epoch: int, step: int, lanes: int) -> list[FetchedLane]:
         """The lanes of this rank in a step, in their order."""

@@ -16,6 +16,10 @@ from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
+from typing import Any
+from weakref import WeakSet
+
+from torch.utils.data import DataLoader
 
 from paceline.system.processes import die_with_parent
 from paceline.system.signals import ignore_signals
@@ -72,6 +76,29 @@ class LoaderContext(ForkContext):
     """The `multiprocessing_context` with which a DataLoader starts these processes."""
 
     Process = LoaderProcess
+
+
+_loaders: WeakSet[WorkerLoader] = WeakSet()
+
+
+class WorkerLoader(DataLoader[Any]):
+    """A DataLoader whose workers `end_workers` ends."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _loaders.add(self)
+
+
+def end_workers() -> None:
+    """End the workers of all loaders.
+
+    A loader in a reference cycle cannot do so itself: garbage collection closes the queues first with which it asks
+    its workers to end, and it waits ten seconds for each of them.
+    """
+    for loader in list(_loaders):
+        if (iterator := loader._iterator) is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            loader._iterator = None
 
 
 def start_worker(worker: int) -> None:

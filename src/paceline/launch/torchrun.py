@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint import resume
 from paceline.config import Config
+from paceline.data.workers import end_workers
 from paceline.errors import ConfigError, RankFailed, handle_uncaught
 from paceline.launch.environment import is_restarted, join_step, ranks_here
 from paceline.launch.relocation import FolderWatcher
@@ -58,6 +59,7 @@ def start(config: Config, task: Task) -> Outcome:
             mirrored = mirroring(config, folder, is_active=world.is_main)
             with mirrored, tracked, follower if world.is_main else nullcontext(), watch:
                 task(config, folder, world, progress)
+                end_workers()
         except Exception as error:
             captured = failures.capture(error, rank=world.rank, progress=progress, folder=folder)
             with folder.log(world.rank).open("a", encoding="utf-8") as log:

@@ -29,6 +29,7 @@ from paceline.config import Config
 from paceline.data.feed import make_feeds
 from paceline.data.scaler import fit_scalers
 from paceline.data.seeding import seed_generators
+from paceline.data.workers import end_workers
 from paceline.engine.digest import sha256_of_optimizers
 from paceline.engine.ema import Ema
 from paceline.engine.gradients import explaining_errors
@@ -79,6 +80,7 @@ def main() -> None:
         config, task = job.load(job_path)
         with watching(config, folder, rank, world_size(), progress), join(config, store) as world:
             task(config, folder, world, progress)
+            end_workers()
     except BaseException as error:  # noqa: BLE001 - also sys.exit and Ctrl-C: anything that ends a rank is reported
         captured = failures.capture(error, rank=rank, progress=progress, folder=folder)
         failures.write(captured, folder, spare=store.parent if store else None)

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from multiprocessing import active_children
 
 import psutil
 import pytest
@@ -91,3 +92,27 @@ def test_garbage_of_the_parent_is_not_destroyed_in_a_worker() -> None:
         gc.enable()
         os.close(read)
         os.close(write)
+
+
+class Unfreed:
+    """Part of a reference cycle, as a loop is that keeps its loader."""
+
+    def __init__(self, loader: workers.WorkerLoader) -> None:
+        self.loader, self.batches, self.cycle = loader, iter(loader), self
+
+
+def test_workers_of_a_loader_in_a_cycle_end_when_they_are_asked_to() -> None:
+    """Garbage collection would wait for them in vain, and then send a SIGTERM, which they ignore."""
+    options = {"worker_init_fn": workers.start_worker, "persistent_workers": True}
+    loader = workers.WorkerLoader(
+        range(6), num_workers=2, multiprocessing_context=workers.LoaderContext(), **options
+    )  # fmt: skip
+    loop = Unfreed(loader)
+    next(loop.batches)
+    children = [child for child in active_children() if isinstance(child, workers.LoaderProcess)]
+    assert len(children) == 2
+    workers.end_workers()
+    assert [child.exitcode for child in children] == [0, 0]
+    workers.end_workers()  # nothing is left
+    assert next(iter(loader)) == 0  # it can be read again
+    workers.end_workers()
