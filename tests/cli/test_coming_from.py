@@ -41,7 +41,9 @@ def test_a_page_shows_the_programs_as_they_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_program_of_the_other_library_learns_with_the_command_on_the_page(page: Path, run) -> None:
+def test_the_program_of_the_other_library_learns_with_the_command_on_the_page(
+    page: Path, run_in, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     library = page.stem.removeprefix("from_")
     pytest.importorskip(LIBRARIES.get(library, library))
     theirs = programs_of(page)[0]
@@ -49,9 +51,13 @@ def test_the_program_of_the_other_library_learns_with_the_command_on_the_page(pa
         rf"^((?:python|torchrun) .*\b){theirs.name}$", page.read_text(encoding="utf-8"), re.MULTILINE
     )
     variables = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    ended = run(*command.split(), str(theirs), **variables)
+
+    def run_theirs():
+        return run_in(tmp_path_factory.mktemp("theirs"), *command.split(), str(theirs), **variables)
+
+    ended = run_theirs()
     if "terminate called without an active exception" in ended.stderr:  # torch's own, at the exit of a foreign program
-        ended = run(*command.split(), str(theirs), **variables)
+        ended = run_theirs()
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert accuracy_in(ended.stdout) > 0.95
 

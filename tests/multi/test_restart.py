@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness_cases import layer_net
-from faults import Disturbed, events, outcome, send_self, start
+from faults import Disturbed, events, outcome, saved_steps, send_self, start
 
 from paceline.errors import RankFailed
 
@@ -51,11 +52,22 @@ def test_a_rank_that_is_always_killed_is_given_up_after_max_restarts() -> None:
     assert lives() == 3
 
 
+def die_with_a_new_checkpoint() -> None:
+    """Kill this rank as soon as a later step than at the last time has been published."""
+    last = Path("last")
+    known = int(last.read_text()) if last.exists() else 0
+    while max(saved_steps(), default=0) <= known:
+        time.sleep(0.02)
+    last.write_text(str(max(saved_steps())))
+    KILL()
+
+
 def test_restarts_are_counted_from_zero_when_the_run_has_progressed(undisturbed: dict) -> None:
     log = Path("fetched").resolve()
     result = start(
-        dataset_fn=lambda: Disturbed(log, [2, 4], KILL), checkpoint={"every_steps": 1}, max_restarts=1, procs=1
-    )
+        dataset_fn=lambda: Disturbed(log, [2, 4], die_with_a_new_checkpoint),
+        checkpoint={"every_steps": 1}, max_restarts=1, procs=1,
+    )  # fmt: skip
     assert outcome(result) == undisturbed
     assert lives() == 3
 

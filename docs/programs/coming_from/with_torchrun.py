@@ -14,6 +14,17 @@ def get_dataset():
     return TensorDataset(points, (points.norm(dim=1) > 1.2).long())
 
 
+def accuracy_of(model, loader, device):
+    counts = torch.zeros(2, device=device)
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            counts += torch.stack([(model(x).argmax(dim=1) == y).sum(), torch.tensor(len(y), device=device)])
+    dist.all_reduce(counts)
+    return counts[0] / counts[1]
+
+
 def main(num_epochs=5, checkpoint=Path("checkpoint.pt")):
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
@@ -43,20 +54,15 @@ def main(num_epochs=5, checkpoint=Path("checkpoint.pt")):
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        model.eval()
-        counts = torch.zeros(2, device=device)
-        with torch.no_grad():
-            for x, y in val_loader:
-                x, y = x.to(device), y.to(device)
-                counts += torch.stack([(model(x).argmax(dim=1) == y).sum(), torch.tensor(len(y), device=device)])
-        dist.all_reduce(counts)
+        accuracy = accuracy_of(model, val_loader, device)
         if rank == 0:
-            print(f"epoch {epoch + 1}  loss {loss.item():.4f}  accuracy {counts[0] / counts[1]:.4f}")
+            print(f"epoch {epoch + 1}  loss {loss.item():.4f}  accuracy {accuracy:.4f}")
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             torch.save(state, checkpoint)
 
+    accuracy = accuracy_of(model, val_loader, device)
     if rank == 0:
-        print(f"accuracy {counts[0] / counts[1]:.4f}")
+        print(f"accuracy {accuracy:.4f}")
     dist.destroy_process_group()
 
 
