@@ -16,9 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/paceline train digits --procs 2
 
-# Most tests wait for processes, so three at a time keep two cores busy. The longest tests are in the first folders.
+# Most tests wait for processes, so three at a time keep two cores busy. The longest tests are in the first folders. Hundreds
+# of processes import the package, so its bytecode is kept.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Unit tests only: they start no ranks.
 fast: setup

@@ -246,7 +246,7 @@ def test_a_local_run_listens_on_loopback_only(script, background) -> None:
     assert set(listening) <= {"127.0.0.1", "::1"}
 
 
-def test_ten_runs_started_at_the_same_moment_all_work(script) -> None:
+def test_five_runs_started_at_the_same_moment_all_work(script) -> None:
     path = script("""
         print("value", start(lambda model, loader, *rest: steps(model, loader), procs=2).weights_sha256)
     """)
@@ -254,12 +254,12 @@ def test_ten_runs_started_at_the_same_moment_all_work(script) -> None:
         subprocess.Popen(
             [sys.executable, path], cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for _ in range(10)
+        for _ in range(5)
     ]
     outputs = [run.communicate(timeout=200) for run in runs]
-    assert [run.returncode for run in runs] == [0] * 10, [error for _, error in outputs if error][:1]
+    assert [run.returncode for run in runs] == [0] * 5, [error for _, error in outputs if error][:1]
     assert len({output for output, _ in outputs}) == 1
-    assert len(list((path.parent / "runs" / "run").iterdir())) == 10
+    assert len(list((path.parent / "runs" / "run").iterdir())) == 5
 
 
 def test_logs_hold_every_rank_and_the_screen_shows_rank_0_and_warnings_once(script) -> None:

@@ -18,6 +18,7 @@ from faults import Disturbed, events, outcome, saved_steps, send_self, start
 from paceline.errors import RankFailed
 
 KILL = send_self(signal.SIGKILL)
+SAVED_AT_ONCE = {"every_steps": 2, "async": False}  # there is a checkpoint when the third epoch begins
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def lives() -> int:
 
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
     log = Path("fetched").resolve()
-    result = start(dataset_fn=lambda: Disturbed(log, [3], KILL), procs=2, checkpoint={"every_steps": 2})
+    result = start(dataset_fn=lambda: Disturbed(log, [3], KILL), procs=2, checkpoint=SAVED_AT_ONCE)
     assert outcome(result) == undisturbed
     [restarted] = events("restarted")
     assert "SIGKILL; restarting from step" in restarted["text"]
@@ -110,7 +111,7 @@ def test_a_rank_that_was_stopped_and_continues_is_no_hang(undisturbed: dict) -> 
 def test_a_hang_costs_a_restart_and_names_who_held_the_others_up(undisturbed: dict) -> None:
     log = Path("fetched").resolve()
     result = start(
-        dataset_fn=lambda: Disturbed(log, [3], threading.Event().wait), procs=2, checkpoint={"every_steps": 2},
+        dataset_fn=lambda: Disturbed(log, [3], threading.Event().wait), procs=2, checkpoint=SAVED_AT_ONCE,
         hang_timeout_s=3,
     )  # fmt: skip
     assert outcome(result) == undisturbed

@@ -65,7 +65,8 @@ def test_a_stopped_loop_resumes_between_batches_on_other_ranks(undisturbed: dict
 
 
 def test_a_killed_rank_costs_nothing_but_time(undisturbed: dict) -> None:
-    result = start(**options(dataset_fn=disturbed(3, KILL), procs=2, checkpoint={"every_steps": 2}))
+    saved_at_once = {"every_steps": 2, "async": False}
+    result = start(**options(dataset_fn=disturbed(3, KILL), procs=2, checkpoint=saved_at_once))
     assert outcome(result) == undisturbed
     assert "SIGKILL; restarting from step" in events("restarted")[0]["text"]
 
