@@ -34,6 +34,7 @@ class Bucket:
     is_used: torch.Tensor = field(init=False)  # 1 for each parameter that has a gradient on any rank
     waiting: int = 0  # gradients that backward has not computed yet
     started: Future | None = None
+    sent: list[Gradients] = field(default_factory=list)  # the finished lanes, which may be read until that is done
 
     def __post_init__(self) -> None:
         first, starts = self.parameters[0], starts_of(self.parameters, ALIGNED_ELEMENTS)
@@ -148,13 +149,14 @@ class GradientSums:
         with_marks = [[*lane, nothing if index else marks] for index, lane in enumerate(lanes)]
         sums = [*bucket.slots, bucket.is_used]
         bucket.started = self.reduction.start(sums, with_marks, bucket.buffer, is_empty=self._is_empty)
+        bucket.sent = with_marks  # another stream of the device reads them later
         self._next += 1
 
     def _wait(self) -> None:
         for bucket in self._buckets:
             if bucket.started is not None:
                 bucket.started.wait()
-                bucket.started = None
+                bucket.started, bucket.sent = None, []
 
     def _sum_on_one_rank(self) -> None:
         for number, parameter in enumerate(self.parameters):
