@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,13 +125,19 @@ def keep_the_loader(model, train_loader, val_loader, device, num_epochs):
     next(model.kept)
 
 
+def keep_the_loader_in_a_cycle(model, train_loader, val_loader, device, num_epochs):
+    holder = SimpleNamespace(loader=train_loader, batches=iter(train_loader))
+    holder.itself = holder
+    next(holder.batches)
+
+
 def keep_a_pool(model, train_loader, val_loader, device, num_epochs):
     threading.pool = multiprocessing.Pool(1)
     assert threading.pool.map(abs, [-1]) == [1]
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-@pytest.mark.parametrize("train_fn", [leave_the_group, keep_the_loader, keep_a_pool])
+@pytest.mark.parametrize("train_fn", [leave_the_group, keep_the_loader, keep_the_loader_in_a_cycle, keep_a_pool])
 def test_a_loop_that_does_not_clean_up_or_does_so_itself_ends_well(train_fn: Any, procs: int) -> None:
     result = Trainer(
         model_fn=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),

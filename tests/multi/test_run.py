@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import own_loop_cases as own
 import pytest
 import torch
-from exactness_cases import Images
+from exactness_cases import Images, frozen_net
 from faults import Disturbed, count, events, outcome, saved_steps, send_self, start, stop_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 import paceline
 from paceline import Run, Trainer, indices_at
+from paceline.checkpoint.store import Store
 from paceline.data.seeding import seed_generators
 from paceline.errors import ConfigError, RankFailed
 from support.runs import events_of, warnings_in
@@ -436,3 +439,69 @@ def test_a_run_of_an_own_loop_can_be_evaluated_and_predicts() -> None:
     result = start(**options(loss_fn=functional.cross_entropy, metrics=["accuracy"], ema=None))
     assert result.evaluate()["accuracy"] == pytest.approx(result.history[-1]["accuracy"])
     assert result.predict().shape == (61, 2)
+
+
+def sums_of_pools(size: int) -> Images:
+    """A data set that is built by pools of processes, whose workers end at a SIGTERM."""
+    for _ in range(8):
+        with multiprocessing.get_context("fork").Pool(4) as pool:
+            pool.map(abs, range(100))
+    return Images(size)
+
+
+def test_pools_of_the_users_code_end_in_both_loops() -> None:
+    changes = {"dataset_fn": lambda: sums_of_pools(61), "procs": 2, "hang_timeout_s": 60, "max_steps": 2}
+    start(**options(own.train_simply, **changes, run_dir="own"))
+    start(**changes, run_dir="managed")
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_does_not_delay_the_next_one() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        """Publishing waits until the next epoch has begun."""
+        has_begun, publish, in_time = threading.Event(), Store.publish, []
+
+        def publish_late(*arguments):
+            in_time.append(has_begun.wait(20))
+            return publish(*arguments)
+
+        Store.publish = publish_late
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.track(optimizer=optimizer)
+        for epoch in run.epochs(num_epochs):
+            for x, y in train_loader:
+                if epoch:
+                    has_begun.set()
+                run.backward(functional.cross_entropy(model(x), y))
+                run.step(optimizer)
+            run.log(accuracy=0.1 * epoch)
+        return in_time
+
+    best = {"best": {"metric": "accuracy", "mode": "max"}, "every_minutes": None}
+    assert start(**options(train, checkpoint=best, num_epochs=2)).value[0]
+
+
+def test_a_watched_metric_that_the_loop_does_not_log_is_reported_once() -> None:
+    watched = {"early_stop": {"metric": "acc", "mode": "max", "patience": 1}}
+    result = start(**options(own.train_with_everything, checkpoint={"best": {"metric": "val_loss"}}, **watched))
+    assert result.epoch == 3
+    reported = [text.partition(" is not among the values of an epoch (") for text in warnings_in(result.run_dir)]
+    keys = ["checkpoint.best.metric='val_loss'", "early_stop.metric='acc'"]
+    assert [key for key, _, rest in reported if rest.startswith("train_loss, ")] == keys
+
+
+def test_a_frozen_part_costs_nothing_after_the_first_step_without_run_backward() -> None:
+    def train(model, train_loader, val_loader, device, num_epochs, run):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        run.track(optimizer=optimizer)
+        moving = []
+        for _ in run.epochs(num_epochs):
+            for x, y in train_loader:
+                moving.append(len(run.loop.step.replica.forward_state.moving))
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return moving
+
+    frozen = start(**options(train, model_fn=frozen_net, num_epochs=1, lanes=2, procs=2, ema=None)).value
+    assert frozen[0] > 0
+    assert set(frozen[1:]) == {0}

@@ -106,6 +106,8 @@ def train_fn_problems(config: Config) -> Iterator[str]:
     if config.takes_run:
         if config.curriculum is not None and config.curriculum.by == "loss":
             yield "curriculum.by=loss needs the managed loop; give difficulty_fn or curriculum.column instead"
+        if config.sync_batchnorm:
+            yield "sync_batchnorm=true needs the managed loop, or a train_fn without `run`; remove it"
         return
     if config.resume not in ("auto", "never"):
         yield (

@@ -237,7 +237,7 @@ class TheManagedLoop(Section):
     difficulty_fn: Function | None = None
     """`difficulty_fn(sample)` returns a number, larger for harder samples, for a `curriculum`.
 
-    It is called once for each training sample.
+    Each process calls it once for each training sample, before the first step.
     """
 
     callbacks: Annotated[

@@ -48,7 +48,7 @@ def fraction_at(epoch: int, pacing: Pacing) -> float:
 
 
 def make_curriculum(config: Config, training: Any) -> Curriculum | None:
-    """The curriculum of a config, if it is known before training; difficulty_fn is called once for every sample."""
+    """The curriculum of a config, if it is known before training; each rank calls difficulty_fn for all samples."""
     if config.curriculum is None:
         return None
     if is_stream(training):

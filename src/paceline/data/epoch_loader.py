@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from paceline.data import batches
 from paceline.data.epoch_order import Order
@@ -15,6 +15,7 @@ from paceline.data.loader import Collate, collate_of, loader_options, no_collate
 from paceline.data.order import Indices, indices_of
 from paceline.data.rows import as_row_dataset
 from paceline.data.share import RankShare
+from paceline.data.workers import WorkerLoader
 from paceline.world import World
 
 
@@ -54,7 +55,7 @@ class EpochSampler(Sampler[list[int]]):
             yield batches.batch_positions(batch, self.world.rank, self.size, self.batches, self.world.size)
 
 
-class EpochLoader(DataLoader[Any]):
+class EpochLoader(WorkerLoader):
     """A DataLoader over this rank's batches that reports each of them to `on_batch`."""
 
     def __init__(

@@ -10,12 +10,13 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.loader import Collate, collate_of, loader_options
 from paceline.data.overlap import check_samples_differ, digest_of_samples
 from paceline.data.shard import DataShard
 from paceline.data.stream import ShardReader, Warn, announce_epoch
+from paceline.data.workers import WorkerLoader
 from paceline.errors import DataError
 from paceline.world import World
 
@@ -75,7 +76,7 @@ class ShardedStream(IterableDataset[Any]):
             yield samples[0]
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(WorkerLoader):
     """A DataLoader over this rank's shard that ends on all ranks together and reports each batch to `on_batch`."""
 
     def __init__(

@@ -37,6 +37,7 @@ class LoaderProcess(ForkProcess):
         return LoaderPopen(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        ignore_signals()
         os.write(self.ready_fd, b".")
         gc.freeze()
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
@@ -102,6 +103,6 @@ def end_workers() -> None:
 
 
 def start_worker(worker: int) -> None:
-    """Set up signals in a worker; the DataLoader calls it before it reads samples."""
-    ignore_signals()
+    """Set up a worker; the DataLoader calls it before it reads samples."""
+    ignore_signals()  # again: torch has set a handler for SIGTERM
     die_with_parent()

@@ -162,14 +162,17 @@ class LaneBuffers:
     also kept, such as the count of a moving average.
     """
 
-    def __init__(self, state: ForwardState) -> None:
-        self._state, self._before, self._after_first = state, Snapshot(), Snapshot()
+    def __init__(self, state: ForwardState, before: Snapshot | None = None) -> None:
+        """`before` is a copy that others take at each step's start."""
+        self._state, self._before, self._after_first = state, before or Snapshot(), Snapshot()
+        self._takes = before is None
 
     def begin(self, lanes: int, *, keeps_first: bool) -> None:
         """Start a step with this number of lanes on this rank."""
         self._entered, self._keeps_first = 0, keeps_first
         self._is_needed = lanes > 1 or not keeps_first
-        self._before.take(self._state.tensors())
+        if self._takes:
+            self._before.take(self._state.tensors())
 
     def changed_weights(self) -> list[ParameterKey]:
         """The keys of frozen parameters that have changed since the step's start."""

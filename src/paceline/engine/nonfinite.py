@@ -103,7 +103,7 @@ class Guard:
         # −0.0 changes no bit of the number to which it is added. It becomes NaN when a loss is not finite.
         self.nan_flag = torch.tensor(-0.0, device=world.device)
         self.skipped_in_a_row = 0
-        self._buffers, self._before = buffers, Snapshot()
+        self._buffers, self.before = buffers, Snapshot()  # of the step's start
 
     @property
     def scale(self) -> float:
@@ -126,7 +126,7 @@ class Guard:
         """Before a step: reset the flag and copy the buffers, which a bad forward pass may spoil."""
         if self.world.size > 1:  # a single rank checks its losses themselves
             self.nan_flag.fill_(-0.0)
-        self._before.take(self._buffers.tensors())
+        self.before.take(self._buffers.tensors())
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Set the flag to NaN if the loss of a lane is not finite; no synchronisation."""
@@ -172,11 +172,11 @@ class Guard:
     def undo_if(self, is_bad: torch.Tensor) -> None:
         """Restore the buffers from before the step if `is_bad` is 1; decided on the device."""
         buffers = self._buffers.tensors()
-        if self._before.reshaped(buffers) and is_bad.item():  # only the host can give a tensor another shape
+        if self.before.reshaped(buffers) and is_bad.item():  # only the host can give a tensor another shape
             self._restore()
             return
         by_size: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for buffer, kept in (map(_words, pair) for pair in self._before.same_shape(buffers)):
+        for buffer, kept in (map(_words, pair) for pair in self.before.same_shape(buffers)):
             current, before = by_size.setdefault(buffer.element_size(), ([], []))
             current.append(buffer)
             before.append(kept)
@@ -227,7 +227,7 @@ class Guard:
             self.on_bad(f"step {step + 1} is skipped, it is not finite: {where}")
 
     def _restore(self) -> None:
-        self._before.restore(self._buffers.tensors())
+        self.before.restore(self._buffers.tensors())
 
     def _with_bad_loss(self, lanes: Sequence[Lane], totals: torch.Tensor) -> list[BadLane]:
         """The lanes of all ranks whose loss is not finite. All ranks."""

@@ -43,10 +43,10 @@ class OwnStep:
         self.rank_lanes = RankLanes(settings.lanes, world.size, world.rank)
         self.reduction = reduction_of(world, settings, exact=settings.exact, clock=clock)
         self.ema = Ema(replica.module, settings.ema) if settings.ema is not None else None
-        self._is_first = True  # whether no update was completed
+        self._is_first = True  # whether no update was completed, so that frozen parameters count as buffers
         self.lr = 0.0  # of the first group of the optimizer that has stepped last
         self.lane: Lane | None = None  # of the batch that the user's code has
-        self._buffers = LaneBuffers(replica.forward_state)
+        self._buffers = LaneBuffers(replica.forward_state, guard.before if guard is not None else None)
         self._late: LateBuffers | None = None  # in the first batches
         self.evaluation = EvaluationBuffers(replica.forward_state, self._buffers)
         self._sums: dict[torch.optim.Optimizer, GradientSums] = {}
@@ -72,10 +72,10 @@ class OwnStep:
             sums.restart()
         if self._is_first:  # whether forward passes move frozen parameters is known after the update
             self.replica.forward_state.add_moving(self.replica.forward_state.frozen())
-        keeps_first = self._lanes[0].samples > 0 and self._place(self._lanes[0]) == 0
-        self._buffers.begin(len(self._lanes), keeps_first=keeps_first)
         if self.guard is not None:
             self.guard.begin()
+        keeps_first = self._lanes[0].samples > 0 and self._place(self._lanes[0]) == 0
+        self._buffers.begin(len(self._lanes), keeps_first=keeps_first)
 
     def enter(self, lane: Lane) -> None:
         """Before the user's code gets the batch of a lane: its buffers and generators."""
@@ -107,6 +107,8 @@ class OwnStep:
 
     def end(self) -> StepResult:
         """After the last lane: the numbers of the step. All ranks."""
+        if self.hooks.has_seen_plain:  # such a loop calls no `step`
+            self._end_first_step()
         self._buffers.finish()
         if self.guard is not None and self._is_bad is not None:
             self.guard.undo_if(self._is_bad)
@@ -122,11 +124,14 @@ class OwnStep:
         losses = [number for pair in self._all_totals() for number in pair]
         return StepResult.of(losses, self._norm, self._is_bad if self._is_bad is not None else 0)
 
-    def _keep_moving(self) -> None:
+    def _end_first_step(self) -> None:
         """Treat those frozen parameters like buffers that the forward passes of the first step have changed. All ranks.
 
         A teacher that the user's code moves after the update is not among them: it moves on all ranks in the same way.
         """
+        if not self._is_first:
+            return
+        self._is_first = False
         changed = self.world.gather_objects(self._buffers.changed_weights())
         self.replica.forward_state.set_moving(key for of_rank in changed for key in of_rank)
 
@@ -195,9 +200,7 @@ class OwnStep:
         self._update(optimizer, sums.parameters, clip_norm, clip_value)
         self._clear(sums.parameters)
         self._buffers.finish_early()
-        if self._is_first:
-            self._is_first = False
-            self._keep_moving()
+        self._end_first_step()
         self.clock.enter(FORWARD)
         return True
 

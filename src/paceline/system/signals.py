@@ -7,6 +7,7 @@ flag, on which the loop agrees with the other ranks (`Stop`).
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -172,6 +173,37 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+
+
+class _Fork(threading.local):
+    """The signals that this thread had blocked before it forked, if SIGTERM is a request in this process."""
+
+    blocked: set[int | signal.Signals] | None = None
+
+
+_fork = _Fork()
+
+
+def _before_fork() -> None:
+    """Hold back a SIGTERM until the child is ready for it."""
+    is_request = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Stop)
+    _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if is_request else None
+
+
+def _after_fork_in_parent() -> None:
+    if _fork.blocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
+
+
+def _after_fork_in_child() -> None:
+    """Let a process that a rank has forked end at SIGTERM, with which `multiprocessing` ends the workers of a pool."""
+    if _fork.blocked is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def describe(reason: int) -> str:

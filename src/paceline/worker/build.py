@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -177,13 +178,24 @@ def suspicious_settings(config: Config, total_steps: int | None) -> list[str]:
 
 
 def build_callbacks(config: Config) -> list[Callback]:
-    """The callbacks of the config, and those for `checkpoint.best` and `early_stop`."""
+    """The callbacks of the config, and those for `checkpoint.best` and `early_stop`.
+
+    They are copies where possible, so that another run of this process starts with the state that the user's objects
+    have now.
+    """
     best, early_stop = config.checkpoint.best, config.early_stop
     own: list[Callback] = [BestCheckpoint(best.metric, best.mode)] if best is not None else []
     if early_stop is not None:
         mode = early_stop.mode or "min"
         own.append(EarlyStopping(early_stop.metric, mode, early_stop.patience, early_stop.min_delta))
-    return [*own, *(value() if isinstance(value, type) else value for value in config.callbacks)]
+    return [*own, *(value() if isinstance(value, type) else _copy_of(value) for value in config.callbacks)]
+
+
+def _copy_of(callback: Callback) -> Callback:
+    try:
+        return deepcopy(callback)
+    except Exception:  # noqa: BLE001 - anything that cannot be copied, such as an open file
+        return callback
 
 
 def check_watched(watching: Sequence[Any], names: Sequence[str]) -> None:

@@ -90,7 +90,8 @@ def build_own_loop(
             "tracked_epochs": {**tracked.epochs},
         }
         states = tracked.states()
-        warn_of_different(context, tracked.digests())
+        if world.size > 1:
+            warn_of_different(context, tracked.digests())
         return capture_own(module, states, step.ema, counters)
 
     run = OwnRun(model=module, lrs=tracked.learning_rates, state=own, **run_facts(context, plan, state))

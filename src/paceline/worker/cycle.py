@@ -156,8 +156,7 @@ class StepCycle:
             self.state.step, is_time=bool(answers.is_time), is_asked=is_requested or bool(answers.is_asked)
         )
         if self.saver.is_due and can_save:
-            self.run.save_requested = False
-            self.saver.start(self.state.step, self._complete_state(), self._metrics_of_step())
+            self.start_save()
             self.clock.discard_sample()
         if not self._is_reserved and can_save:  # the optimizer has its state now, and callbacks have been called
             self._is_reserved = True
@@ -285,6 +284,12 @@ class StepCycle:
         return bool(is_requested)
 
     # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def start_save(self) -> None:
+        """Start to save the current state, once the save before it is published. All ranks."""
+        self.saver.finish()
+        self.run.save_requested = False
+        self.saver.start(self.state.step, self._complete_state(), self._metrics_of_step())
 
     def save(self) -> bool:
         """Save the current state and wait for it; return whether it is on the disk. All ranks."""

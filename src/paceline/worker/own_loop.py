@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.callbacks.patience import WatchedMetric
 from paceline.data.feed import Feed
 from paceline.data.lanes import StepInputs
 from paceline.data.seeding import seed_generators
@@ -296,10 +297,11 @@ class OwnLoop:
         state.history.append(row)
         cycle.events.write("epoch", **row)
         cycle.log.restart_epoch()
+        if metrics:
+            self._warn_of_unwatched(row)
         cycle.call("on_evaluate", row)
         if cycle.is_save_requested() or cycle.saver.is_due:
-            cycle.save()
-            self.progress.phase = "training"
+            cycle.start_save()
         cycle.log.restart_clock()
         is_last = self.plan.total_steps is not None and state.step >= self.plan.total_steps
         try:
@@ -308,6 +310,16 @@ class OwnLoop:
         except StopAgreed as agreed:
             self._stopped = agreed
             raise
+
+    def _warn_of_unwatched(self, row: dict[str, Any]) -> None:
+        """Warn about a metric that a callback waits for and the values of this epoch lack."""
+        for watched in (getattr(callback, "watched", None) for callback in self.cycle.callbacks):
+            if isinstance(watched, WatchedMetric) and watched.name not in row:
+                known = ", ".join(name for name in row if name not in ("epoch", "step"))
+                self.context.warn_once(
+                    f"{watched.key}={watched.name!r} is not among the values of an epoch ({known}), which does not "
+                    "count for it; log it with run.log after the batches, or watch one of these"
+                )
 
     def _agreed(self, values: dict[str, float]) -> dict[str, float]:
         """Rank 0's values of the epoch, with a warning if those of other ranks differ. All ranks."""

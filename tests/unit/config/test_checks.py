@@ -67,6 +67,8 @@ def test_a_train_fn_with_run_has_keys_of_the_managed_loop(key: str) -> None:
     build({**OWN, "train_fn": train, key: 2, "resume": "auto", "loss_fn": "cross_entropy"})
     with pytest.raises(ConfigError, match="schedule belongs to the managed loop"):
         build({**OWN, "train_fn": train, "schedule": "cosine"})
+    with pytest.raises(ConfigError, match="sync_batchnorm=true needs the managed loop, or a train_fn without `run`"):
+        build({**OWN, "train_fn": train, "sync_batchnorm": True, "exact": False})
 
 
 def test_train_fn_may_start_from_the_beginning_but_not_from_a_checkpoint() -> None:
