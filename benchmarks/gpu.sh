@@ -53,7 +53,7 @@ tests=("$python" -m pytest -q -ra -p no:benchmark) # pytest-benchmark, where it 
 xdist=$("$python" -c 'import xdist' 2>/dev/null && echo yes)
 
 part tests 360 gpu "${tests[@]}" ${xdist:+-n 8} tests/gpu --ignore tests/gpu/test_nccl_matrix.py
-part nccl-matrix 420 gpu "${tests[@]}" ${xdist:+-n 3} tests/gpu/test_nccl_matrix.py # up to eight ranks in each test
+part nccl-matrix 600 gpu "${tests[@]}" tests/gpu/test_nccl_matrix.py # one after the other: ranks that share a GPU take turns
 part large-models 400 gpu "$python" benchmarks/large_models.py --feeds memory --steps 30 --limit-s 390
 part reduction-nccl 130 gpu "$python" benchmarks/reduction.py --one-gpu --procs 2,4,8,3 --mb 25,100
 part reduction-gloo 150 cpu "$python" benchmarks/reduction.py --procs "${ranks%,}" --mb "${MB:-1,25,100}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,15 +150,19 @@ def lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(getattr(group["lr"], "filled_with", group["lr"])) for group in optimizer.param_groups]
 
 
-def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step with `found_inf` set to 1 changes nothing, without waiting for the device."""
+def can_skip(optimizer: torch.optim.Optimizer, elsewhere: Collection[torch.Tensor] = ()) -> bool:
+    """Whether a step with `found_inf` set to 1 changes nothing, without waiting for the device.
+
+    The state of the parameters `elsewhere` is on other ranks.
+    """
     if not _is_fused_on_gpu(optimizer):
         return False
     if not isinstance(optimizer, torch.optim.SGD):
         return True
     # The first step of SGD creates its momentum; if that were skipped, the momentum would be uninitialised memory.
-    parameters = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
-    return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in parameters)
+    parameters = {p for group in optimizer.param_groups if group["momentum"] for p in group["params"]}
+    here = parameters.difference(elsewhere)
+    return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in here)
 
 
 def _is_fused_on_gpu(optimizer: torch.optim.Optimizer) -> bool:

@@ -83,7 +83,7 @@ class Phase:
             self.world,
             on_bad=self._warn_of_bad,
             original=feed.original_indices,
-            is_deferred=can_defer and can_skip(self.optimizer),
+            is_deferred=can_defer and can_skip(self.optimizer, self.sharding.elsewhere if self.sharding else ()),
         )
 
     def _warn_of_bad(self, text: str) -> None:

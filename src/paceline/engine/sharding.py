@@ -92,6 +92,11 @@ class Sharding:
         """The indices of this rank's parameters in the optimizer's state dict."""
         return {index for index, owner in enumerate(self.owners) if owner == self.world.rank}
 
+    @property
+    def elsewhere(self) -> set[torch.Tensor]:
+        """The parameters that other ranks own."""
+        return {parameter for parameter, owner in self._owner_of.items() if owner != self.world.rank}
+
     def owner_of(self, parameter: torch.Tensor) -> int:
         """The rank that owns a parameter; rank 0 if the optimizer does not have it."""
         return self._owner_of.get(parameter, 0)

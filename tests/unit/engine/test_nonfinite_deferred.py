@@ -105,7 +105,7 @@ class Run:
         make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, loss_fn: Any = nn.functional.cross_entropy,
         **keys: Any,
     ) -> None:  # fmt: skip
-        patch.setattr("paceline.engine.phase.can_skip", lambda optimizer: is_deferred)
+        patch.setattr("paceline.engine.phase.can_skip", lambda *arguments: is_deferred)
         config = build({"model_fn": Counting, "dataset_fn": list, "loss_fn": loss_fn, "lanes": lanes, **keys})
         self.model, self.warned = model if model is not None else Counting(), list[str]()
         optimizer = make(self.model.parameters(), lr=0.01, fused=True)
@@ -365,7 +365,7 @@ def test_the_limit_counts_steps_in_a_row_over_reviews_and_goes_into_checkpoints(
 def test_only_steps_that_may_be_skipped_in_full_precision_are_left_to_the_device(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], is_deferred: bool
 ) -> None:
-    monkeypatch.setattr("paceline.engine.phase.can_skip", lambda optimizer: True)
+    monkeypatch.setattr("paceline.engine.phase.can_skip", lambda *arguments: True)
     config = build(
         {"model_fn": Counting, "dataset_fn": list, "loss_fn": nn.functional.cross_entropy, "lanes": 1, **keys}
     )

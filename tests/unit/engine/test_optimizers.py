@@ -168,6 +168,9 @@ def test_sgd_on_a_gpu_can_skip_once_its_momentum_is_there(monkeypatch: pytest.Mo
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
     assert can_skip(optimizer)
+    del optimizer.state[layer.weight]  # as on a rank that does not own it
+    assert not can_skip(optimizer)
+    assert can_skip(optimizer, elsewhere={layer.weight})
     assert can_skip(torch.optim.SGD(layer.parameters(), fused=True))
 
 
