@@ -23,6 +23,7 @@ import torch.distributed as dist
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.system import shared_numbers, shared_sum
+from paceline.system.allocator import keep_freed_memory
 from paceline.system.shared_numbers import SharedNumbers
 from paceline.system.shared_sum import SharedSum
 
@@ -262,7 +263,7 @@ def _lower_debug_level() -> tuple[str, ...]:
 
 
 def _configure_torch(config: Config, device: torch.device) -> None:
-    """Set the threads, the device and deterministic kernels of this process, for every task."""
+    """Set the threads, the device, its memory and deterministic kernels of this process, for every task."""
     use_threads(config)
     if device.type == "cuda":
         is_exact = config.exact and config.keeps_state
@@ -273,6 +274,8 @@ def _configure_torch(config: Config, device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         use_tf32(config.tf32)
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
 
 
 def use_tf32(wanted: bool) -> None:

@@ -226,7 +226,7 @@ def test_files_and_names_in_the_architecture_exist() -> None:
 
 MAY_READ_THE_ENVIRONMENT = {
     "launch", "launch.environment", "launch.fork_server", "launch.kubernetes", "launch.network", "launch.processes",
-    "launch.ray", "launch.ray_cluster", "system.cores", "system.home", "tools.tune.shares", "world",
+    "launch.ray", "launch.ray_cluster", "system.allocator", "system.cores", "system.home", "tools.tune.shares", "world",
 }  # fmt: skip
 OF_THE_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
