@@ -97,6 +97,15 @@ class World:
         dist.all_gather_object(gathered, thing)
         return gathered
 
+    def gather_on_main(self, thing: T) -> list[T]:
+        """Anything that pickles, from every rank, in rank order, in the host memory of rank 0; empty on the others."""
+        if self.size == 1:
+            return [thing]
+        group = None if self.backend == "gloo" else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        gathered: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(thing, gathered, dst=0, group=group)
+        return gathered or []
+
     def shared_sum(self) -> SharedSum | None:
         """Sums through the memory of the host; None unless all ranks are on one host, with tensors on the CPU."""
         if self.size == 1 or self.device.type != "cpu":
@@ -177,21 +186,17 @@ def _shared(world: World, create: Callable[[], Path | None], use: Callable[[Path
     if world.is_main:
         with suppress(OSError):
             path = create()
-    hosts, paths = zip(*world.gather_objects((socket.gethostname(), path)), strict=True)
-    if len(set(hosts)) > 1 or paths[0] is None:
-        _remove(path)
-        return None
     used: T | None = None
-    with suppress(OSError):  # in another container of that host, for example
-        used = use(paths[0])
-    is_shared = all(world.gather_objects(used is not None))
-    _remove(path)
+    try:
+        hosts, paths = zip(*world.gather_objects((socket.gethostname(), path)), strict=True)
+        if len(set(hosts)) == 1 and paths[0] is not None:
+            with suppress(OSError):  # in another container of that host, for example
+                used = use(paths[0])
+        is_shared = all(world.gather_objects(used is not None))
+    finally:  # it is open where it is used
+        if path is not None:
+            path.unlink(missing_ok=True)
     return used if is_shared else None
-
-
-def _remove(path: Path | None) -> None:
-    if path is not None:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

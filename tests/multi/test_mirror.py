@@ -56,7 +56,7 @@ if __name__ == "__main__":
         model, Data, loss_fn=torch.nn.functional.cross_entropy, metrics=["accuracy"],
         optimizer={"name": "adam", "lr": 0.01},
         batch_size=4, lanes=2, num_epochs=4, procs=int(keys["procs"]), run_dir=keys.get("run_dir"),
-        resume=keys.get("resume", "never"), checkpoint={"every_steps": 4, "mirror": keys.get("mirror")},
+        resume=keys.get("resume", "never"), checkpoint={"every_steps": 4, "async": False, "mirror": keys.get("mirror")},
     ).start()
     print("done", result.weights_sha256, result.optimizer_sha256)
 """

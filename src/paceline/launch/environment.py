@@ -18,15 +18,24 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by what starts a rank
 
 
+_from_dotenv: dict[str, str] = {}  # the variables that `load_dotenv` has set
+
+
 def load_dotenv(folder: Path) -> None:
     """Set variables from a `.env` file beside the config, such as MASTER_ADDR; variables that are already set are kept.
 
-    Variables such as RANK make a process a rank. In a `.env` file, which all processes share, they apply to ranks only.
+    Those of an earlier call are removed first, so a notebook can start runs after the file was edited, and runs of
+    several folders. Variables such as RANK make a process a rank. In a `.env` file, which all processes share, they
+    apply to ranks only.
     """
+    for name, value in _from_dotenv.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _from_dotenv.clear()
     is_rank = "RANK" in os.environ
     for name, value in _dotenv(folder).items():
-        if is_rank or name not in PLACE:
-            os.environ.setdefault(name, value)
+        if (is_rank or name not in PLACE) and name not in os.environ:
+            os.environ[name] = _from_dotenv[name] = value
 
 
 def rendezvous_in_environment() -> str | None:

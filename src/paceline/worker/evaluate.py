@@ -72,19 +72,23 @@ class Evaluator:
         return means | {name: _compute(name, metric) for name, metric in self.stateful.items()}
 
     @torch.no_grad()
-    def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor:
-        """The model's output for every sample, in the order of the data set, on the CPU of all ranks. All ranks."""
+    def predict(self, model: torch.nn.Module, on_round: OnRound) -> torch.Tensor | None:
+        """The model's output for every sample, in the order of the data set, in the host memory of rank 0. All ranks.
+
+        The outputs may be large, so the other ranks have none.
+        """
         mine = []
         for done in self._results(self.forward.predict, model, on_round):
             if done is not None:
                 mine.append(_rows_of(self._tensor_in(done[0]), done[1]).cpu())
-        parts = interleave(self.world.gather_objects(mine))
-        if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
+        of_ranks = self.world.gather_objects({tuple(part.shape[1:]) for part in mine})
+        if len(shapes := sorted(set[tuple[int, ...]]().union(*of_ranks))) > 1:
             raise DataError(
                 f"predict needs outputs of one shape for all samples, not {shapes[0]} and {shapes[-1]}; if each "
                 "batch is padded to its longest sample, pad all batches to one length"
             )
-        return torch.cat(parts)
+        parts = self.world.gather_on_main(mine)
+        return torch.cat(interleave(parts)) if self.world.is_main else None
 
     def _tensor_in(self, result: BatchResult) -> torch.Tensor:
         if isinstance(result.output, torch.Tensor):

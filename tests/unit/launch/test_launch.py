@@ -36,6 +36,21 @@ def test_a_dotenv_file_adds_to_the_environment_and_changes_nothing(
     assert [os.environ.get(name) for name in ("THERE", "NEW", "BARE")] == ["before", "here", None]
 
 
+def test_a_dotenv_file_can_be_edited_between_two_runs_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NEW", "OLD"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for content, expected in (("OLD=1\nNEW=1\n", ["1", "1"]), ("NEW=2\n", [None, "2"])):
+        (tmp_path / ".env").write_text(content)
+        load_dotenv(tmp_path)
+        assert [os.environ.get(name) for name in ("OLD", "NEW")] == expected
+    monkeypatch.setenv("NEW", "of the user")
+    load_dotenv(tmp_path / "elsewhere")
+    assert os.environ["NEW"] == "of the user"
+
+
 def test_a_dotenv_file_makes_no_process_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*environment.PLACE, *environment.ADDRESS):
         monkeypatch.setenv(name, "")
