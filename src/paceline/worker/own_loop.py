@@ -298,7 +298,7 @@ class OwnLoop:
         cycle.events.write("epoch", **row)
         cycle.log.restart_epoch()
         if metrics:
-            self._warn_of_unwatched(row)
+            self._warn_of_unlogged(row)
         cycle.call("on_evaluate", row)
         if cycle.is_save_requested() or cycle.saver.is_due:
             cycle.start_save()
@@ -311,7 +311,7 @@ class OwnLoop:
             self._stopped = agreed
             raise
 
-    def _warn_of_unwatched(self, row: dict[str, Any]) -> None:
+    def _warn_of_unlogged(self, row: dict[str, Any]) -> None:
         """Warn about a metric that a callback waits for and the values of this epoch lack."""
         for watched in (getattr(callback, "watched", None) for callback in self.cycle.callbacks):
             if isinstance(watched, WatchedMetric) and watched.name not in row:
