@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from paceline import Callback, Run, Trainer
 from paceline.system.memory import used_on
 
 SHARE = 0.9  # of the samples are for training: by default Paceline's `val_fraction` is 0.1
+FIGURES = "figures.json"
 TOTAL_STEPS = 100_000  # of the run to which the counted steps belong; GPT-2 is trained for more
 
 
@@ -164,15 +164,22 @@ def lightning(setting: Setting) -> dict[str, Any]:
     return setting.figures()
 
 
-class AfterOneEpoch(Callback):
-    """Ends a long run early."""
+class Ticks(Callback):
+    """Counts the steps as the other loops do, writes the figures to the folder of the run, and ends it."""
 
-    def on_evaluate(self, run: Run, metrics: Any) -> None:
-        run.finish("all steps are measured")
+    needs_step_metrics = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def on_step(self, run: Run, metrics: Any) -> None:
+        if self.setting.tick():
+            (run.folder / FIGURES).write_text(json.dumps(self.setting.figures()), encoding="utf-8")
+            run.finish("all steps are measured")
 
 
 def paceline(setting: Setting, *, has_logits: bool = True, **keys: Any) -> dict[str, Any]:
-    """Paceline with its defaults and these keys, several times; the times and the memory are those of its events.
+    """Paceline with its defaults and these keys, several times, with the times of the first run to the first steps.
 
     Each run is the first epoch of a long one, because `step_mode: auto` compiles only long runs.
     """
@@ -184,27 +191,15 @@ def paceline(setting: Setting, *, has_logits: bool = True, **keys: Any) -> dict[
         result = Trainer(
             model_fn=partial(setting.work.model, has_logits), dataset_fn=setting.dataset,
             loss_fn=of_logits if has_logits else of_hidden, batch_size=setting.work.batch,
-            num_epochs=epochs, callbacks=[AfterOneEpoch()], **keys,
+            num_epochs=epochs, callbacks=[Ticks(setting)], **keys,
         ).start()  # fmt: skip
+        figures = json.loads((result.run_dir / FIGURES).read_text(encoding="utf-8"))
+        found["samples_per_s"] += figures.pop("samples_per_s")
+        found = {**figures, **found}
         lines = (result.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        events = [json.loads(line) for line in lines]
         found["hashes"].append(result.weights_sha256)
-        found["warnings"] = [event["text"] for event in events if event["event"] == "warning"]
-        points = [event for event in events if event["event"] == "pace"]
-        counted = [point for point in points if point["step"] >= setting.warm_up]
-        found["samples_per_s"].append(rate_of(counted if len(counted) > 1 else points))  # a tiny run has one point
-        found.setdefault("ready_s", counted[0]["time"] - setting.began)
-        found["memory_gb"] = max(point["memory_mb"][0] for point in points) / 1e3
+        found["warnings"] = [event["text"] for event in map(json.loads, lines) if event["event"] == "warning"]
     return found
-
-
-def rate_of(points: list[dict[str, Any]]) -> float:
-    """The samples per second after the first of these log points; with a single one, those before it."""
-    if len(points) == 1:
-        return float(points[0]["samples_per_s"])
-    steps = points[-1]["step"] - points[0]["step"]
-    relative = sum((later["step"] - before["step"]) / later["samples_per_s"] for before, later in pairwise(points))
-    return float(steps / relative)
 
 
 @dataclass(frozen=True)
@@ -229,8 +224,6 @@ CONTENDERS = {
     "paceline-inexact": with_keys("exact: false", exact=False),
     "paceline-compile": with_keys("step_mode: compile", step_mode="compile"),
     "paceline-compile-inexact": with_keys("step_mode: compile, exact: false", step_mode="compile", exact=False),
-    "paceline-loss": with_keys("step_mode: compile, linear_cross_entropy", step_mode="compile", has_logits=False),
-    "paceline-loss-inexact": with_keys(
-        "step_mode: compile, linear_cross_entropy, exact: false", step_mode="compile", has_logits=False, exact=False
-    ),
+    "paceline-loss": with_keys("linear_cross_entropy", has_logits=False),
+    "paceline-loss-inexact": with_keys("linear_cross_entropy, exact: false", has_logits=False, exact=False),
 }  # fmt: skip

@@ -39,6 +39,7 @@ from large_workloads import WORKLOADS
 from paceline.system.processes import die_with_parent
 
 LIMIT_S = 600.0  # for one contender
+WARM_UP = 20  # steps that are not counted; Paceline records a step after the eleventh
 COLUMNS = "{:<62} {:>12} {:>9} {:>6} {:>10} {:>9}"
 
 
@@ -91,7 +92,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else DEFAULT
     if unknown := [name for name in names if name not in CONTENDERS]:
         sys.exit(f"--only {','.join(unknown)} is not known; use {', '.join(CONTENDERS)}")
-    warm_up, steps, workers = (1, 2, 1) if options.tiny else (10, options.steps, options.workers)
+    warm_up, steps, workers = (1, 2, 1) if options.tiny else (WARM_UP, options.steps, options.workers)
     job = {
         "tiny": options.tiny, "batch": options.batch, "warm_up": warm_up, "steps": steps, "workers": workers,
         "repeats": options.repeats,

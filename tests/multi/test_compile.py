@@ -60,11 +60,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from paceline import Trainer
-from paceline.engine import compilation, compile_gain
+from paceline.engine import compilation, compile_gain, objective
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
+        objective.PART_BYTES = 40  # so that it is compiled in two parts, as a large model
         self.encoder, self.norm, self.head = nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
 
 def make_profitable():

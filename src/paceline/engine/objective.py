@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.observe.event_types import RESERVED_NAMES
 from paceline.user_code import with_place
 
+PART_BYTES = 25 * 2**20  # of parameters that are compiled together: those of a bucket of DDP
 LOSS = "loss"  # the name of the loss among the values of a step
 SAME_NAME = "logs a value {name}, as does an earlier phase; rename the value or the phase"
 Model = Callable[..., Any]
@@ -58,7 +59,12 @@ class Objective(NamedTuple):
 
 
 class _Compiler:
-    """Torch's own compiler, for which constant attention masks are replaced first."""
+    """Torch's own compiler, which gets constant attention masks as flags, and a large model in parts.
+
+    The gradients of a compiled function are all complete at its end. So that sums over ranks can start earlier, each
+    PART_BYTES of parameters are compiled as a function of their own, with the same parts on any number of ranks: code
+    that is compiled together rounds in another way.
+    """
 
     compiler_name = "inductor"  # as torch knows it
 
@@ -67,10 +73,15 @@ class _Compiler:
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Compile a graph; called by torch."""
-        from torch._inductor.compile_fx import compile_fx  # takes seconds to load
+        from torch._dynamo.backends.distributed import DDPOptimizer  # takes seconds to load
 
         if drop_constant_masks(module.graph):
             module.recompile()
+        return DDPOptimizer(PART_BYTES, self._compile_part, PART_BYTES).compile_fn(module, list(inputs))
+
+    def _compile_part(self, module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
         return compile_fx(module, inputs, config_patches=self._options)  # type: ignore[return-value]
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline import Sum
 from paceline.data.lanes import RankLanes
+from paceline.engine import objective
+from paceline.engine.compilation import prepare_compiler
 from paceline.engine.lane_values import LaneValues
 from paceline.engine.objective import Objective, logits_in, loss_in, parts_of, run_model
 from paceline.errors import ConfigError
@@ -93,3 +97,27 @@ def test_a_loss_fn_needs_no_agreement() -> None:
 
     objective = Objective("loss_fn", None, takes_model=False)
     assert LaneValues(RankLanes(1, 1, 0), fake_world(gathered=fail), objective).finish() == []
+
+
+def test_a_compiled_objective_has_parts_whose_gradients_are_complete_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    prepare_compiler(torch.device("cpu"), is_exact=False)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    monkeypatch.setattr(objective, "PART_BYTES", 80)  # the bytes of a layer
+    compiled = Objective("loss_fn", nn.functional.mse_loss, takes_model=False).compiled()
+    loss = compiled(nn.Sequential(*layers), (torch.ones(2, 4), torch.zeros(2, 4)))
+    incomplete: list[int] = []  # when the gradients of a layer are complete, how many layers are still missing
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _: incomplete.append(sum(each.weight.grad is None for each in layers))
+        )
+    backwards, to_visit = set(), [loss.grad_fn]
+    while to_visit:
+        node = to_visit.pop()
+        backwards |= {node} if "CompiledFunction" in type(node).__name__ else set()
+        to_visit += [each for each, _ in node.next_functions if each is not None]
+    loss.backward()
+    assert len(backwards) == 3
+    assert incomplete == [2, 1, 0]
