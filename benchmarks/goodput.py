@@ -1,7 +1,8 @@
 """Goodput: the share of the time that trains steps which are never repeated, simulated for 8 to 4,096 ranks.
 
     python benchmarks/goodput.py                       tables: the interval of checkpoints, elastic runs, stragglers
-    python benchmarks/goodput.py --real [--runs 2]     real runs whose ranks are killed, against their simulation
+    python benchmarks/goodput.py --real [--runs 2]     real runs whose ranks are killed, against their simulation;
+                                                       with --computes, their steps compute instead of waiting
 
 The simulation is driven by measured numbers: the times of single steps of a rank (`--pace`, the events of a run with
 log.every_steps=1; else those of QUANTILES), the cost of saves, the time of a restart, and a rate of failures.
@@ -273,13 +274,14 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="run and kill real ranks, and compare")
+    parser.add_argument("--computes", action="store_true", help="steps of --real compute instead of waiting")
     parser.add_argument("--runs", type=int, default=2, help="disturbed runs of --real")
     parser.add_argument("--out", type=Path, help="a file to which --real adds its results, whose table it prints")
     options = parser.parse_args()
     if options.real:
         import goodput_real  # the file next to this one
 
-        goodput_real.main(options.runs, options.seed, options.out)
+        goodput_real.main(options.runs, options.seed, options.out, computes=options.computes)
         return
     quantiles = quantiles_of(own_times(options.pace)) if options.pace else QUANTILES
     print("quantiles of the time of a rank's own work:", dict(zip(LEVELS, quantiles, strict=True)), "\n")

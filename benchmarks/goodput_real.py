@@ -26,14 +26,21 @@ import numpy as np
 import psutil
 from goodput import Costs, StepTimes, exponential, simulate
 
+from paceline.checkpoint.store import step_of
+
 STEPS, EVERY, MTBF_S = 300, 10, 8.0
 UNDISTURBED, KILLS = 105, 4  # steps and kills of the run that is measured
 WARM_UP = 5  # steps
+# Seconds that a step waits as if a device computed, so that other processes on the cores change little, and the matrix
+# products that it computes.
+COMPUTING = {False: ("0.1", "0"), True: ("0", "25")}
 RUN = """
 import os, sys, time
 import torch
 from torch import nn
 from paceline import Callback, Trainer
+
+WAIT_S, PRODUCTS, MATRIX = float(sys.argv[1]), int(sys.argv[2]), torch.ones(512, 512)
 
 def model():
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())], nn.Linear(256, 2))
@@ -43,7 +50,9 @@ def data():
     return torch.utils.data.TensorDataset(x, (x.mean(1) > 0).long())
 
 def loss(output, target):
-    time.sleep(0.1)  # as if a device computed, so that other processes on the cores change little
+    for _ in range(PRODUCTS):
+        torch.mm(MATRIX, MATRIX)
+    time.sleep(WAIT_S)
     return nn.functional.cross_entropy(output, target)
 
 class Marks(Callback):
@@ -78,13 +87,18 @@ class Mark:
 class Launcher:
     """A process that starts one run after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, computes: bool) -> None:
         script, self.output = folder / "run.py", folder / "output.txt"
         script.write_text(RUN)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, script], stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment, text=True
+                [sys.executable, script, *COMPUTING[computes]],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                text=True,
             )
 
     def start(self, folder: Path, steps: int) -> RealRun:
@@ -102,12 +116,15 @@ class RealRun:
 
     def __init__(self, launcher: Launcher, folder: Path) -> None:
         self._launcher, self._folder, self.marks = launcher, folder, list[Mark]()
+        self._published = dict[int, float]()  # when the folder of each checkpoint was first seen, by its step
 
     def follow(self) -> Iterator[list[Mark]]:
         """All steps so far, every few milliseconds until the run has ended."""
         pids, offset = list[int](), 0
         while True:
             is_over = self._folder.with_suffix(".ended").exists()
+            for path in self._folder.glob("checkpoints/step-*[0-9]"):
+                self._published.setdefault(step_of(path), time.time())
             with suppress(FileNotFoundError), self._folder.with_suffix(".marks").open() as file:
                 file.seek(offset)
                 for line in file.read().splitlines(keepends=True):
@@ -132,10 +149,10 @@ class RealRun:
         return time.time()
 
     def saves(self) -> list[tuple[float, float]]:
-        """The times at which saves began and at which they could be used."""
+        """The times at which saves began and at which they could be used, which the loop notices a step later."""
         events = list(map(json.loads, (self._folder / "events.jsonl").read_text().splitlines()))
         began = {event["step"]: event["time"] - event["held_s"] for event in events if event["event"] == "saving"}
-        return [(began[event["step"]], event["time"]) for event in events if event["event"] == "checkpoint"]
+        return [(began[step], at) for step, at in sorted(self._published.items()) if step in began]
 
 
 class OtherLoad:
@@ -204,11 +221,11 @@ def killed_at_random(launcher: Launcher, folder: Path, step_s: float, seed: int)
     return real, killed_at
 
 
-def main(runs: int, seed: int, out: Path | None) -> None:
+def main(runs: int, seed: int, out: Path | None, *, computes: bool) -> None:
     """Measure, run and simulate; print a table of all results in `out`."""
     results = json.loads(out.read_text()) if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as path:
-        launcher = Launcher(Path(path))
+        launcher = Launcher(Path(path), computes=computes)
         for of_run in range(seed, seed + runs):
             folder = Path(path) / str(of_run)
             folder.mkdir()
