@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.nccl import AS_HOST
 from support.runs import warnings_in
 
 CASES_FILE = Path(__file__).parents[1] / "multi" / "exactness_cases.py"
@@ -36,23 +37,23 @@ MANY = [
 ]  # for eight ranks, which take turns on a GPU
 LANES = 8
 LIMIT_S = 500
-# NCCL accepts several ranks on one GPU if each claims to be a host of its own.
-AS_HOSTS = """
-import os, runpy, sys
+SCRIPT = (
+    AS_HOST
+    + """
+import runpy, sys
 
-os.environ.update(NCCL_HOSTID=f"host-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+)
 
 
 def train(
     folder: Path, ranks: int, step_mode: str, cases: list[str] = CASES, lanes: int = LANES, **options: Any
 ) -> dict[str, Any]:
     """The outcomes of these cases on this number of ranks."""
-    (folder / "as_hosts.py").write_text(AS_HOSTS)
+    (folder / "as_hosts.py").write_text(SCRIPT)
     out = folder / f"{ranks}-{step_mode}.json"
     options = {"device": "cuda", "lanes": lanes, "batch_size": 3, "step_mode": step_mode, **options}
     # Warnings are no errors here: torch's compiler has some of its own.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,18 +10,17 @@ from typing import Any
 import psutil
 import pytest
 
+from support.nccl import torchrun
+
 RANKS = 4
 SCRIPT = """
 import json, os, signal, struct, sys
-
-rank, (run_dir, fault) = int(os.environ["RANK"]), sys.argv[1:3]
-os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from paceline import Trainer
+
+rank, (run_dir, fault) = int(os.environ["RANK"]), sys.argv[1:3]
 
 
 def ask_for_dumps():
@@ -73,14 +69,8 @@ if rank == 0:
 
 def train(folder: Path, fault: str) -> dict[str, Any]:
     """Train under torchrun while rank 2 suffers a fault once; the hashes, and the seconds until all had exited."""
-    (folder / "main.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     began = time.monotonic()
-    ended = subprocess.run(
-        [*command, "--max-restarts=3", "main.py", folder / fault, fault], cwd=folder, capture_output=True, text=True,
-        timeout=150, check=False, env={**os.environ, "PYTHONWARNINGS": "default"},
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    torchrun(folder, SCRIPT, RANKS, folder / fault, fault, max_restarts=3)
     events = (folder / fault / "events.jsonl").read_text()
     hashes = json.loads((folder / f"{fault}.json").read_text())
     return {**hashes, "attempts": events.count('"run_started"'), "seconds": time.monotonic() - began}
@@ -94,3 +84,64 @@ def test_a_restart_after_a_fault_gives_the_undisturbed_hash_and_exits(tmp_path: 
     assert disturbed["weights"] == undisturbed["weights"]
     assert disturbed["optimizer"] == undisturbed["optimizer"]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]
+
+
+RESIZED = """
+import json, os, sys
+import torch
+from torch import nn
+from paceline import Callback, Trainer
+
+out, run_dir, stop_at, slow_rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def forward(self, x):
+        if int(os.environ["RANK"]) == slow_rank and x.is_cuda:
+            torch.cuda._sleep(200_000_000)  # clock cycles: about a tenth of a second
+        return self.layers(x)
+
+
+class StopAt(Callback):
+    def on_step(self, run, metrics):
+        if run.step_number == stop_at:
+            run.stop("resize")
+
+
+def dataset():
+    x = torch.randn(203, 16, generator=torch.Generator().manual_seed(5))
+    return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+
+
+try:
+    result = Trainer(
+        Net, dataset, loss_fn="cross_entropy", optimizer={"name": "adamw", "lr": 3e-3}, batch_size=8, lanes=4,
+        num_epochs=12, run_dir=run_dir, resume="auto", callbacks=[StopAt()], log={"every_steps": 5},
+    ).start()
+except SystemExit:
+    raise SystemExit(0)
+if os.environ["RANK"] == "0":
+    with open(out, "w") as file:
+        json.dump({"weights": result.weights_sha256, "optimizer": result.optimizer_sha256}, file)
+"""
+
+
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_hash_of_one_rank(tmp_path: Path) -> None:
+    alone, resized = tmp_path / "alone.json", tmp_path / "resized.json"
+    torchrun(tmp_path, RESIZED, 1, alone, tmp_path / "alone", 0, -1)
+    for ranks, stop_at in ((4, 20), (2, 40), (3, 0)):
+        torchrun(tmp_path, RESIZED, ranks, resized, tmp_path / "resized", stop_at, -1)
+    assert json.loads(resized.read_text()) == json.loads(alone.read_text())
+    events = [json.loads(line) for line in (tmp_path / "resized" / "events.jsonl").read_text().splitlines()]
+    assert [event["world_size"] for event in events if event["event"] == "run_started"] == [4, 2, 3]
+
+
+def test_a_slow_rank_is_named_by_the_clock_of_the_device(tmp_path: Path) -> None:
+    torchrun(tmp_path, RESIZED, 3, tmp_path / "slow.json", tmp_path / "slow", 0, 1)
+    events = [json.loads(line) for line in (tmp_path / "slow" / "events.jsonl").read_text().splitlines()]
+    [late] = [event for event in events if event["event"] == "straggler"]
+    assert (late["rank"], late["phase"]) == (1, "forward")

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.nccl import torchrun
+
 LAYERS = 8  # of 17 MB each
 SCRIPT = """
 import json, os, sys
-
-rank, (out, step_mode) = int(os.environ["RANK"]), sys.argv[1:3]
-os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-
 import torch
 from torch import nn
 from paceline import Callback, Trainer
 
-WIDTH, LAYERS, BATCH, TRACED = int(sys.argv[3]), int(sys.argv[4]), 512, 19
+rank, (out, step_mode) = int(os.environ["RANK"]), sys.argv[1:3]
+WIDTH, LAYERS, BATCH, TRACED = 2048, int(sys.argv[3]), 512, 19
 PRODUCTS = ("gemm", "nvjet", "cutlass", "::mm", "::addmm")
 
 
@@ -79,15 +74,8 @@ if rank == 0:
 @cache
 def train(folder: Path, ranks: int, step_mode: str) -> dict[str, Any]:
     """The hash of a run, and what a trace of one of its steps shows."""
-    (folder / "main.py").write_text(SCRIPT)
     out = folder / f"{ranks}-{step_mode}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "main.py", out,
-         step_mode, "2048", str(LAYERS)],
-        cwd=folder, capture_output=True, text=True, timeout=200, check=False,
-        env={**os.environ, "PYTHONWARNINGS": "default"},
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    torchrun(folder, SCRIPT, ranks, out, step_mode, LAYERS, timeout_s=200)
     parts = [json.loads(Path(f"{out}{end}").read_text()) for end in (".json", ".trace.json")]
     found: dict[str, Any] = {**parts[0], **parts[1]}
     print(ranks, step_mode, found)
