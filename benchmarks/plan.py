@@ -1,7 +1,8 @@
 """How well `paceline plan` predicts the time of a step: measured runs on hosts with slow links, against the model.
 
     sudo python benchmarks/plan.py                    # hosts in network namespaces; needs gcc, iproute2 and root
-    python benchmarks/plan.py --local 1,2,4,8         # ranks of this host: its cores, or its GPUs with NCCL
+    python benchmarks/plan.py --local 1,2,4,8         # ranks of this host, on its cores
+    python benchmarks/plan.py --local 1,2,4 --device cuda      # NCCL ranks, which may share a GPU
 
 Each host has one rank, or two. What it sends passes a token bucket (`tc … tbf`), and is delivered after a delay by
 `plan_links/delay.c`. The ranks share the cores of this machine, so the parts of a step are measured with as many ranks
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from paceline.tools.plan.forecast import Terms, forecast  # noqa: E402
 from paceline.tools.plan.links import NAMED, Link  # noqa: E402
 from paceline.tools.plan.measure import measure  # noqa: E402
 from paceline.trainer import build_config  # noqa: E402
+from paceline.world import NCCL_ON_SHARED_GPU  # noqa: E402
 
 RATES = {"10mbit": 10e6 / 8, "100mbit": 100e6 / 8, "1000mbit": 1000e6 / 8}
 DELAYS_US = (100, 5_000, 20_000)
@@ -140,6 +143,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the figures to a JSON lines file")
     parser.add_argument("--device", default="cpu", help="with --local: cpu or cuda")
     options = parser.parse_args()
+    if options.device == "cuda":
+        os.environ[NCCL_ON_SHARED_GPU] = "1"
     chosen = [int(number) for number in (options.cases or ",".join(map(str, range(len(CASES))))).split(",")]
     print("predicted / measured milliseconds of a step\n")
     print("| model | hosts × ranks | link | 0.1 ms | 5 ms | 20 ms |\n|---|---|---|---|---|---|")

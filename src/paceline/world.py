@@ -35,6 +35,8 @@ COLLECTIVE_TIMEOUT = timedelta(days=20)
 # restart, so a run that has recovered would wait for the end of the dump when it exits.
 NCCL_MONITOR = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
+# Set by tests and benchmarks: ranks that share a GPU use NCCL, each as if it were a host of its own.
+NCCL_ON_SHARED_GPU = "PACELINE_NCCL_ON_SHARED_GPU"
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,9 @@ def join(config: Config, store: Path | None = None) -> Iterator[World]:
     rank, size, local_rank = (int(_env_variable(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = pick_device(config.device, local_rank)
     backend = pick_backend(config.backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    if backend == "nccl" and NCCL_ON_SHARED_GPU in os.environ:
+        # NCCL compares hosts and GPUs, and refuses two ranks that have both in common.
+        os.environ.update(NCCL_HOSTID=f"{socket.gethostname()}-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     if store is not None:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
@@ -320,7 +325,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 def pick_backend(wanted: str, device: torch.device, local_world_size: int) -> str:
     """NCCL where every rank has a GPU of its own, else Gloo."""
-    shared = device.type == "cuda" and local_world_size > torch.cuda.device_count()
+    is_shared = device.type == "cuda" and local_world_size > torch.cuda.device_count()
+    shared = is_shared and NCCL_ON_SHARED_GPU not in os.environ
     if wanted == "nccl" and (device.type == "cpu" or shared):
         reason = "the ranks run on the CPU" if device.type == "cpu" else f"{local_world_size} ranks share fewer GPUs"
         raise ConfigError(f"backend=nccl cannot be used: {reason}; use backend: gloo")

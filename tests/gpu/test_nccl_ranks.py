@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -145,3 +148,41 @@ def test_a_slow_rank_is_named_by_the_clock_of_the_device(tmp_path: Path) -> None
     events = [json.loads(line) for line in (tmp_path / "slow" / "events.jsonl").read_text().splitlines()]
     [late] = [event for event in events if event["event"] == "straggler"]
     assert (late["rank"], late["phase"]) == (1, "forward")
+
+
+LOCAL = """
+import json, sys
+import torch
+from torch import nn
+from paceline import Trainer
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def dataset():
+    x = torch.randn(203, 16, generator=torch.Generator().manual_seed(5))
+    return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+
+
+for procs in (1, 3):
+    result = Trainer(
+        model, dataset, loss_fn="cross_entropy", optimizer="adamw", batch_size=8, lanes=4, num_epochs=3, procs=procs
+    ).start()
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    [started] = [event for event in events if event["event"] == "run_started"]
+    print(json.dumps([started["backend"], result.weights_sha256]))
+"""
+
+
+def test_local_ranks_that_share_a_gpu_can_use_nccl(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(LOCAL)
+    ended = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+        env={**os.environ, "PACELINE_NCCL_ON_SHARED_GPU": "1", "PYTHONWARNINGS": "default"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    alone, together = (json.loads(line) for line in ended.stdout.splitlines() if line[:2] == '["')
+    assert alone[0] == together[0] == "nccl"
+    assert together == alone
