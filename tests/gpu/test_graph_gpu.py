@@ -6,6 +6,7 @@ import dataclasses
 import random
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline import GradualUnfreeze, Trainer
 from paceline.engine import compile_gain, phase, reduce
 from paceline.engine.cuda_graph import Recording, StepGraph
+from paceline.worker import build
 from support.datasets import MapDataset, signed
 from support.models import RunningLoss
 from support.runs import events_of, warnings_in
@@ -194,6 +196,7 @@ def test_ddp_can_be_recorded(start: Start, monkeypatch: pytest.MonkeyPatch, way:
     keys = {"num_epochs": 3, "lanes": 3 if way == "as integers" else 2}
     wanted = start(**keys)
     monkeypatch.setattr(phase, "Backward", InDdp)
+    monkeypatch.setattr(build, "replicate", partial(build.replicate, through_ddp=True))
     monkeypatch.setattr(reduce.Reduction, "start", start_at_any_size)
     replayed, eager = start(**keys), start(**keys, step_mode="eager")
     assert all(hook is not None for hook in hooks)

@@ -115,7 +115,7 @@ class Replica(DistributedDataParallel):
 
 
 class PlainModel:
-    """A model without DDP, for a single process, with the interface of `Replica`."""
+    """A model without DDP, for a single rank, with the interface of `Replica`."""
 
     def __init__(self, module: torch.nn.Module, loss: Any = None) -> None:
         self.module, self.forward_state = module, ForwardState(module, loss)
@@ -201,8 +201,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_view
 
 
-def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Replica | PlainModel:
-    """Wrap the model in DDP, with rank 0's weights on every rank, unless `ddp` is false. All ranks."""
+def replicate(
+    model: torch.nn.Module, settings: Settings, world: World, *, through_ddp: bool = False
+) -> Replica | PlainModel:
+    """Wrap the model in DDP, with rank 0's weights on every rank, unless `ddp` is false. All ranks.
+
+    A single rank of the managed loop has nothing to sum, and needs no memory for DDP's buckets, unless `through_ddp`.
+    """
     check_trainable(model, settings, world)
     model = place_model(model, settings, world.device)
     if settings.sync_batchnorm:
@@ -217,7 +222,10 @@ def replicate(model: torch.nn.Module, settings: Settings, world: World) -> Repli
                 "compression=powersgd needs backend=nccl on GPUs, not gloo; use compression: bf16 or fp16"
             )
     check_outer_weights(settings)
-    return _in_ddp(model, settings, world) if settings.ddp else PlainModel(model, outer_state(settings))
+    sums_nothing = world.size == 1 and settings.train_fn is None and not through_ddp
+    if sums_nothing or not settings.ddp:
+        return PlainModel(model, outer_state(settings))
+    return _in_ddp(model, settings, world)
 
 
 def check_trainable(model: torch.nn.Module, settings: Settings, world: World) -> None:

@@ -79,9 +79,12 @@ def build_settings(config: Config, world: World, *, channels_last: bool) -> Sett
 
 
 def build_step(
-    context: Context, model: torch.nn.Module, training: Any, validation: Any | None
+    context: Context, model: torch.nn.Module, training: Any, validation: Any | None, *, through_ddp: bool = False
 ) -> tuple[Stepper, LoopPlan, Evaluator | None]:
-    """The step over the training data, the length of the run, and the evaluation. All ranks."""
+    """The step over the training data, the length of the run, and the evaluation. All ranks.
+
+    With `through_ddp`, the model of a single rank is in DDP, too.
+    """
     config, world, progress = context.config, context.world, context.progress
     progress.phase = "building the step"
     feed, validation_feed = make_feeds(training, validation, config, world)
@@ -89,7 +92,7 @@ def build_step(
     for each in (feed, validation_feed):
         if each is not None:
             each.is_channels_last = settings.channels_last
-    replica = replicate(model, settings, world)
+    replica = replicate(model, settings, world, through_ddp=through_ddp)
     plan = build_plan(context, feed.dataset, settings.lanes)
     progress.phase = "building the optimizer"
     with keyed_generators(config.seed, "optimizer"):

@@ -68,6 +68,7 @@ class Evaluator:
                 rows.append(self.measures.row(*done))
             if self.stateful:
                 self._update_stateful(done[0] if done is not None else None)
+            done = None  # its outputs may be large: free them before the next batch
         means = self.measures.means(rows)
         return means | {name: _compute(name, metric) for name, metric in self.stateful.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,3 +238,26 @@ def test_the_last_layer_and_what_goes_into_it_stay_in_the_format_that_the_loss_w
     hidden, same = in_fp32((half, weight))
     assert hidden is half
     assert same is weight
+
+
+class RemembersOutputs(nn.Linear):
+    """A linear layer that knows its earlier outputs, and how many of them exist when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.alive.append(sum(output() is not None for output in self.outputs))
+        output = super().forward(x)
+        self.outputs.append(weakref.ref(output))
+        return output
+
+
+def test_the_outputs_of_a_batch_are_freed_before_the_next_one(make_config: MakeConfig) -> None:
+    config = make_config(loss_fn=nn.functional.cross_entropy, metrics=["accuracy"], batch_size=2)
+    data: Any = [(torch.ones(3), n % 2) for n in range(6)]
+    model = RemembersOutputs()
+    Evaluator(Feed(data, config, HERE), config, HERE).measure(model, lambda done, total: None)
+    assert model.alive == [0, 0, 0]

@@ -94,7 +94,7 @@ def build_alone(
     context: Context, model: torch.nn.Module, training: Any, validation: Any | None
 ) -> tuple[Stepper, LoopPlan]:
     """The step of a rank that sums over no others, but calls the hook for each bucket of DDP. All ranks."""
-    built, plan, _ = build_step(context, model, training, validation)
+    built, plan, _ = build_step(context, model, training, validation, through_ddp=True)
     if isinstance(built.replica, Replica):  # or each step would wait for rank 0, and the model adds these messages
         built.replica.broadcast_buffers = False
     stepper = Stepper(
