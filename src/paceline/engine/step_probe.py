@@ -9,13 +9,14 @@ import torch
 
 from paceline.config import Settings
 from paceline.data.seeding import seed_generators
-from paceline.data.trees import map_tensors
+from paceline.data.trees import map_tensors, tensors_in
 from paceline.engine.digest import digest_of
 from paceline.engine.forward_state import ForwardState, LateBuffers, ParameterKey, Snapshot
 from paceline.engine.losses import problem_with_loss, sum_and_count
 from paceline.engine.objective import Objective, loss_in, parts_of, run_model
 from paceline.engine.outer_state import outer_state
 
+COPY_SHARE = 0.1  # the most of the free memory that a copy of outputs takes
 TOLERANCE = 1e-4  # between two values of a loss, where kernels may add in any order
 HIDDEN_IN_LOSS = (
     "loss_fn gives another value when it is called again with the same output and target: it keeps state that "
@@ -78,8 +79,10 @@ class StepProbe:
 
     def _run_loss(self, objective: Objective, batch: Any) -> str | None:
         given: Any = run_model(self.model, batch)
-        # A loss may write to its arguments. Outputs can be most of the memory, so their copy waits on the host.
-        kept, device = _clone(given, torch.device("cpu")), next(self.model.parameters()).device
+        # A loss may write to its arguments. Where outputs are much of the memory, their copy waits on the host, which
+        # may take seconds.
+        device = next(self.model.parameters()).device
+        kept = _clone(given, device if _has_room(given, device) else torch.device("cpu"))
         holder = ForwardState(torch.nn.Module(), objective.function)
         before, values = Snapshot(), []
         before.take(holder.tensors())
@@ -139,6 +142,14 @@ def _numbers(value: Any, source: str) -> list[torch.Tensor]:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _has_room(tree: Any, device: torch.device) -> bool:
+    """Whether a copy of these tensors takes a small part of the free memory of their device."""
+    if device.type != "cuda":
+        return True
+    needed = sum(tensor.nbytes for tensor in tensors_in(tree))
+    return needed <= COPY_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def _clone(tree: Any, device: torch.device | None = None) -> Any:
