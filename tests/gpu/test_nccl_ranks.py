@@ -125,8 +125,8 @@ try:
         Net, dataset, loss_fn="cross_entropy", optimizer={"name": "adamw", "lr": 3e-3}, batch_size=8, lanes=4,
         num_epochs=12, run_dir=run_dir, resume="auto", callbacks=[StopAt()], log={"every_steps": 5},
     ).start()
-except SystemExit:
-    raise SystemExit(0)
+except SystemExit as stopped:
+    raise SystemExit(0 if stopped.code == 3 else stopped.code)  # 3: it can be resumed
 if os.environ["RANK"] == "0":
     with open(out, "w") as file:
         json.dump({"weights": result.weights_sha256, "optimizer": result.optimizer_sha256}, file)
